@@ -1,0 +1,94 @@
+"""``logitless demo``: the same loss and gradients, dense and in chunks, with the memory that each one needs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.explain import explain
+from logitless.head.api import linear_grpo_loss, linear_logprobs
+from logitless.objectives.advantages import group_advantages
+from logitless.objectives.metrics import metric_values
+from logitless.objectives.objective import Objective
+
+_ROWS = 8
+_GROUP = 4
+
+
+def batch(tokens: int, hidden: int, vocab: int, seed: int) -> dict[str, Any]:
+    """A small RL batch made on the host: groups of completions of uneven length, prompts masked."""
+    rng = np.random.default_rng(seed)
+    width = max(tokens // _ROWS, 1)
+    lengths = rng.integers(width // 4 + 1, width + 1, _ROWS)
+    position = np.arange(width)
+    mask = (position < lengths[:, None]) & (position >= width // 8)
+    rewards = rng.integers(0, 2, _ROWS).astype(np.float32)
+    rewards[:_GROUP] = 1.0  # one group whose answers are all right: nothing to learn from
+    rewards[_GROUP] = 1.0 - rewards[_GROUP + 1]
+    return dict(
+        hidden=rng.standard_normal((_ROWS, width, hidden), np.float32),
+        lm_head=rng.standard_normal((vocab, hidden), np.float32) * np.float32(2 / hidden**0.5),
+        targets=rng.integers(0, vocab, (_ROWS, width), dtype=np.int32),
+        mask=mask,
+        advantages=np.asarray(group_advantages(jnp.asarray(rewards), _GROUP)),
+    )
+
+
+def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    def loss(hidden: jax.Array, lm_head: jax.Array, rest: dict[str, Any]) -> Any:
+        return linear_grpo_loss(hidden, lm_head, objective=objective, backend=backend, **rest)
+
+    rest = {k: v for k, v in arrays.items() if k not in ("hidden", "lm_head")}
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    compiled = step.lower(arrays["hidden"], arrays["lm_head"], rest).compile()
+    memory: Any = compiled.memory_analysis()
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        out = jax.block_until_ready(compiled(arrays["hidden"], arrays["lm_head"], rest))
+        times.append(time.perf_counter() - start)
+    (value, metrics), grads = out
+    return dict(
+        loss=value,
+        metrics=metrics,
+        grads=grads,
+        temp=memory.temp_size_in_bytes,
+        seconds=statistics.median(times[1:]),
+    )
+
+
+def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
+    """Print the comparison; 1 if the two disagree."""
+    arrays = batch(tokens, hidden, vocab, seed)
+    stats = jax.jit(linear_logprobs)(arrays["hidden"], arrays["lm_head"], arrays["targets"])
+    noise = np.random.default_rng(seed + 1).standard_normal(stats.logp.shape).astype(np.float32)
+    arrays["old_logp"] = np.asarray(stats.logp) + 0.1 * noise
+    objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
+    shape = arrays["targets"].shape
+    print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
+    print(explain(linear_grpo_loss, arrays["hidden"], arrays["lm_head"], objective=objective))
+    arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
+    print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
+    for name, arm in arms.items():
+        norms = [float(jnp.linalg.norm(g)) for g in arm["grads"]]
+        print(
+            f"{name:10s}{float(arm['loss']):14.8f}{norms[0]:12.4e}{norms[1]:12.4e}"
+            f"{arm['temp'] / 2**20:12.1f} MiB{arm['seconds'] * 1e3:8.1f} ms"
+        )
+    a, b = arms["reference"], arms["chunked"]
+    worst = 0.0
+    for label, x, y in zip(("dH", "dW"), a["grads"], b["grads"], strict=True):
+        error = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
+        worst = max(worst, error)
+        print(f"{label}: relative difference {error:.1e}")
+    values = metric_values(b["metrics"])
+    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_tokens", "ratio", "entropy", "ess")))
+    print(f"memory: chunked needs {b['temp'] / a['temp']:.2f}x the temporaries of the dense loss")
+    agree = worst < 1e-5 and abs(float(a["loss"]) - float(b["loss"])) < 1e-5
+    print("the two agree" if agree else "THE TWO DISAGREE")
+    return 0 if agree else 1

@@ -1,0 +1,83 @@
+"""Writes the API reference from the docstrings: ``python -m logitless.docs docs/api.md``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import logitless
+from logitless import oracle
+
+
+def _signature(name: str, obj: object) -> str:
+    signature = str(inspect.signature(obj))  # type: ignore[arg-type]
+    signature = re.sub(r"""(: |-> )(['"])(.*?)\2(?=[,)]| = |$)""", r"\1\3", signature)  # annotations are strings
+    if len(name) + len(signature) <= 100:
+        return name + signature
+    inner, _, returns = signature[1:].rpartition(") -> ")
+    parts, depth, start = [], 0, 0
+    for i, ch in enumerate(inner):
+        depth += ch in "([{"
+        depth -= ch in ")]}"
+        if ch == "," and depth == 0:
+            parts.append(inner[start:i].strip())
+            start = i + 1
+    parts.append(inner[start:].strip())
+    body = "".join(f"    {p},\n" for p in parts)
+    return f"{name}(\n{body}) -> {returns}"
+
+
+def _fields(cls: type) -> list[str]:
+    """One line per field: its default, and the string literal that follows it in the source."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    notes: dict[str, str] = {}
+    for field, after in itertools.pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            notes[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    lines = []
+    for f in dataclasses.fields(cls):
+        default = "" if f.default is dataclasses.MISSING else f" = {f.default!r}"
+        kind = " (static)" if f.metadata.get("static") else ""
+        note = f": {notes[f.name]}" if f.name in notes else ""
+        lines.append(f"- `{f.name}{default}`{kind}{note}")
+    return lines
+
+
+def _entry(name: str, obj: object) -> str:
+    text = textwrap.dedent(inspect.getdoc(obj) or "").replace("\\\n", "")
+    if inspect.isclass(obj):
+        lines = [f"### class `{name}`", "", text, ""]
+        if dataclasses.is_dataclass(obj):
+            lines += [*_fields(obj), ""]
+        return "\n".join(lines)
+    return f"### `{name}`\n\n```\n{_signature(name, obj)}\n```\n\n{text}\n"
+
+
+def render() -> str:
+    """The whole reference as Markdown."""
+    parts = [
+        "# API reference",
+        "",
+        "Written by `make docs` from the docstrings, whose examples the tests run.",
+        "",
+        "## `logitless`",
+        "",
+    ]
+    for name in logitless.__all__:
+        if name != "__version__":
+            parts.append(_entry(name, getattr(logitless, name)))
+    parts += ["## `logitless.oracle`", "", inspect.getdoc(oracle) or "", ""]
+    for name in oracle.__all__:
+        parts.append(_entry(name, getattr(oracle, name)))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(render())

@@ -1,0 +1,243 @@
+"""The head in plain JAX, a chunk of live tokens at a time: never more than ``[chunk, V]`` logits.
+
+Per chunk of C tokens (M = one ``C x H x V`` matmul, 2 C H V FLOP):
+
+    statistics        x = h W^T (M)                                   reads W once per chunk
+    grad in forward   x (M), dx in place of x, dh = dx W (M), dW += dx^T h (M)      three matmuls per active token
+    by recompute      statistics first; later x again (M), dx, dh (M), dW (M)       four matmuls per token
+    frozen head       the same without dW: two and three matmuls
+
+Grad in forward serves objectives whose tokens are uncoupled: a chunk's cotangents follow from its own statistics by
+differentiating the objective on the chunk. Both visit live tokens only, and only tokens whose cotangent can be
+nonzero enter the backward matmuls. dW is summed in float32 over the chunks, or in the parameter's dtype if asked.
+
+Bytes: beside inputs and outputs, one ``[C, V]`` buffer of logits (``logits_dtype``), one of dlogits (the operands'
+dtype) where XLA cannot reuse the first, and the float32 accumulator of dW where the head's dtype is narrower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.head.operator import Head, HeadGrads, dhead, dhidden, raw_logits
+from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.logits.chunked import _blank_stats, rows_dlogits, rows_stats
+from logitless.objectives.inputs import LossInputs
+from logitless.objectives.loss import cotangents, may_have_gradient
+from logitless.objectives.objective import Objective
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepConfig:
+    """Static choices of a sweep."""
+
+    chunk: int
+    vocab_size: int
+    logits_dtype: Any
+    sum_head_grad_in: str  # "float32" or "param"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    lora: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias or self.lora
+
+
+def _chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
+    t = transform.temperature
+    if t is None or jnp.ndim(t) == 0:
+        return transform
+    return dataclasses.replace(transform, temperature=visit.take(jnp.asarray(t)))
+
+
+def _chunk_inputs(inputs: LossInputs, visit: Visit, n: int) -> LossInputs:
+    """The chunk's loss constants; the padding of the last chunk is masked out."""
+
+    def take(leaf: Array) -> Array:
+        return visit.take(leaf) if jnp.ndim(leaf) else jnp.asarray(leaf)
+
+    part = jax.tree.map(take, inputs)
+    return dataclasses.replace(part, mask=part.mask & visit.inside(n))
+
+
+def _chunk_hidden(visit: Visit, h: Array) -> Array:
+    """The chunk's hidden states; zeros as the padding of the last chunk, since a dead token may hold NaN."""
+    return jnp.where(visit.inside(h.shape[0])[:, None], visit.take(h), jnp.zeros((), h.dtype))
+
+
+def _chunk_stats(
+    c: SweepConfig, visit: Visit, h: Array, head: Head, targets: Array, transform: LogitTransform
+) -> tuple[Array, Array, TokenStats]:
+    """``(h chunk, raw logits, statistics)``.
+
+    The barriers cut the statistics off from whatever follows, so that they compile to the same arithmetic, and give
+    the same bits, with and without a gradient.
+    """
+    h_chunk = _chunk_hidden(visit, h)
+    x = lax.optimization_barrier(raw_logits(h_chunk, head, c.logits_dtype))
+    stats = rows_stats(x, visit.take(targets), _chunk_transform(transform, visit), c.vocab_size)
+    return h_chunk, x, lax.optimization_barrier(stats)
+
+
+def _sweep_stats(
+    c: SweepConfig,
+    sweep: Sweep,
+    out: TokenStats,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+) -> TokenStats:
+    def body(i: Array, out: TokenStats) -> TokenStats:
+        visit = sweep.visit(i)
+        _, _, stats = _chunk_stats(c, visit, h, head, targets, transform)
+        return jax.tree.map(visit.put, out, stats)
+
+    return lax.fori_loop(sweep.first, sweep.last, body, out)
+
+
+def token_stats(
+    c: SweepConfig, h: Array, head: Head, targets: Array, transform: LogitTransform, live: Array | None
+) -> TokenStats:
+    """Statistics of flattened tokens ``h [N, H]``: one matmul per live token."""
+    n = h.shape[0]
+    sweep = whole_sweep(n, c.chunk) if live is None else live_sweep(live, c.chunk)
+    return _sweep_stats(c, sweep, _blank_stats(n), h, head, targets, transform)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Accumulator:
+    """Gradient buffers of a sweep and how a chunk is added to them."""
+
+    config: SweepConfig
+    wanted: Wanted
+
+    def start(self, h: Array, head: Head) -> tuple[Array | None, HeadGrads]:
+        w = self.wanted
+
+        def zeros(p: Array | None, want: bool) -> Array | None:
+            if p is None or not want:
+                return None
+            return jnp.zeros(p.shape, p.dtype if self.config.sum_head_grad_in == "param" else jnp.float32)
+
+        grads = HeadGrads(
+            zeros(head.weight, w.weight),
+            zeros(head.bias, w.bias),
+            zeros(head.lora_a, w.lora),
+            zeros(head.lora_b, w.lora),
+        )
+        return (jnp.zeros_like(h) if w.hidden else None), grads
+
+    def add(
+        self, visit: Visit, carry: tuple[Array | None, HeadGrads], dx: Array, h_chunk: Array, head: Head
+    ) -> tuple[Array | None, HeadGrads]:
+        dh, grads = carry
+        dx = dx.astype(h_chunk.dtype)
+        if dh is not None:
+            dh = visit.put(dh, dhidden(dx, head))
+        part = dhead(dx, h_chunk, head, grads)
+        summed = jax.tree.map(lambda total, new: (total.astype(jnp.float32) + new).astype(total.dtype), grads, part)
+        return dh, summed
+
+    def finish(self, head: Head, grads: HeadGrads) -> HeadGrads:
+        def like(g: Array | None, p: Array | None) -> Array | None:
+            return None if g is None or p is None else g.astype(p.dtype)
+
+        return HeadGrads(
+            like(grads.weight, head.weight),
+            like(grads.bias, head.bias),
+            like(grads.lora_a, head.lora_a),
+            like(grads.lora_b, head.lora_b),
+        )
+
+
+def stats_and_gradients(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    objective: Objective,
+    inputs: LossInputs,
+) -> tuple[TokenStats, Array | None, HeadGrads]:
+    """Grad in forward: statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
+    n = h.shape[0]
+    gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
+    acc = _Accumulator(c, wanted)
+
+    def body(i: Array, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
+        out, grads = carry
+        visit = gradient.visit(i)
+        h_chunk, x, stats = _chunk_stats(c, visit, h, head, targets, transform)
+        part = _chunk_inputs(inputs, visit, n)
+        g_logp, g_entropy = cotangents(objective, stats.logp, stats.entropy, part)
+        g = StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
+        dx = rows_dlogits(x, visit.take(targets), _chunk_transform(transform, visit), c.vocab_size, stats, g)
+        return jax.tree.map(visit.put, out, stats), acc.add(visit, grads, dx, h_chunk, head)
+
+    stats, (dh, grads) = lax.fori_loop(gradient.first, gradient.last, body, (_blank_stats(n), acc.start(h, head)))
+    stats = _sweep_stats(c, rest, stats, h, head, targets, transform)
+    return stats, dh, acc.finish(head, grads)
+
+
+def stats_in_gradient_order(
+    c: SweepConfig,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    objective: Objective,
+    inputs: LossInputs,
+) -> TokenStats:
+    """The statistics of :func:`stats_and_gradients`, to the bit, without its gradients."""
+    gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
+    both = dataclasses.replace(gradient, last=rest.last)
+    return _sweep_stats(c, both, _blank_stats(h.shape[0]), h, head, targets, transform)
+
+
+def gradients(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    live: Array | None,
+    stats: TokenStats,
+    g: StatCotangents,
+) -> tuple[Array | None, HeadGrads]:
+    """By recompute: gradients for given cotangents; tokens whose cotangents are all zero are not visited."""
+    n = h.shape[0]
+    moving = g.any_nonzero() if live is None else g.any_nonzero() & live
+    sweep = live_sweep(moving, c.chunk)
+    acc = _Accumulator(c, wanted)
+
+    def body(i: Array, carry: Any) -> Any:
+        visit = sweep.visit(i)
+        h_chunk = _chunk_hidden(visit, h)
+        x = lax.optimization_barrier(raw_logits(h_chunk, head, c.logits_dtype))
+        inside = visit.inside(n)
+        g_chunk = jax.tree.map(lambda a: jnp.where(inside, visit.take(a), 0.0), g)
+        s_chunk = jax.tree.map(visit.take, stats)
+        part = _chunk_transform(transform, visit)
+        dx = rows_dlogits(x, visit.take(targets), part, c.vocab_size, s_chunk, g_chunk)
+        return acc.add(visit, carry, dx, h_chunk, head)
+
+    dh, grads = lax.fori_loop(sweep.first, sweep.last, body, acc.start(h, head))
+    return dh, acc.finish(head, grads)

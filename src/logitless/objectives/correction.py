@@ -1,0 +1,66 @@
+"""Train/rollout correction: importance weights and masks for samples that an inference engine drew.
+
+With ``delta = old - rollout`` (0 where masked or NaN) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per
+sequence or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. None of this carries
+a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.objectives.objective import Objective
+from logitless.objectives.sequences import Sequences
+from logitless.objectives.ties import clip
+
+_VESPO_LOG_MIN = math.log(1e-8)
+_VESPO_LOG_MAX = 20.0
+
+
+def correction_weight(objective: Objective, old: Array, rollout: Array, sequences: Sequences) -> Array:
+    """The train/rollout weight of every token."""
+    delta = jnp.where(sequences.mask, old - rollout, 0.0)
+    delta = jax.lax.stop_gradient(jnp.where(jnp.isnan(delta), 0.0, delta))
+    if objective.correction == "sequence":
+        delta = sequences.total(delta)
+    elif objective.correction == "geometric":
+        delta = sequences.mean(delta)
+    weight = jnp.exp(delta)
+    low, high = objective.correction_min, objective.correction_max
+    if objective.correction_mode == "truncate":
+        return clip(weight, low, high)
+    inside = jnp.ones_like(weight, bool)
+    if low is not None:
+        inside &= weight >= low
+    if high is not None:
+        inside &= weight <= high
+    return jnp.where(inside, weight, 0.0)
+
+
+def vespo_log_weight(objective: Objective, weight: Array, sequences: Sequences) -> Array:
+    """VESPO folds the weight into its sequence ratio: the (clipped) sum of logs over valid tokens.
+
+    TRL sums over all positions, masked or not; a masked position has weight one there unless one lies outside the
+    bounds, and counts for nothing here.
+    """
+    logs = clip(jnp.log(weight), _VESPO_LOG_MIN, _VESPO_LOG_MAX)
+    return logs if objective.correction == "sequence" else sequences.total(logs)
+
+
+def off_policy_keep(objective: Objective, logp: Array, sampler: Array, advantage: Array, sequences: Sequences) -> Array:
+    """Sequences that drifted too far with a negative advantage are dropped (``False``)."""
+    drift = sequences.mean(sampler - jax.lax.stop_gradient(logp))
+    assert objective.off_policy_threshold is not None
+    return (advantage >= 0) | (drift <= objective.off_policy_threshold)
+
+
+def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array:
+    """Tokens whose entropy is at or above the ``1 - top_entropy`` quantile of the valid ones."""
+    entropy = jax.lax.stop_gradient(entropy)
+    assert objective.top_entropy is not None
+    threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1.0 - jnp.asarray(objective.top_entropy))
+    return mask & (entropy >= threshold)

@@ -1,0 +1,109 @@
+"""The loss over per-token statistics: written once, used by every backend.
+
+    l_t  = policy term (surrogate.py), times the off-policy mask, the top-entropy mask and the correction weight
+    l_t += beta * KL_t
+    loss = sum_t weight_t l_t - entropy_coef * sum_t k_t entropy_t / max(sum k, 1)
+
+:func:`contributions` gives the terms of that sum per token. For an uncoupled objective it is elementwise, so a backend
+may call it on any chunk of tokens, and take the cotangents of that chunk's statistics with ``jax.vjp``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.objectives import ties
+from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
+from logitless.objectives.inputs import LossInputs
+from logitless.objectives.kl import kl_estimate
+from logitless.objectives.objective import Objective
+from logitless.objectives.surrogate import log_ratio, policy_term
+from logitless.pytree import register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TokenTerms:
+    """Per-token pieces of a loss, for the sum and for the metrics."""
+
+    contribution: Array
+    log_ratio: Array  # w, at the objective's level
+    keep: Array | None  # tokens that the off-policy and top-entropy masks kept
+    correction: Array | None
+
+
+def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> TokenTerms:
+    """Every token's part of the loss; masked tokens contribute exactly 0, with zero gradient."""
+    logp = jnp.where(x.mask, logp, 0.0)
+    entropy = jnp.where(x.mask, entropy, 0.0)
+    if x.logp_temperature is not None:
+        logp = logp / x.logp_temperature
+    r, w = log_ratio(o, logp, x.old, x.sequences)
+
+    correction, log_correction = x.correction, x.vespo_log_weight
+    if o.correction is not None and x.old is None:  # on-policy: the weight needs the current log-probability
+        assert x.rollout is not None and x.sequences is not None
+        correction = correction_weight(o, jax.lax.stop_gradient(logp), x.rollout, x.sequences)
+        if o.policy == "vespo":
+            log_correction, correction = vespo_log_weight(o, correction, x.sequences), None
+
+    loss = policy_term(o, logp, r, w, x.advantage, x.sequences, log_correction)
+    keep: Array | None = None
+    if o.off_policy_threshold is not None:
+        assert x.sequences is not None
+        sampler = x.rollout if x.rollout is not None else x.old
+        assert sampler is not None
+        keep = off_policy_keep(o, logp, sampler, x.advantage, x.sequences)
+    high_entropy = None
+    if o.top_entropy is not None:
+        high_entropy = top_entropy_keep(o, entropy, x.mask)
+        keep = high_entropy if keep is None else keep & high_entropy
+    if keep is not None:
+        loss = jnp.where(keep, loss, 0.0)
+    if correction is not None:
+        loss = loss * correction
+    if o.beta is not None:
+        assert x.ref is not None
+        kl = kl_estimate(o.kl, logp, x.ref, o.kl_log_ratio_clamp, o.kl_clamp)
+        loss = loss + o.beta * (kl * ties.exp(w) if o.kl_bias_correction else kl)
+
+    contribution = jnp.where(x.mask, x.weight * loss, 0.0)
+    if o.entropy_coef is not None:
+        contribution = contribution - o.entropy_coef * _entropy_weight(x, high_entropy) * entropy
+    return TokenTerms(contribution, w, keep, correction)
+
+
+def _entropy_weight(x: LossInputs, high_entropy: Array | None) -> Array:
+    if high_entropy is None:
+        assert x.entropy_weight is not None
+        return x.entropy_weight
+    kept = high_entropy.astype(jnp.float32)
+    count = jnp.sum(kept) if x.entropy_denominator is None else x.entropy_denominator
+    return kept / jnp.maximum(count, 1.0)
+
+
+def contributions(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Array:
+    """Every token's term of the loss; its sum is the loss."""
+    return token_terms(o, logp, entropy, x).contribution
+
+
+def cotangents(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> tuple[Array, Array]:
+    """``(d loss/d logp, d loss/d entropy)`` per token, by differentiating :func:`contributions`."""
+    value, pull = jax.vjp(lambda lp, h: contributions(o, lp, h, x), logp, entropy)
+    g_logp, g_entropy = pull(jnp.ones_like(value))
+    return g_logp, g_entropy
+
+
+def may_have_gradient(o: Objective, x: LossInputs) -> Array:
+    """Tokens whose cotangents can be nonzero, as far as it is known before their statistics are.
+
+    Without a KL or entropy term a token moves only if its advantage is nonzero: whole groups of equal rewards do not.
+    """
+    if o.beta is not None or o.entropy_coef is not None:
+        return x.mask
+    moving = x.mask & (x.advantage != 0)
+    return moving if x.correction is None else moving & (x.correction != 0)

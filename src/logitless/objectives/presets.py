@@ -1,0 +1,61 @@
+"""Objectives as the peers define them (docs/losses.md lists where they disagree)."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from logitless.objectives.objective import Objective, _check_names
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # TRL 1.16: dapo aggregation, no KL by default; with one, k3 times the ratio.
+    "trl": dict(eps_low=0.2, eps_high=0.2, aggregation="dapo", kl="k3", kl_bias_correction=True),
+    # Liger-Kernel 0.8.5: KL on by default and without bias correction; eps_high 0.4, temperature 0.9 (Triton entry).
+    "liger": dict(
+        eps_low=0.2,
+        eps_high=0.4,
+        aggregation="grpo",
+        beta=0.04,
+        kl="k3",
+        temperature=0.9,
+        clip_metrics="liger",
+    ),
+    # veRL 0.9: dual clip 3, token mean, cispo as an interval, clamped k3.
+    "verl": dict(
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="bnpo",
+        dual_clip=3.0,
+        cispo_bound="interval",
+        kl="k3",
+        kl_log_ratio_clamp=20.0,
+        kl_clamp=10.0,
+        clip_metrics="liger",
+    ),
+    # Tunix 0.1.7: sequence mean of token means, k3 with beta 0.04.
+    "tunix": dict(eps_low=0.2, eps_high=0.2, aggregation="grpo", beta=0.04, kl="k3", clip_metrics="liger"),
+    # The earlier JAX work: the temperature divides log_softmax(x)[y]; no KL; sum over the valid-token count.
+    "mllm-jax": dict(eps_low=0.2, eps_high=0.2, aggregation="dapo", temperature_on="logp", clip_metrics="liger"),
+}
+
+GROUP_STD_EPS: dict[str, float] = {"trl": 1e-4, "liger": 1e-4, "verl": 1e-6, "tunix": 1e-6, "mllm-jax": 1e-4}
+"""What each peer adds to the standard deviation in :func:`logitless.group_advantages`."""
+
+
+def preset(name: str, **overrides: Any) -> Objective:
+    """The peer's objective, with ``overrides``; see :meth:`logitless.Objective.preset`."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(str(name), list(PRESETS), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"Objective.preset: {name!r} is not known; expected one of {', '.join(PRESETS)}.{hint}")
+    _check_names(overrides)
+    fields = dict(PRESETS[name])
+    if overrides.get("policy", "clip") != "clip":
+        fields.pop("dual_clip", None)  # belongs to the clip policy only
+    fields.update(overrides)
+    if name == "liger" and fields.get("level", "token") != "token" and fields.get("policy", "clip") != "clip":
+        raise ValueError(
+            f"Objective.preset('liger'): Liger refuses policy={fields['policy']!r} at level={fields['level']!r}; "
+            "TRL computes it: use preset 'trl'."
+        )
+    return Objective(**fields)

@@ -1,0 +1,37 @@
+"""Group-relative advantages in float64."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from logitless.oracle.token_stats import Floats, to_float64
+
+AdvantageScale = Literal["group", "batch", "none"]
+
+
+def group_advantages(
+    rewards: ArrayLike, group_size: int, *, scale: AdvantageScale = "group", eps: float = 1e-4
+) -> Floats:
+    """``A = (r - mean) / (std + eps)`` with the mean of each run of ``group_size`` rewards.
+
+    ``std`` (with ``n - 1`` in its denominator) is that of the group, or of the whole batch for ``scale="batch"``;
+    ``scale="none"`` divides by nothing. A group of one has mean 0, and a standard deviation over one reward is 1.
+    A group of equal rewards has advantages of exactly 0. The result has the shape of ``rewards``.
+    """
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")
+    r = to_float64(rewards)
+    if r.size % group_size:
+        raise ValueError(f"{r.size} rewards do not divide into groups of {group_size}.")
+    advantages = np.zeros((r.size // group_size, group_size))
+    for g, group in enumerate(r.reshape(-1, group_size)):
+        mean = 0.0 if group_size == 1 else group.mean()
+        if group_size > 1 and np.all(group == group[0]):
+            mean = group[0]  # the rounding of the mean would leave a difference, which eps then magnifies
+        members = r.reshape(-1) if scale == "batch" else group
+        std = 1.0 if members.size == 1 else members.std(ddof=1)
+        advantages[g] = group - mean if scale == "none" else (group - mean) / (std + eps)
+    return advantages.reshape(r.shape)

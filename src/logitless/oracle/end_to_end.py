@@ -1,0 +1,85 @@
+"""Losses from logits, or from hidden states and the head, with the gradients of all of them, in float64.
+
+Statistics, policy loss, then the chain rule: ``dlogits = dlogp d logp/d logits + dentropy d entropy/d logits``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import ArrayLike
+
+from logitless.oracle.linear import HeadLayout, linear_token_stats, linear_token_stats_vjp
+from logitless.oracle.losses import policy_loss_grad
+from logitless.oracle.token_stats import Floats, token_stats, token_stats_vjp
+
+if TYPE_CHECKING:
+    from logitless.objectives.objective import Objective
+
+
+def _temperature(o: Objective) -> ArrayLike:
+    """The temperature of the logits: the objective's, unless that one divides the log-probability instead."""
+    return 1.0 if o.temperature is None or o.temperature_on == "logp" else o.temperature
+
+
+def grpo_loss(
+    logits: ArrayLike,
+    targets: ArrayLike,
+    *,
+    objective: Objective,
+    advantages: ArrayLike,
+    mask: ArrayLike | None = None,
+    softcap: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    **loss_inputs: Any,
+) -> tuple[float, Floats]:
+    """``(loss, dlogits)`` of ``logits [B, T, V]``.
+
+    ``loss_inputs`` are the other arguments of :func:`logitless.oracle.policy_loss`: ``old_logp``, ``ref_logp``,
+    ``rollout_logp``, ``segment_ids``, ``denominator``, ``entropy_denominator``.
+    """
+    options: dict[str, Any] = {
+        "temperature": _temperature(objective),
+        "softcap": softcap,
+        "scale": scale,
+        "vocab_size": vocab_size,
+        "mask": mask,
+    }
+    stats = token_stats(logits, targets, **options)
+    loss, dlogp, dentropy = policy_loss_grad(
+        stats.logp, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
+    )
+    return loss, token_stats_vjp(logits, targets, dlogp, dentropy, None, **options)
+
+
+def linear_grpo_loss(
+    hidden: ArrayLike,
+    lm_head: ArrayLike,
+    targets: ArrayLike,
+    *,
+    objective: Objective,
+    advantages: ArrayLike,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    softcap: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    head_layout: HeadLayout = "vh",
+    **loss_inputs: Any,
+) -> tuple[float, Floats, Floats, Floats | None]:
+    """``(loss, dhidden, dlm_head, dbias)`` of ``hidden [B, T, H]``; ``loss_inputs`` as in :func:`grpo_loss`."""
+    options: dict[str, Any] = {
+        "bias": bias,
+        "temperature": _temperature(objective),
+        "softcap": softcap,
+        "scale": scale,
+        "vocab_size": vocab_size,
+        "mask": mask,
+        "head_layout": head_layout,
+    }
+    stats = linear_token_stats(hidden, lm_head, targets, **options)
+    loss, dlogp, dentropy = policy_loss_grad(
+        stats.logp, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
+    )
+    return loss, *linear_token_stats_vjp(hidden, lm_head, targets, dlogp, dentropy, None, **options)

@@ -1,0 +1,46 @@
+"""Frozen dataclasses as pytrees: numbers and arrays are leaves, fields marked :func:`static` are not.
+
+Unflattening bypasses ``__init__``, so that checks in ``__post_init__`` see only what users construct and never
+tracers or the placeholder objects that transformations put into leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+def static(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+    """A dataclass field that is part of the tree's structure: changing it compiles anew."""
+    if default is not dataclasses.MISSING:
+        kwargs["default"] = default
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def register(cls: type[T]) -> type[T]:
+    """Class decorator: register a dataclass as a pytree with named leaves."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten_with_keys(obj: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children = [(jax.tree_util.GetAttrKey(n), getattr(obj, n)) for n in leaves]
+        return children, tuple(getattr(obj, n) for n in statics)
+
+    def flatten(obj: T) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(obj, n) for n in leaves], tuple(getattr(obj, n) for n in statics)
+
+    def unflatten(aux: tuple[Any, ...], children: Any) -> T:
+        obj = object.__new__(cls)
+        for name, value in zip(leaves, children, strict=True):
+            object.__setattr__(obj, name, value)
+        for name, value in zip(statics, aux, strict=True):
+            object.__setattr__(obj, name, value)
+        return obj
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls

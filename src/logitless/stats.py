@@ -1,0 +1,172 @@
+"""Per-token statistics of a softmax, and their exact gradients: what every backend returns.
+
+With ``z`` the transformed logits of one token (``logitless.transform``), ``y`` its target, ``p = softmax(z)``:
+
+    lse     = logsumexp_v z_v
+    logp    = z_y - lse                 computed as -softplus(lse_{v != y} - z_y)
+    entropy = -sum_v p_v log p_v        computed as p_y (lse - z_y) + sum_{v != y} p_v (lse - z_v)
+
+The plain difference ``z_y - lse`` is exactly 0 in float32 once the target leads by about 15 nats, which is where RL
+policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Both need sums over the
+columns *other than the target*, which are what a sweep over the vocabulary carries (:class:`RowSums`):
+
+    m = max_{v != y} z_v    S = sum e_v    A = sum e_v (z_v - m)    Q = sum e_v^2      with e_v = exp(z_v - m)
+
+Sweeps over disjoint column ranges are combined by :func:`merge`, whether the ranges are tiles or shards.
+
+Gradients: ``d logp/d z_v = 1[v=y] - p_v``, ``d entropy/d z_v = -p_v (log p_v + entropy)``, ``d lse/d z_v = p_v``, and
+at the target ``d logp/d z_y = -expm1(logp)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.pytree import register
+
+NEG_INF = float("-inf")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TokenStats:
+    """Statistics of each token's softmax, all with the shape of the targets.
+
+    ``logp``, ``entropy`` and ``lse`` are float32 and differentiable; the rest are not (their gradient is zero).
+    A live token whose target lies outside ``[0, V)`` has NaN in every float field. Tokens masked out by ``mask=``
+    have zeros.
+    """
+
+    logp: Array
+    """Log-probability of the target."""
+    entropy: Array
+    """Entropy of the whole distribution, in nats."""
+    lse: Array
+    """Logsumexp of the transformed logits."""
+    max_logit: Array
+    """Largest transformed logit (float32)."""
+    log_sum_p2: Array
+    """``log sum_v p_v^2``, the negative Renyi-2 entropy (float32)."""
+    is_top1: Array
+    """Whether no other column has a larger logit than the target (bool)."""
+
+    def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
+        """``f`` applied to every field."""
+        return TokenStats(*(f(getattr(self, x.name)) for x in dataclasses.fields(self)))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RowSums:
+    """What a sweep over vocabulary columns carries for each row; the target column is in ``target`` only."""
+
+    maximum: Array  # m, -inf while no column other than the target was seen
+    total: Array  # S
+    centred: Array  # A
+    squares: Array  # Q
+    target: Array  # z_y; 0 while the target was not seen (so that shards can be added)
+
+
+def empty_sums(shape: tuple[int, ...]) -> RowSums:
+    """The neutral element of :func:`merge`."""
+    zero = jnp.zeros(shape, jnp.float32)
+    return RowSums(jnp.full(shape, NEG_INF, jnp.float32), zero, zero, zero, zero)
+
+
+def row_sums(z: Array, is_target: Array) -> RowSums:
+    """Sums over the last axis of ``z [..., V]`` (float32); ``is_target [..., V]`` marks the target's column."""
+    others = jnp.where(is_target, NEG_INF, z)
+    # The sums are relative to m, and the statistics do not depend on which m was chosen: it carries no gradient.
+    m = jax.lax.stop_gradient(jnp.max(others, axis=-1))
+    centre = jnp.where(m > NEG_INF, m, 0.0)
+    shifted = others - centre[..., None]
+    e = jnp.exp(shifted)
+    finite = jnp.where(e > 0, shifted, 0.0)  # so that neither the value nor the gradient has 0 * -inf
+    return RowSums(
+        maximum=m,
+        total=jnp.sum(e, axis=-1),
+        centred=jnp.sum(e * finite, axis=-1),
+        squares=jnp.sum(e * e, axis=-1),
+        target=jnp.sum(jnp.where(is_target, z, 0.0), axis=-1),
+    )
+
+
+def _rescale(s: RowSums, m: Array) -> RowSums:
+    """``s`` expressed relative to the larger maximum ``m``."""
+    seen = s.maximum > NEG_INF
+    step = jnp.where(seen, s.maximum - m, 0.0)
+    a = jnp.where(seen, jnp.exp(step), 0.0)
+    # exp(-inf) * -inf must not appear: a == 0 means that nothing of s is left.
+    centred = jnp.where(a > 0, a * (s.centred + step * s.total), 0.0)
+    return RowSums(m, a * s.total, centred, a * a * s.squares, s.target)
+
+
+def merge(a: RowSums, b: RowSums) -> RowSums:
+    """The sums over two disjoint column ranges together."""
+    m = jnp.maximum(a.maximum, b.maximum)
+    a, b = _rescale(a, m), _rescale(b, m)
+    return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
+
+
+def finish(sums: RowSums, target_valid: Array | bool = True) -> TokenStats:
+    """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false."""
+    z_y, m = sums.target, sums.maximum
+    others_seen = m > NEG_INF
+    centre = jnp.where(others_seen, m, 0.0)
+    log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
+    lse_others = jnp.where(others_seen, centre + log_total, NEG_INF)
+    margin = jnp.where(others_seen, lse_others - jnp.where(z_y > NEG_INF, z_y, 0.0), NEG_INF)
+    margin = jnp.where(z_y > NEG_INF, margin, jnp.inf)
+    logp = -jax.nn.softplus(margin)
+    # lse from whichever side dominates: the small correction is added to the larger number.
+    lse = jnp.where(margin > 0, lse_others + jax.nn.softplus(-margin), z_y - logp)
+    p_y = jnp.exp(logp)
+    scale = jnp.where(others_seen, jnp.exp(centre - lse), 0.0)
+    gap = jnp.where(others_seen, lse - centre, 0.0)
+    own = jnp.where(p_y > 0, p_y * -logp, 0.0)
+    entropy = own + scale * (gap * sums.total - sums.centred)
+    log_sum_p2 = jnp.log(p_y * p_y + scale * scale * sums.squares)
+
+    def known(x: Array) -> Array:
+        return jnp.where(target_valid, x, jnp.nan)
+
+    return TokenStats(
+        logp=known(logp),
+        entropy=known(entropy),
+        lse=known(lse),
+        max_logit=known(jnp.maximum(m, z_y)),
+        log_sum_p2=known(log_sum_p2),
+        is_top1=jnp.logical_and(z_y >= m, target_valid),
+    )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class StatCotangents:
+    """Cotangents of the three differentiable statistics, per token, float32."""
+
+    logp: Array
+    entropy: Array
+    lse: Array
+
+    def any_nonzero(self) -> Array:
+        """True where the token's row of dlogits can be nonzero (NaN counts as nonzero)."""
+        return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
+
+
+def dz(z: Array, is_target: Array, logp: Array, entropy: Array, lse: Array, g: StatCotangents) -> Array:
+    """``sum_s g_s d stat_s / d z`` for rows ``z [..., V]`` (float32); per-row arguments broadcast as ``[..., 1]``.
+
+    Exactly zero in rows whose cotangents are all zero, even where the row itself is not finite.
+    """
+    log_p = jnp.where(is_target, logp, z - lse)
+    p = jnp.exp(log_p)
+    # entropy's own gradient is -p (log p + H): the product with p is 0 where p is, never 0 * -inf.
+    spread = jnp.where(p > 0, p * (log_p + entropy), p)
+    others = p * (g.lse - g.logp) - g.entropy * spread
+    at_target = p * g.lse - g.logp * jnp.expm1(logp) - g.entropy * spread
+    return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)

@@ -1,0 +1,61 @@
+"""Chunk sizes: a deterministic rule from shapes and the platform, never tuned while tracing.
+
+Every process of a multi-host run computes the same sizes from the same shapes.
+"""
+
+from __future__ import annotations
+
+import jax
+
+MIB = 1 << 20
+
+_LOGITS_CHUNK_BYTES = 32 * MIB
+"""Float32 work space of a chunk of rows on a CPU (a few times its last-level cache)."""
+
+_HEAD_CHUNK_BYTES = {"cpu": 32 * MIB, "gpu": 1280 * MIB, "tpu": 1280 * MIB}
+"""``[chunk, V]`` logits of the head's sweep. Wide chunks keep an accelerator's matmuls large and touch the float32
+accumulator of dW less often; on a CPU a chunk of 50 rows already has a full-speed matmul."""
+
+_HEAD_CHUNK_MAX = 2048
+
+
+def platform() -> str:
+    """``cpu``, ``gpu`` or ``tpu``: what a computation is compiled for.
+
+    That is the ambient mesh's device (``jax.set_mesh``), which may be a TPU that is not even there when a program is
+    compiled ahead of time; without a mesh, JAX's default.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    name = getattr(device, "platform", None) or jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def round_down(value: int, multiple: int) -> int:
+    """The largest multiple of ``multiple`` that is at most ``value``, and at least one multiple."""
+    return max(value // multiple, 1) * multiple
+
+
+def row_chunk(n: int, vocab: int) -> int:
+    """Rows per chunk of a logits-level pass in plain JAX: everything at once where XLA fuses the passes."""
+    if platform() != "cpu":
+        return n
+    return min(n, round_down(_LOGITS_CHUNK_BYTES // (4 * vocab), 8))
+
+
+def head_chunk(n: int, vocab: int, *, memory_budget: int | None = None, logits_bytes: int = 4) -> int:
+    """Tokens per chunk of the head's sweep; ``memory_budget`` bounds the bytes of its ``[chunk, V]`` buffers."""
+    if memory_budget is not None:
+        # logits, and the rounded dlogits beside them
+        fit = memory_budget // (vocab * (logits_bytes + logits_bytes))
+        if fit < 1:
+            raise ValueError(
+                f"memory_budget={memory_budget} bytes is less than one token's row of logits and dlogits "
+                f"({2 * vocab * logits_bytes} bytes at a vocabulary of {vocab}); give at least that."
+            )
+    else:
+        fit = _HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes)
+    fit = min(fit, _HEAD_CHUNK_MAX) if memory_budget is None else fit
+    for multiple in (128, 8):
+        if fit >= multiple:
+            return min(n, round_down(fit, multiple))
+    return min(n, max(fit, 1))

@@ -1,0 +1,210 @@
+"""Checks of user input, all before anything is traced or compiled: what came, what was expected, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from logitless.objectives.objective import Objective
+
+
+def as_array(call: str, name: str, value: Any) -> Array:
+    """``value`` as a JAX array; anything that is not array-like is refused by name."""
+    if value is None or isinstance(value, (str, dict)):
+        raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array.")
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array ({error}).") from None
+
+
+def float_array(call: str, name: str, value: Any) -> Array:
+    """An array of a float dtype."""
+    array = as_array(call, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected a float dtype (bfloat16, float16, float32).")
+    if array.dtype == jnp.float64:
+        raise TypeError(f"{call}: {name} is float64, which no backend computes in; cast it to float32 or bfloat16.")
+    return array
+
+
+def token_array(call: str, name: str, value: Any, shape: tuple[int, ...], shape_of: str) -> Array:
+    """A float array with one value per token."""
+    array = as_array(call, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected a float dtype.")
+    same_shape(call, name, array, shape, shape_of)
+    return array
+
+
+def same_shape(call: str, name: str, array: Array, shape: tuple[int, ...], shape_of: str) -> None:
+    """``array`` has the shape ``shape``, that of ``shape_of``."""
+    if array.shape != shape:
+        raise ValueError(f"{call}: {name} has shape {array.shape}, expected {shape}, the shape of {shape_of}.")
+
+
+def target_array(call: str, targets: Any, shape: tuple[int, ...], shape_of: str) -> Array:
+    """Integer targets of the given shape, as int32."""
+    array = as_array(call, "targets", targets)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{call}: targets has dtype {array.dtype}, expected an integer dtype (token ids).")
+    same_shape(call, "targets", array, shape, shape_of)
+    # Ids that int32 cannot hold name no column in any case: keep them invalid instead of wrapping around.
+    if jnp.iinfo(array.dtype).bits > 32 or array.dtype == jnp.uint32:
+        array = jnp.where((array < 0) | (array > 2**31 - 1), -1, array)
+    return array.astype(jnp.int32)
+
+
+def mask_array(call: str, mask: Any, shape: tuple[int, ...]) -> Array | None:
+    """A mask as bool; numbers count as "live" where they are not zero."""
+    if mask is None:
+        return None
+    array = as_array(call, "mask", mask)
+    same_shape(call, "mask", array, shape, "targets")
+    return array if array.dtype == jnp.bool_ else array != 0
+
+
+def not_empty(call: str, name: str, array: Array) -> None:
+    """No dimension is zero."""
+    if array.size == 0:
+        raise ValueError(f"{call}: {name} has shape {array.shape}; an empty batch has no loss. Skip the call.")
+
+
+def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """A number, a scalar array, or one value per token."""
+    if value is None:
+        return None
+    if isinstance(value, (str, bool)):
+        raise TypeError(f"{call}: {name} is {value!r}, expected a number or an array.")
+    array = as_array(call, name, value)
+    if array.ndim != 0 and array.shape != shape:
+        raise ValueError(f"{call}: {name} has shape {array.shape}, expected a scalar or one value per token, {shape}.")
+    if isinstance(value, (int, float)) and not value > 0:
+        raise ValueError(f"{call}: {name}={value}, expected a number > 0.")
+    return value if isinstance(value, (int, float)) else array
+
+
+def scalar(call: str, name: str, value: Any) -> Any:
+    """A number or a scalar array, or ``None``."""
+    if value is not None and jnp.ndim(value) != 0:
+        raise ValueError(f"{call}: {name} has shape {jnp.shape(value)}, expected a scalar.")
+    return scalar_or_per_token(call, name, value, ())
+
+
+def vocabulary(call: str, vocab_size: int | None, width: int, of: str) -> int:
+    """The number of real columns."""
+    if vocab_size is None:
+        return width
+    if not isinstance(vocab_size, (int, np.integer)) or isinstance(vocab_size, bool):
+        raise TypeError(f"{call}: vocab_size is {type(vocab_size).__name__}, expected a Python int (it is static).")
+    if not 0 < vocab_size <= width:
+        raise ValueError(f"{call}: vocab_size={vocab_size}, expected 1 to {width}, the vocabulary dimension of {of}.")
+    return int(vocab_size)
+
+
+def objective_of(call: str, objective: Any) -> Objective:
+    """An Objective; a preset's name is a common slip."""
+    if isinstance(objective, str):
+        raise TypeError(f"{call}: objective={objective!r} is a string; use Objective.preset({objective!r}).")
+    if not isinstance(objective, Objective):
+        raise TypeError(f"{call}: objective is {type(objective).__name__}, expected logitless.Objective.")
+    return objective
+
+
+def loss_arrays(
+    call: str,
+    objective: Objective,
+    shape: tuple[int, ...],
+    *,
+    advantages: Any,
+    old_logp: Any,
+    ref_logp: Any,
+    rollout_logp: Any,
+    segment_ids: Any,
+    denominator: Any,
+    entropy_denominator: Any,
+) -> dict[str, Any]:
+    """The arrays of a loss call, checked against the objective and the token shape ``[B, T]``."""
+    rows = shape[0]
+    a = as_array(call, "advantages", advantages)
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        raise TypeError(f"{call}: advantages has dtype {a.dtype}, expected a float dtype.")
+    if a.shape not in ((rows,), shape):
+        raise ValueError(f"{call}: advantages has shape {a.shape}, expected [B] = ({rows},) or [B, T] = {shape}.")
+    if segment_ids is not None:
+        segment_ids = as_array(call, "segment_ids", segment_ids)
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(f"{call}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype.")
+        same_shape(call, "segment_ids", segment_ids, shape, "targets")
+        if a.ndim == 1:
+            raise ValueError(
+                f"{call}: advantages has shape {a.shape}, but with segment_ids a row holds several sequences; "
+                f"give one advantage per token, {shape}."
+            )
+    given = {"old_logp": old_logp, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
+    arrays = {k: None if v is None else token_array(call, k, v, shape, "targets") for k, v in given.items()}
+    if objective.beta is not None and ref_logp is None and not _is_zero(objective.beta):
+        raise ValueError(
+            f"{call}: objective.beta={_show(objective.beta)} asks for a KL term but ref_logp is missing; "
+            "give the reference policy's log-probabilities, or beta=None."
+        )
+    if objective.correction is not None and rollout_logp is None:
+        raise ValueError(
+            f"{call}: objective.correction={objective.correction!r} needs rollout_logp, the sampler's logp."
+        )
+    if objective.off_policy_threshold is not None and rollout_logp is None and old_logp is None:
+        raise ValueError(f"{call}: objective.off_policy_threshold needs rollout_logp, or old_logp in its place.")
+    return dict(
+        arrays,
+        advantages=a,
+        segment_ids=segment_ids,
+        denominator=_count(call, "denominator", denominator),
+        entropy_denominator=_count(call, "entropy_denominator", entropy_denominator),
+    )
+
+
+def _count(call: str, name: str, value: Any) -> Any:
+    if value is not None:
+        scalar(call, name, value)
+    return value
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, (int, float)) else "a traced number"
+
+
+def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:
+    """Raise ``ValueError`` if a live target lies outside ``[0, vocab_size)``; runs on the host.
+
+    Inside ``jit`` such a token silently has NaN statistics, since a compiled program cannot raise.
+
+    >>> import numpy as np
+    >>> from logitless import validate_targets
+    >>> validate_targets(np.array([[3, -100]]), vocab_size=8, mask=np.array([[1, 0]]))
+    >>> validate_targets(np.array([[3, 8]]), vocab_size=8)
+    Traceback (most recent call last):
+    ValueError: targets: 1 live token lies outside [0, 8): 8 at (0, 1). Mask it out or fix the ids.
+    """
+    if isinstance(targets, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
+        raise TypeError("validate_targets: got traced arrays; call it outside jit, where the ids are known.")
+    ids = np.asarray(targets)
+    live = np.ones(ids.shape, bool) if mask is None else np.asarray(mask) != 0
+    if live.shape != ids.shape:
+        raise ValueError(f"validate_targets: mask has shape {live.shape}, expected {ids.shape}, the shape of targets.")
+    bad = np.argwhere(live & ((ids < 0) | (ids >= vocab_size)))
+    if bad.size:
+        where = tuple(int(i) for i in bad[0])
+        what, it = ("token lies", "it") if len(bad) == 1 else ("tokens lie", "them")
+        more = "" if len(bad) == 1 else f" and {len(bad) - 1} more"
+        raise ValueError(
+            f"targets: {len(bad)} live {what} outside [0, {vocab_size}): {int(ids[where])} at {where}{more}. "
+            f"Mask {it} out or fix the ids."
+        )
