@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 from logitless.tiles import platform
 
 LOGITS_BACKENDS = ("reference", "chunked", "pallas_tpu", "mosaic_gpu")
-HEAD_BACKENDS = ("reference", "chunked")
+HEAD_BACKENDS = ("reference", "chunked", "mosaic_gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,41 @@ def named(call: str, backend: str, known: tuple[str, ...]) -> str:
     return backend
 
 
-def wrong_platform(call: str, backend: str, needs: str) -> str | None:
-    """Why a kernel backend cannot run on this platform, or ``None``."""
+KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
+"""The kernel backend of a platform."""
+
+
+def choose(
+    call: str,
+    backend: str | None,
+    known: tuple[str, ...],
+    check: Callable[[str], None],
+    interpret: bool,
+) -> tuple[str, str]:
+    """``(backend, why)``. A named backend that cannot run raises; the default is the best one that can.
+
+    ``check(kernel backend)`` raises ``NotImplementedError`` with the reason where its kernels cannot serve.
+    """
     here = platform()
-    if here == needs:
+
+    def refusal(kernel: str) -> str | None:
+        if KERNELS.get(here) != kernel and not interpret:
+            (needs,) = (k.upper() for k, v in KERNELS.items() if v == kernel)
+            return f"{call}: backend={kernel!r} runs on a {needs}, but the default device here is a {here.upper()}"
+        try:
+            check(kernel)
+        except NotImplementedError as error:
+            return f"{call}: backend={kernel!r} cannot serve this call: {error}"
         return None
-    return f"{call}: backend={backend!r} runs on a {needs.upper()}, but the default device here is a {here.upper()}"
+
+    if backend is not None:
+        named(call, backend, known)
+        why = refusal(backend) if backend in KERNELS.values() else None
+        if why is not None:
+            raise NotImplementedError(f"{why}. Use backend=None for the best one here, or 'chunked'.")
+        return backend, "named in the call"
+    kernel = KERNELS.get(here)
+    if kernel is None or kernel not in known:
+        return "chunked", f"the default on a {here.upper()}"
+    why = refusal(kernel)
+    return (kernel, f"the default on a {here.upper()}") if why is None else ("chunked", why)

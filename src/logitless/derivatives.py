@@ -49,6 +49,5 @@ def stat_cotangents(ct: TokenStats) -> StatCotangents:
 def only_three_differentiable(stats: TokenStats) -> TokenStats:
     """Statistics whose extras carry no gradient."""
     stop = jax.lax.stop_gradient
-    return TokenStats(
-        stats.logp, stats.entropy, stats.lse, stop(stats.max_logit), stop(stats.log_sum_p2), stop(stats.is_top1)
-    )
+    extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp)
+    return TokenStats(stats.logp, stats.entropy, stats.lse, *map(stop, extras))

@@ -7,8 +7,9 @@ With ``z`` the transformed logits of one token (``logitless.transform``), ``y`` 
     entropy = -sum_v p_v log p_v        computed as p_y (lse - z_y) + sum_{v != y} p_v (lse - z_v)
 
 The plain difference ``z_y - lse`` is exactly 0 in float32 once the target leads by about 15 nats, which is where RL
-policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Both need sums over the
-columns *other than the target*, which are what a sweep over the vocabulary carries (:class:`RowSums`):
+policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Logits enter only as
+differences from the largest one, so their common offset costs no digits. Both statistics need sums over the columns
+*other than the target*, which are what a sweep over the vocabulary carries (:class:`RowSums`):
 
     m = max_{v != y} z_v    S = sum e_v    A = sum e_v (z_v - m)    Q = sum e_v^2      with e_v = exp(z_v - m)
 
@@ -53,6 +54,8 @@ class TokenStats:
     """``log sum_v p_v^2``, the negative Renyi-2 entropy (float32)."""
     is_top1: Array
     """Whether no other column has a larger logit than the target (bool)."""
+    max_logp: Array
+    """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
 
     def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
         """``f`` applied to every field."""
@@ -116,18 +119,18 @@ def finish(sums: RowSums, target_valid: Array | bool = True) -> TokenStats:
     """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false."""
     z_y, m = sums.target, sums.maximum
     others_seen = m > NEG_INF
-    centre = jnp.where(others_seen, m, 0.0)
     log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
-    lse_others = jnp.where(others_seen, centre + log_total, NEG_INF)
-    margin = jnp.where(others_seen, lse_others - jnp.where(z_y > NEG_INF, z_y, 0.0), NEG_INF)
-    margin = jnp.where(z_y > NEG_INF, margin, jnp.inf)
+    # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
+    lead = z_y - jnp.where(others_seen, m, 0.0)
+    margin = jnp.where(others_seen | (z_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
     logp = -jax.nn.softplus(margin)
-    # lse from whichever side dominates: the small correction is added to the larger number.
-    lse = jnp.where(margin > 0, lse_others + jax.nn.softplus(-margin), z_y - logp)
+    # From whichever side dominates: the small correction is added to the larger number.
+    gap = jnp.where(margin > 0, log_total + jax.nn.softplus(-margin), lead - logp)  # lse - m
+    lse = jnp.where(margin > 0, m + gap, z_y - logp)
     p_y = jnp.exp(logp)
-    scale = jnp.where(others_seen, jnp.exp(centre - lse), 0.0)
-    gap = jnp.where(others_seen, lse - centre, 0.0)
-    own = jnp.where(p_y > 0, p_y * -logp, 0.0)
+    gap = jnp.where(others_seen, gap, 0.0)
+    scale = jnp.where(others_seen, jnp.exp(-gap), 0.0)
+    own = p_y * -jnp.where(p_y > 0, logp, 0.0)  # neither the value nor the gradient has 0 * -inf
     entropy = own + scale * (gap * sums.total - sums.centred)
     log_sum_p2 = jnp.log(p_y * p_y + scale * scale * sums.squares)
 
@@ -141,6 +144,7 @@ def finish(sums: RowSums, target_valid: Array | bool = True) -> TokenStats:
         max_logit=known(jnp.maximum(m, z_y)),
         log_sum_p2=known(log_sum_p2),
         is_top1=jnp.logical_and(z_y >= m, target_valid),
+        max_logp=known(jnp.where(z_y >= m, logp, -gap)),
     )
 
 
@@ -158,12 +162,22 @@ class StatCotangents:
         return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
 
 
-def dz(z: Array, is_target: Array, logp: Array, entropy: Array, lse: Array, g: StatCotangents) -> Array:
+def dz(
+    z: Array,
+    is_target: Array,
+    logp: Array,
+    entropy: Array,
+    max_logit: Array,
+    max_logp: Array,
+    g: StatCotangents,
+) -> Array:
     """``sum_s g_s d stat_s / d z`` for rows ``z [..., V]`` (float32); per-row arguments broadcast as ``[..., 1]``.
 
-    Exactly zero in rows whose cotangents are all zero, even where the row itself is not finite.
+    ``log p_v = (z_v - max_logit) + max_logp``, and not ``z_v - lse``: at ``|z| = 1e4`` a float32 lse is off by 5e-4,
+    which would be the relative error of every probability. Exactly zero in rows whose cotangents are all zero, even
+    where the row itself is not finite.
     """
-    log_p = jnp.where(is_target, logp, z - lse)
+    log_p = jnp.where(is_target, logp, (z - max_logit) + max_logp)
     p = jnp.exp(log_p)
     # entropy's own gradient is -p (log p + H): the product with p is 0 where p is, never 0 * -inf.
     spread = jnp.where(p > 0, p * (log_p + entropy), p)

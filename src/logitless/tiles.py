@@ -59,3 +59,13 @@ def head_chunk(n: int, vocab: int, *, memory_budget: int | None = None, logits_b
         if fit >= multiple:
             return min(n, round_down(fit, multiple))
     return min(n, max(fit, 1))
+
+
+def column_tile() -> int | None:
+    """Columns that plain-JAX passes over ``[chunk, V]`` take at a time.
+
+    XLA's CPU compiler fuses neither elementwise work into reductions nor a sum into a matmul, so without tiles each
+    pass would write ``[chunk, V]`` temporaries, and dW would need a second buffer of its own size. The GPU's and the
+    TPU's fuse: there a pass takes all columns at once (``None``).
+    """
+    return 2048 if platform() == "cpu" else None

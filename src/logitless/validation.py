@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ def as_array(call: str, name: str, value: Any) -> Array:
         raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array.")
     try:
         return jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array ({error}).") from None
 
 
@@ -49,6 +50,9 @@ def same_shape(call: str, name: str, array: Array, shape: tuple[int, ...], shape
 
 def target_array(call: str, targets: Any, shape: tuple[int, ...], shape_of: str) -> Array:
     """Integer targets of the given shape, as int32."""
+    if isinstance(targets, np.ndarray) and np.issubdtype(targets.dtype, np.integer):
+        # On its way into JAX a 64-bit id would wrap around to a valid one.
+        targets = np.where((targets < 0) | (targets > 2**31 - 1), -1, targets).astype(np.int32)
     array = as_array(call, "targets", targets)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{call}: targets has dtype {array.dtype}, expected an integer dtype (token ids).")
@@ -71,7 +75,10 @@ def mask_array(call: str, mask: Any, shape: tuple[int, ...]) -> Array | None:
 def not_empty(call: str, name: str, array: Array) -> None:
     """No dimension is zero."""
     if array.size == 0:
-        raise ValueError(f"{call}: {name} has shape {array.shape}; an empty batch has no loss. Skip the call.")
+        raise ValueError(
+            f"{call}: {name} has shape {array.shape}, expected no dimension of zero: an empty batch has no loss. "
+            "Skip the call."
+        )
 
 
 def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Any:
@@ -112,6 +119,11 @@ def objective_of(call: str, objective: Any) -> Objective:
         raise TypeError(f"{call}: objective={objective!r} is a string; use Objective.preset({objective!r}).")
     if not isinstance(objective, Objective):
         raise TypeError(f"{call}: objective is {type(objective).__name__}, expected logitless.Objective.")
+    for field in dataclasses.fields(objective):
+        # Checked here and not when it is made: a batch of objectives is what jax.vmap takes.
+        value = getattr(objective, field.name)
+        if not field.metadata.get("static") and field.name != "temperature" and value is not None and jnp.ndim(value):
+            raise ValueError(f"{call}: objective.{field.name} has shape {jnp.shape(value)}, expected a scalar.")
     return objective
 
 
@@ -196,6 +208,10 @@ def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:
     if isinstance(targets, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         raise TypeError("validate_targets: got traced arrays; call it outside jit, where the ids are known.")
     ids = np.asarray(targets)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"validate_targets: targets has dtype {ids.dtype}, expected an integer dtype (token ids).")
+    if not isinstance(vocab_size, (int, np.integer)) or isinstance(vocab_size, bool) or vocab_size < 1:
+        raise ValueError(f"validate_targets: vocab_size={vocab_size!r}, expected a positive int.")
     live = np.ones(ids.shape, bool) if mask is None else np.asarray(mask) != 0
     if live.shape != ids.shape:
         raise ValueError(f"validate_targets: mask has shape {live.shape}, expected {ids.shape}, the shape of targets.")

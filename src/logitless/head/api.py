@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -15,12 +16,13 @@ from logitless.derivatives import only_three_differentiable
 from logitless.head import reference, vjp
 from logitless.head.chunked import SweepConfig
 from logitless.head.operator import Head, Layout
+from logitless.head.rows import RowPasses
 from logitless.head.vjp import HeadCall
 from logitless.objectives.api import flat_inputs, loss_inputs, loss_of_stats, metrics_of, statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats
-from logitless.tiles import head_chunk, platform
+from logitless.tiles import column_tile, head_chunk
 from logitless.transform import LogitTransform, transform_of
 
 HeadGradDtype = Literal["float32", "param"]
@@ -45,6 +47,7 @@ def linear_logprobs(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    interpret: bool = False,
     validate: bool = False,
 ) -> TokenStats:
     """Log-probability of each target, entropy and logsumexp, from hidden states, without ``[B, T, V]`` logits.
@@ -69,7 +72,8 @@ def linear_logprobs(
         parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
       chunk_size: tokens per chunk; ``None`` lets the library choose.
       memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
-      backend: ``reference`` (dense), ``chunked``, or ``None`` for the best one here.
+      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, or ``None`` for the best one here.
+      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
       validate: check the targets on the host first.
 
     >>> import jax.numpy as jnp, logitless
@@ -80,10 +84,10 @@ def linear_logprobs(
     """
     c, chosen, h, head, y, live, t = _checked(
         "linear_logprobs", hidden, lm_head, targets, mask, bias, lora, lora_scale, head_layout, temperature, softcap,
-        scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, validate,
+        scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret, validate,
     )  # fmt: skip
     flat = _stats(c, chosen, h, head, y, t, live)
-    return only_three_differentiable(flat.map(lambda s: s.reshape(targets.shape)))
+    return only_three_differentiable(flat.map(lambda s: s.reshape(np.shape(targets))))
 
 
 def linear_grpo_loss(
@@ -112,6 +116,7 @@ def linear_grpo_loss(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    interpret: bool = False,
     validate: bool = False,
 ) -> tuple[Array, Metrics]:
     """A GRPO-family loss from hidden states and the head, without ``[B, T, V]`` logits or dlogits.
@@ -133,19 +138,19 @@ def linear_grpo_loss(
     objective = validation.objective_of(name, objective)
     c, chosen, h, head, y, _, t = _checked(
         name, hidden, lm_head, targets, mask, bias, lora, lora_scale, head_layout, statistics_temperature(objective),
-        softcap, scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, validate, rank=3,
+        softcap, scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret, validate, rank=3,
     )  # fmt: skip
     objective, inputs = loss_inputs(
-        name, objective, targets.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids, denominator,
-        entropy_denominator,
+        name, objective, np.shape(targets), mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
+        denominator, entropy_denominator,
     )  # fmt: skip
     if inputs.sequences is not None or chosen == "reference":
         live = None if mask is None and chosen != "reference" else inputs.mask.reshape(-1)
         flat = _stats(c, chosen, h, head, y, t, live)
-        return loss_of_stats(objective, flat.map(lambda s: s.reshape(targets.shape)), inputs)
+        return loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
     loss, flat = vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs))
     flat = jax.lax.stop_gradient(flat)
-    return loss, metrics_of(objective, flat.map(lambda s: s.reshape(targets.shape)), inputs)
+    return loss, metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
 
 
 def _stats(
@@ -213,6 +218,7 @@ def _checked(
     chunk_size: int | None,
     memory_budget: int | None,
     backend: str | None,
+    interpret: bool,
     validate: bool,
     rank: int | None = None,
 ) -> tuple[HeadCall, str, Array, Head, Array, Array | None, LogitTransform]:
@@ -247,10 +253,11 @@ def _checked(
     dtype = _logits_dtype(name, logits_dtype)
     if head_grad_dtype not in ("float32", "param"):
         raise ValueError(f"{name}: head_grad_dtype={head_grad_dtype!r}, expected 'float32' or 'param'.")
-    chosen, _ = choose(name, backend)
     n = y.size
     chunk = _chunk(name, chunk_size, memory_budget, n, head.vocab, dtype.itemsize)
-    c = HeadCall(name, SweepConfig(chunk, columns, dtype, head_grad_dtype))
+    chosen, _ = choose(name, backend, chunk, head.vocab, dtype, interpret)
+    rows = RowPasses(columns, column_tile(), "mosaic_gpu" if chosen == "mosaic_gpu" else "xla", interpret)
+    c = HeadCall(name, SweepConfig(chunk, dtype, head_grad_dtype, rows))
     t = transform_of(temperature, softcap, scale).per_token(shape)
     flat_live = None if live is None else live.reshape(-1)
     return c, chosen, hidden.reshape(n, -1), head, y.reshape(-1), flat_live, t
@@ -280,12 +287,15 @@ def _chunk(name: str, chunk_size: Any, memory_budget: Any, n: int, vocab: int, i
         raise ValueError(f"{name}: {error}") from None
 
 
-def choose(name: str, backend: str | None) -> tuple[str, str]:
-    """``(backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
-    if backend is None:
-        return "chunked", f"the default on a {platform().upper()}"
-    backends.named(name, backend, backends.HEAD_BACKENDS)
-    return backend, "named in the call"
+def choose(name: str, backend: str | None, chunk: int, v: int, logits_dtype: Any, interpret: bool) -> tuple[str, str]:
+    """``(backend, why)`` for chunks of logits ``[chunk, v]``."""
+
+    def check(kernel: str) -> None:
+        from logitless.logits import mosaic_gpu
+
+        mosaic_gpu.check(chunk, v, logits_dtype)
+
+    return backends.choose(name, backend, backends.HEAD_BACKENDS, check, interpret)
 
 
 def route(
@@ -297,6 +307,7 @@ def route(
     chunk_size: int | None,
     memory_budget: int | None,
     logits_dtype: Any,
+    interpret: bool,
 ) -> Route:
     """What a call would do, from shapes alone."""
     width = hidden.shape[-1]
@@ -306,13 +317,13 @@ def route(
     layout = _layout(name, tuple(lm_head.shape), width, None)
     vocab = lm_head.shape[0 if layout == "vh" else 1]
     dtype = _logits_dtype(name, logits_dtype)
-    chosen, because = choose(name, backend)
+    chunk = _chunk(name, chunk_size, memory_budget, n, vocab, dtype.itemsize)
+    chosen, because = choose(name, backend, chunk, vocab, dtype, interpret)
     head_bytes = vocab * width * jnp.dtype(lm_head.dtype).itemsize
     if chosen == "reference":
         way, matmuls = f"dense: [{n}, {vocab}] logits and dlogits in memory", "3 (1 without a gradient)"
         moved = f"logits and dlogits {2 * n * vocab * dtype.itemsize:,} B, each written and read"
         return Route(name, chosen, way, matmuls, moved, {}, because)
-    chunk = _chunk(name, chunk_size, memory_budget, n, vocab, dtype.itemsize)
     sweeps = -(-n // chunk)
     coupled = None if objective is None else objective.coupling()
     if objective is not None and coupled is None:

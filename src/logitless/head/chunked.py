@@ -24,11 +24,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.operator import Head, HeadGrads, dhead, dhidden, raw_logits
+from logitless.head.operator import (
+    Head,
+    HeadGrads,
+    add_dhead,
+    dhidden,
+    in_parameter_dtypes,
+    raw_logits,
+    zero_grads,
+)
+from logitless.head.rows import RowPasses
 from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
-from logitless.logits.chunked import _blank_stats, rows_dlogits, rows_stats
+from logitless.logits.chunked import blank_stats
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.loss import cotangents, may_have_gradient
+from logitless.objectives.loss import may_have_gradient
 from logitless.objectives.objective import Objective
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
@@ -39,9 +48,13 @@ class SweepConfig:
     """Static choices of a sweep."""
 
     chunk: int
-    vocab_size: int
     logits_dtype: Any
     sum_head_grad_in: str  # "float32" or "param"
+    rows: RowPasses
+
+    @property
+    def vocab_size(self) -> int:
+        return self.rows.vocab_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +93,6 @@ def _chunk_hidden(visit: Visit, h: Array) -> Array:
     return jnp.where(visit.inside(h.shape[0])[:, None], visit.take(h), jnp.zeros((), h.dtype))
 
 
-def _chunk_stats(
-    c: SweepConfig, visit: Visit, h: Array, head: Head, targets: Array, transform: LogitTransform
-) -> tuple[Array, Array, TokenStats]:
-    """``(h chunk, raw logits, statistics)``.
-
-    The barriers cut the statistics off from whatever follows, so that they compile to the same arithmetic, and give
-    the same bits, with and without a gradient.
-    """
-    h_chunk = _chunk_hidden(visit, h)
-    x = lax.optimization_barrier(raw_logits(h_chunk, head, c.logits_dtype))
-    stats = rows_stats(x, visit.take(targets), _chunk_transform(transform, visit), c.vocab_size)
-    return h_chunk, x, lax.optimization_barrier(stats)
-
-
 def _sweep_stats(
     c: SweepConfig,
     sweep: Sweep,
@@ -105,8 +104,9 @@ def _sweep_stats(
 ) -> TokenStats:
     def body(i: Array, out: TokenStats) -> TokenStats:
         visit = sweep.visit(i)
-        _, _, stats = _chunk_stats(c, visit, h, head, targets, transform)
-        return jax.tree.map(visit.put, out, stats)
+        x = raw_logits(_chunk_hidden(visit, h), head, c.logits_dtype)
+        t, inside = _chunk_transform(transform, visit), visit.inside(h.shape[0])
+        return jax.tree.map(visit.put, out, c.rows.statistics(x, visit.take(targets), t, inside))
 
     return lax.fori_loop(sweep.first, sweep.last, body, out)
 
@@ -117,7 +117,7 @@ def token_stats(
     """Statistics of flattened tokens ``h [N, H]``: one matmul per live token."""
     n = h.shape[0]
     sweep = whole_sweep(n, c.chunk) if live is None else live_sweep(live, c.chunk)
-    return _sweep_stats(c, sweep, _blank_stats(n), h, head, targets, transform)
+    return _sweep_stats(c, sweep, blank_stats(n), h, head, targets, transform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,41 +129,16 @@ class _Accumulator:
 
     def start(self, h: Array, head: Head) -> tuple[Array | None, HeadGrads]:
         w = self.wanted
-
-        def zeros(p: Array | None, want: bool) -> Array | None:
-            if p is None or not want:
-                return None
-            return jnp.zeros(p.shape, p.dtype if self.config.sum_head_grad_in == "param" else jnp.float32)
-
-        grads = HeadGrads(
-            zeros(head.weight, w.weight),
-            zeros(head.bias, w.bias),
-            zeros(head.lora_a, w.lora),
-            zeros(head.lora_b, w.lora),
-        )
-        return (jnp.zeros_like(h) if w.hidden else None), grads
+        dtype = head.weight.dtype if self.config.sum_head_grad_in == "param" else jnp.float32
+        return (jnp.zeros_like(h) if w.hidden else None), zero_grads(head, w.weight, w.bias, w.lora, dtype)
 
     def add(
         self, visit: Visit, carry: tuple[Array | None, HeadGrads], dx: Array, h_chunk: Array, head: Head
     ) -> tuple[Array | None, HeadGrads]:
         dh, grads = carry
-        dx = dx.astype(h_chunk.dtype)
         if dh is not None:
             dh = visit.put(dh, dhidden(dx, head))
-        part = dhead(dx, h_chunk, head, grads)
-        summed = jax.tree.map(lambda total, new: (total.astype(jnp.float32) + new).astype(total.dtype), grads, part)
-        return dh, summed
-
-    def finish(self, head: Head, grads: HeadGrads) -> HeadGrads:
-        def like(g: Array | None, p: Array | None) -> Array | None:
-            return None if g is None or p is None else g.astype(p.dtype)
-
-        return HeadGrads(
-            like(grads.weight, head.weight),
-            like(grads.bias, head.bias),
-            like(grads.lora_a, head.lora_a),
-            like(grads.lora_b, head.lora_b),
-        )
+        return dh, add_dhead(grads, dx, h_chunk, head, self.config.rows.tile)
 
 
 def stats_and_gradients(
@@ -184,16 +159,15 @@ def stats_and_gradients(
     def body(i: Array, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
         out, grads = carry
         visit = gradient.visit(i)
-        h_chunk, x, stats = _chunk_stats(c, visit, h, head, targets, transform)
-        part = _chunk_inputs(inputs, visit, n)
-        g_logp, g_entropy = cotangents(objective, stats.logp, stats.entropy, part)
-        g = StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
-        dx = rows_dlogits(x, visit.take(targets), _chunk_transform(transform, visit), c.vocab_size, stats, g)
+        h_chunk = _chunk_hidden(visit, h)
+        x = raw_logits(h_chunk, head, c.logits_dtype)
+        own, t = _chunk_inputs(inputs, visit, n), _chunk_transform(transform, visit)
+        stats, dx = c.rows.statistics_and_dx(x, visit.take(targets), t, objective, own, h.dtype)
         return jax.tree.map(visit.put, out, stats), acc.add(visit, grads, dx, h_chunk, head)
 
-    stats, (dh, grads) = lax.fori_loop(gradient.first, gradient.last, body, (_blank_stats(n), acc.start(h, head)))
+    stats, (dh, grads) = lax.fori_loop(gradient.first, gradient.last, body, (blank_stats(n), acc.start(h, head)))
     stats = _sweep_stats(c, rest, stats, h, head, targets, transform)
-    return stats, dh, acc.finish(head, grads)
+    return stats, dh, in_parameter_dtypes(grads, head)
 
 
 def stats_in_gradient_order(
@@ -208,7 +182,7 @@ def stats_in_gradient_order(
     """The statistics of :func:`stats_and_gradients`, to the bit, without its gradients."""
     gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
     both = dataclasses.replace(gradient, last=rest.last)
-    return _sweep_stats(c, both, _blank_stats(h.shape[0]), h, head, targets, transform)
+    return _sweep_stats(c, both, blank_stats(h.shape[0]), h, head, targets, transform)
 
 
 def gradients(
@@ -231,13 +205,12 @@ def gradients(
     def body(i: Array, carry: Any) -> Any:
         visit = sweep.visit(i)
         h_chunk = _chunk_hidden(visit, h)
-        x = lax.optimization_barrier(raw_logits(h_chunk, head, c.logits_dtype))
+        x = raw_logits(h_chunk, head, c.logits_dtype)
         inside = visit.inside(n)
         g_chunk = jax.tree.map(lambda a: jnp.where(inside, visit.take(a), 0.0), g)
-        s_chunk = jax.tree.map(visit.take, stats)
-        part = _chunk_transform(transform, visit)
-        dx = rows_dlogits(x, visit.take(targets), part, c.vocab_size, s_chunk, g_chunk)
+        s_chunk, t = jax.tree.map(visit.take, stats), _chunk_transform(transform, visit)
+        dx = c.rows.dx_from(x, visit.take(targets), t, s_chunk, g_chunk, h.dtype)
         return acc.add(visit, carry, dx, h_chunk, head)
 
     dh, grads = lax.fori_loop(sweep.first, sweep.last, body, acc.start(h, head))
-    return dh, acc.finish(head, grads)
+    return dh, in_parameter_dtypes(grads, head)

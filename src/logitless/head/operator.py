@@ -10,11 +10,12 @@ matmuls: in float32 they cost two to four times as much and buy nothing that the
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.logits.chunked import over_columns
 from logitless.pytree import register, static
 
 Layout = Literal["vh", "hv"]
@@ -49,13 +50,16 @@ class HeadGrads:
     lora_b: Array | None
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32)
+def _dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -> Array:
+    """One matmul, summed in float32 and rounded once to ``out``."""
+    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=out)
 
 
 def raw_logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
     """``x [C, V]`` for ``h [C, H]``, rounded to ``logits_dtype``."""
-    x = _dot(h, head.weight, (1, 1 if head.layout == "vh" else 0))
+    plain = head.lora_a is None and head.bias is None
+    # Nothing is added afterwards: let the matmul itself write the rounded logits.
+    x = _dot(h, head.weight, (1, 1 if head.layout == "vh" else 0), logits_dtype if plain else jnp.float32)
     if head.lora_a is not None:
         assert head.lora_b is not None
         if head.layout == "vh":
@@ -83,24 +87,71 @@ def dhidden(dx: Array, head: Head) -> Array:
     return dh
 
 
-def dhead(dx: Array, h: Array, head: Head, wanted: HeadGrads) -> HeadGrads:
-    """Float32 cotangents of the head's arrays, for those that are not ``None`` in ``wanted``."""
-    weight = bias = lora_a = lora_b = None
-    if wanted.weight is not None:
-        weight = _dot(dx, h, (0, 0)) if head.layout == "vh" else _dot(h, dx, (0, 0))
-    if wanted.bias is not None:
-        bias = jnp.sum(dx, axis=0, dtype=jnp.float32)
-    if wanted.lora_a is not None or wanted.lora_b is not None:
-        assert head.lora_a is not None and head.lora_b is not None
+def add_dweight(total: Array, dx: Array, h: Array, layout: Layout, tile: int | None) -> Array:
+    """``total + dW`` in the dtype of ``total``, a slice of ``tile`` vocabulary entries at a time.
+
+    A compiler that does not fuse the sum into the matmul needs a slice's worth of extra memory, not a second dW.
+    """
+    axis = 0 if layout == "vh" else 1
+
+    def step(start: Array | int, size: int, total: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(dx, start, size, 1)
+        a, b = (part, h) if layout == "vh" else (h, part)
+        old = lax.dynamic_slice_in_dim(total, start, size, axis)
+        return lax.dynamic_update_slice_in_dim(total, old + _dot(a, b, (0, 0), total.dtype), start, axis)
+
+    if tile is None:
+        a, b = (dx, h) if layout == "vh" else (h, dx)
+        return total + _dot(a, b, (0, 0), total.dtype)
+    return over_columns(dx.shape[-1], tile, step, total)
+
+
+def add_dhead(total: HeadGrads, dx: Array, h: Array, head: Head, tile: int | None = None) -> HeadGrads:
+    """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there."""
+    weight, bias, lora_a, lora_b = total.weight, total.bias, total.lora_a, total.lora_b
+    if weight is not None:
+        weight = add_dweight(weight, dx, h, head.layout, tile)
+    if bias is not None:
+        bias = bias + jnp.sum(dx, axis=0, dtype=jnp.float32)
+    if lora_a is not None:
+        assert head.lora_a is not None and head.lora_b is not None and lora_b is not None
         scale = jnp.asarray(head.lora_scale, jnp.float32)
         if head.layout == "vh":
             low = _dot(h, head.lora_b, (1, 1)).astype(h.dtype)
-            lora_a = scale * _dot(dx, low, (0, 0))
+            lora_a = lora_a + scale * _dot(dx, low, (0, 0))
             back = (scale * _dot(dx, head.lora_a, (1, 0))).astype(dx.dtype)
-            lora_b = _dot(back, h, (0, 0))
+            lora_b = lora_b + _dot(back, h, (0, 0))
         else:
             low = _dot(h, head.lora_a, (1, 0)).astype(h.dtype)
-            lora_b = scale * _dot(low, dx, (0, 0))
+            lora_b = lora_b + scale * _dot(low, dx, (0, 0))
             back = (scale * _dot(dx, head.lora_b, (1, 1))).astype(dx.dtype)
-            lora_a = _dot(h, back, (0, 0))
+            lora_a = lora_a + _dot(h, back, (0, 0))
     return HeadGrads(weight, bias, lora_a, lora_b)
+
+
+def zero_grads(head: Head, weight: bool, bias: bool, lora: bool, weight_dtype: Any = jnp.float32) -> HeadGrads:
+    """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
+
+    def zeros(p: Array | None, want: bool, dtype: Any = jnp.float32) -> Array | None:
+        return None if p is None or not want else jnp.zeros(p.shape, dtype)
+
+    return HeadGrads(
+        zeros(head.weight, weight, weight_dtype),
+        zeros(head.bias, bias),
+        zeros(head.lora_a, lora),
+        zeros(head.lora_b, lora),
+    )
+
+
+def in_parameter_dtypes(grads: HeadGrads, head: Head) -> HeadGrads:
+    """Summed cotangents, each rounded to its parameter's dtype."""
+
+    def like(g: Array | None, p: Array | None) -> Array | None:
+        return None if g is None or p is None else g.astype(p.dtype)
+
+    return HeadGrads(
+        like(grads.weight, head.weight),
+        like(grads.bias, head.bias),
+        like(grads.lora_a, head.lora_a),
+        like(grads.lora_b, head.lora_b),
+    )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.operator import Head, HeadGrads, dhead, dhidden, raw_logits
+from logitless.head.operator import Head, add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
 from logitless.stats import TokenStats
 from logitless.transform import LogitTransform
@@ -31,16 +31,12 @@ def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tupl
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
     h, head = saved
     dx = dx.astype(h.dtype)
-    grads = dhead(dx, h, head, HeadGrads(head.weight, head.bias, head.lora_a, head.lora_b))
-
-    def like(g: Array | None, p: Array | None) -> Array | None:
-        return None if g is None or p is None else g.astype(p.dtype)
-
+    grads = in_parameter_dtypes(add_dhead(zero_grads(head, True, True, True), dx, h, head), head)
     d_head = Head(
-        weight=like(grads.weight, head.weight),  # type: ignore[arg-type]
-        bias=like(grads.bias, head.bias),
-        lora_a=like(grads.lora_a, head.lora_a),
-        lora_b=like(grads.lora_b, head.lora_b),
+        weight=grads.weight,  # type: ignore[arg-type]
+        bias=grads.bias,
+        lora_a=grads.lora_a,
+        lora_b=grads.lora_b,
         lora_scale=jnp.zeros_like(jnp.asarray(head.lora_scale)),
         layout=head.layout,
     )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -18,7 +19,7 @@ from logitless.objectives.api import flat_inputs, loss_inputs, loss_of_stats, me
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats
-from logitless.tiles import platform, row_chunk
+from logitless.tiles import row_chunk
 from logitless.transform import transform_of
 
 BwdImpl = Literal["pallas", "jax"]
@@ -65,7 +66,7 @@ def logprobs(
         interpret, validate,
     )  # fmt: skip
     flat = _stats(c, x, y, t, live)
-    return only_three_differentiable(flat.map(lambda s: s.reshape(targets.shape)))
+    return only_three_differentiable(flat.map(lambda s: s.reshape(np.shape(targets))))
 
 
 def grpo_loss(
@@ -109,15 +110,15 @@ def grpo_loss(
         donate_logits, interpret, validate, rank=3,
     )  # fmt: skip
     objective, inputs = loss_inputs(
-        name, objective, targets.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids, denominator,
-        entropy_denominator,
+        name, objective, np.shape(targets), mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
+        denominator, entropy_denominator,
     )  # fmt: skip
     if inputs.sequences is not None or c.backend == "reference":
         flat = _stats(c, x, y, t, inputs.mask.reshape(-1))
-        return loss_of_stats(objective, flat.map(lambda s: s.reshape(targets.shape)), inputs)
+        return loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
     loss, flat = vjp.token_loss(c, x, y, t, objective, flat_inputs(inputs))
     flat = jax.lax.stop_gradient(flat)
-    return loss, metrics_of(objective, flat.map(lambda s: s.reshape(targets.shape)), inputs)
+    return loss, metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
 
 
 def _stats(c: LogitsCall, x: Array, y: Array, t: Any, live: Array | None) -> TokenStats:
@@ -167,33 +168,13 @@ def _checked(
     return c, x, y.reshape(-1), None if live is None else live.reshape(-1), t
 
 
-def _kernel_refuses(name: str, backend: str, n: int, v: int, dtype: Any, interpret: bool) -> str | None:
-    """Why a kernel backend cannot serve, or ``None``."""
-    needs = "tpu" if backend == "pallas_tpu" else "gpu"
-    why = None if interpret else backends.wrong_platform(name, backend, needs)
-    if why is None:
-        try:
-            LogitsCall(name, backend, v).module().check(n, v, dtype)
-        except NotImplementedError as error:
-            why = f"{name}: backend={backend!r} cannot serve this call: {error}"
-    return why
-
-
 def choose(name: str, backend: str | None, n: int, v: int, dtype: Any, interpret: bool) -> tuple[str, str]:
-    """``(backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
-    if backend is not None:
-        backends.named(name, backend, backends.LOGITS_BACKENDS)
-        if backend in ("pallas_tpu", "mosaic_gpu"):
-            why = _kernel_refuses(name, backend, n, v, dtype, interpret)
-            if why is not None:
-                raise NotImplementedError(f"{why}. Use backend=None for the best one here, or 'chunked'.")
-        return backend, "named in the call"
-    here = platform()
-    kernel = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}.get(here)
-    if kernel is None:
-        return "chunked", f"the default on a {here.upper()}"
-    why = _kernel_refuses(name, kernel, n, v, dtype, interpret)
-    return (kernel, f"the default on a {here.upper()}") if why is None else ("chunked", why)
+    """``(backend, why)`` for logits ``[n, v]``."""
+
+    def check(kernel: str) -> None:
+        LogitsCall(name, kernel, v).module().check(n, v, dtype)
+
+    return backends.choose(name, backend, backends.LOGITS_BACKENDS, check, interpret)
 
 
 def route(name: str, logits: Any, objective: Objective | None, backend: str | None, interpret: bool) -> Route:

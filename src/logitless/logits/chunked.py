@@ -18,15 +18,37 @@ from jax import Array
 
 from logitless.logits.reference import column_ids, masked_stats, transformed, valid_targets
 from logitless.objectives.token_program import TokenProgram
-from logitless.stats import StatCotangents, TokenStats, dz, finish, row_sums
-from logitless.tiles import row_chunk
+from logitless.stats import RowSums, StatCotangents, TokenStats, dz, empty_sums, finish, merge, row_sums
+from logitless.tiles import column_tile, row_chunk
 from logitless.transform import LogitTransform, pull_back
 
 
-def rows_stats(x: Array, targets: Array, transform: LogitTransform, vocab_size: int) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live."""
-    is_target = column_ids(x.shape[-1]) == targets[:, None]
-    return finish(row_sums(transformed(x, transform, vocab_size), is_target), valid_targets(targets, vocab_size))
+def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, Any], Any], carry: Any) -> Any:
+    """``step(first column, number of columns, carry)`` over slices of the vocabulary; all at once without a tile."""
+    if tile is None or tile >= width:
+        return step(0, width, carry)
+    whole = width // tile
+    carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * tile, tile, c), carry)
+    return step(whole * tile, width % tile, carry) if width % tile else carry
+
+
+def _columns(x: Array, start: Array | int, size: int) -> Array:
+    return x if size == x.shape[-1] else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def rows_stats(
+    x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None
+) -> TokenStats:
+    """Statistics of the rows ``x [C, V]``, every one of them live, a slice of ``tile`` columns at a time."""
+    transform = transform.column()
+
+    def step(start: Array | int, size: int, sums: RowSums) -> RowSums:
+        ids = start + column_ids(size)
+        z = transformed(_columns(x, start, size), transform, vocab_size, ids)
+        return merge(sums, row_sums(z, ids == targets[:, None]))
+
+    sums = over_columns(x.shape[-1], tile, step, empty_sums(targets.shape))
+    return finish(sums, valid_targets(targets, vocab_size))
 
 
 def rows_dlogits(
@@ -36,13 +58,25 @@ def rows_dlogits(
     vocab_size: int,
     stats: TokenStats,
     g: StatCotangents,
+    dtype: Any,
+    tile: int | None = None,
 ) -> Array:
-    """The float32 cotangent of the rows ``x [C, V]``."""
-    is_target = column_ids(x.shape[-1]) == targets[:, None]
-    z = transformed(x, transform, vocab_size)
+    """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``.
+
+    With a ``tile`` and the dtype of ``x`` it is written over ``x``, slice by slice.
+    """
+    transform = transform.column()
     g = jax.tree.map(lambda c: c[:, None], g)
-    d = dz(z, is_target, stats.logp[:, None], stats.entropy[:, None], stats.lse[:, None], g)
-    return pull_back(d, x, transform.column())
+    per_row = [s[:, None] for s in (stats.logp, stats.entropy, stats.max_logit, stats.max_logp)]
+
+    def step(start: Array | int, size: int, out: Array) -> Array:
+        ids = start + column_ids(size)
+        part = _columns(out if dtype == x.dtype else x, start, size)
+        d = dz(transformed(part, transform, vocab_size, ids), ids == targets[:, None], *per_row, g)
+        d = pull_back(d, part, transform).astype(dtype)
+        return d if size == x.shape[-1] else jax.lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
+
+    return over_columns(x.shape[-1], tile, step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
 
 
 def _over_chunks(f: Callable[..., Any], chunk: int, outputs: Any, *rowwise: Any) -> Any:
@@ -64,9 +98,10 @@ def _over_chunks(f: Callable[..., Any], chunk: int, outputs: Any, *rowwise: Any)
     return jax.lax.fori_loop(0, -(-n // chunk), body, outputs)
 
 
-def _blank_stats(n: int) -> TokenStats:
+def blank_stats(n: int) -> TokenStats:
+    """Statistics of ``n`` tokens that nobody has visited: zeros."""
     zero = jnp.zeros((n,), jnp.float32)
-    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool))
+    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero)
 
 
 def _rowwise_transform(transform: LogitTransform, n: int) -> tuple[Array | None, Callable[[Array | None], Any]]:
@@ -91,10 +126,10 @@ def token_stats(
     temperature, whole = _rowwise_transform(transform, n)
 
     def rows(x: Array, y: Array, t: Array | None) -> TokenStats:
-        return rows_stats(x, y, whole(t), vocab_size)
+        return rows_stats(x, y, whole(t), vocab_size, column_tile())
 
     chunk = chunk or row_chunk(n, width)
-    return masked_stats(_over_chunks(rows, chunk, _blank_stats(n), logits, targets, temperature), live)
+    return masked_stats(_over_chunks(rows, chunk, blank_stats(n), logits, targets, temperature), live)
 
 
 def dlogits(
@@ -115,7 +150,7 @@ def dlogits(
         g = jax.tree.map(lambda c: jnp.where(live, c, 0.0), g)
 
     def rows(x: Array, y: Array, s: TokenStats, c: StatCotangents, t: Array | None) -> Array:
-        return rows_dlogits(x, y, whole(t), vocab_size, s, c).astype(logits.dtype)
+        return rows_dlogits(x, y, whole(t), vocab_size, s, c, logits.dtype, column_tile())
 
     chunk = chunk or row_chunk(n, width)
     return _over_chunks(rows, chunk, jnp.zeros_like(logits), logits, targets, stats, g, temperature)
@@ -136,13 +171,13 @@ def stats_and_dlogits(
     temperature, whole = _rowwise_transform(transform, n)
 
     def rows(x: Array, y: Array, alive: Array | None, columns: Any, t: Array | None) -> tuple[TokenStats, Array]:
-        stats = masked_stats(rows_stats(x, y, whole(t), vocab_size), alive)
+        stats = masked_stats(rows_stats(x, y, whole(t), vocab_size, column_tile()), alive)
         # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
         stats = jax.lax.optimization_barrier(stats)
         g_logp, g_entropy = program.run(program.scalars, columns, stats.logp, stats.entropy)
         g = StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
-        return stats, rows_dlogits(x, y, whole(t), vocab_size, stats, g).astype(logits.dtype)
+        return stats, rows_dlogits(x, y, whole(t), vocab_size, stats, g, logits.dtype, column_tile())
 
     chunk = chunk or row_chunk(n, width)
-    outputs = (_blank_stats(n), jnp.zeros_like(logits))
+    outputs = (blank_stats(n), jnp.zeros_like(logits))
     return _over_chunks(rows, chunk, outputs, logits, targets, live, program.columns, temperature)

@@ -17,11 +17,9 @@ def column_ids(width: int) -> Array:
     return jnp.arange(width, dtype=jnp.int32)[None, :]
 
 
-def transformed(x: Array, transform: LogitTransform, vocab_size: int) -> Array:
-    """``z [N, V]`` in float32 from raw logits, padded columns at ``-inf``."""
-    z = forward(x, transform.column())
-    width = x.shape[-1]
-    return z if vocab_size == width else jnp.where(column_ids(width) < vocab_size, z, NEG_INF)
+def transformed(x: Array, transform: LogitTransform, vocab_size: int, ids: Array) -> Array:
+    """``z`` in float32 from the raw logits of the columns ``ids``; padded columns at ``-inf``."""
+    return jnp.where(ids < vocab_size, forward(x, transform), NEG_INF)
 
 
 def valid_targets(targets: Array, vocab_size: int) -> Array:
@@ -47,6 +45,9 @@ def token_stats(
     if live is not None:
         # A NaN in a dead row must reach neither the statistics nor, through 0 * NaN, a gradient.
         logits = jnp.where(live[:, None], logits, jnp.zeros((), logits.dtype))
-    z = transformed(logits, transform, vocab_size)
-    is_target = column_ids(logits.shape[-1]) == targets[:, None]
-    return masked_stats(finish(row_sums(z, is_target), valid_targets(targets, vocab_size)), live)
+    ids = column_ids(logits.shape[-1])
+    if vocab_size < logits.shape[-1]:
+        # Nor a NaN in a padded column, through the slope of the softcap.
+        logits = jnp.where(ids < vocab_size, logits, jnp.zeros((), logits.dtype))
+    z = transformed(logits, transform.column(), vocab_size, ids)
+    return masked_stats(finish(row_sums(z, ids == targets[:, None]), valid_targets(targets, vocab_size)), live)

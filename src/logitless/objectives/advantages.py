@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from logitless import validation
 
 
 def group_advantages(
@@ -18,18 +21,21 @@ def group_advantages(
     """``(r - mean(group)) / (std + eps)`` for rewards ``[B]`` whose groups are ``group_size`` consecutive entries.
 
     The standard deviation is the unbiased one (divisor ``n - 1``), of the group or of the whole batch, or is left out
-    (Dr.GRPO). ``eps`` is 1e-4 in TRL and 1e-6 in veRL. Groups of one have mean 0 and standard deviation 1 (veRL).
+    (Dr.GRPO). ``eps`` is 1e-4 in TRL and 1e-6 in veRL. Groups of one have mean 0 and standard deviation 1 (veRL);
+    groups of equal rewards have advantages of exactly 0.
 
     >>> import jax.numpy as jnp
     >>> from logitless import group_advantages
     >>> group_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), group_size=2, scale="none").tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
-    rewards = jnp.asarray(rewards)
+    rewards = validation.as_array("group_advantages", "rewards", rewards)
     if rewards.ndim != 1:
         raise ValueError(f"group_advantages: rewards has shape {rewards.shape}, expected one reward a completion [B].")
     if not jnp.issubdtype(rewards.dtype, jnp.floating):
         raise TypeError(f"group_advantages: rewards has dtype {rewards.dtype}, expected a float dtype.")
+    if not isinstance(group_size, (int, np.integer)) or isinstance(group_size, bool):
+        raise TypeError(f"group_advantages: group_size is {group_size!r}, expected a Python int (it is static).")
     if group_size < 1 or rewards.size == 0 or rewards.size % group_size:
         raise ValueError(
             f"group_advantages: {rewards.size} rewards do not split into groups of {group_size}; "
@@ -39,10 +45,12 @@ def group_advantages(
         raise ValueError(f"group_advantages: scale={scale!r}, expected 'group', 'batch' or 'none'.")
     r = rewards.astype(jnp.float32).reshape(-1, group_size)
     if group_size == 1:
-        mean, std = jnp.zeros_like(r), jnp.ones_like(r)
+        centred, std = r, jnp.ones_like(r)
     else:
-        mean, std = jnp.mean(r, axis=1, keepdims=True), jnp.std(r, axis=1, keepdims=True, ddof=1)
+        # Relative to the first: the mean of equal rewards is then exact, and eps cannot magnify its rounding.
+        shifted = r - r[:, :1]
+        centred = shifted - jnp.mean(shifted, axis=1, keepdims=True)
+        std = jnp.std(shifted, axis=1, keepdims=True, ddof=1)
     if scale == "batch" and rewards.size > 1:
         std = jnp.std(r, ddof=1)
-    centred = r - mean
     return (centred if scale == "none" else centred / (std + eps)).reshape(-1)

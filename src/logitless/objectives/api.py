@@ -98,9 +98,11 @@ def policy_loss(
     objective = validation.objective_of(name, objective)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"{name}: stats is {type(stats).__name__}, expected TokenStats (from logprobs).")
-    if stats.logp.ndim != 2:
-        raise ValueError(f"{name}: stats.logp has shape {stats.logp.shape}, expected [B, T].")
+    if jnp.ndim(stats.logp) != 2:
+        raise ValueError(f"{name}: stats.logp has shape {jnp.shape(stats.logp)}, expected [B, T].")
     validation.not_empty(name, "stats.logp", stats.logp)
+    for field in ("logp", "entropy"):
+        validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
     objective, inputs = loss_inputs(
         name, objective, stats.logp.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
         denominator, entropy_denominator,

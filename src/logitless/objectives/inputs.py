@@ -75,8 +75,10 @@ def prepare(
 
     entropy_weight = None
     if objective.entropy_coef is not None and objective.top_entropy is None:
-        valid = jnp.sum(mask, dtype=jnp.float32) if entropy_denominator is None else entropy_denominator
-        entropy_weight = mask / jnp.maximum(jnp.asarray(valid, jnp.float32), 1.0)
+        valid = entropy_denominator
+        if valid is None:
+            valid = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+        entropy_weight = jnp.where(mask, 1.0 / jnp.asarray(valid, jnp.float32), 0.0)
 
     coupled = objective.coupling() is not None or (objective.correction is not None and old is None)
     on_logp = objective.temperature_on == "logp"

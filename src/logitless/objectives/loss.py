@@ -65,7 +65,8 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     if keep is not None:
         loss = jnp.where(keep, loss, 0.0)
     if correction is not None:
-        loss = loss * correction
+        # A weight of zero drops the token, even one whose loss is infinite.
+        loss = jnp.where(correction != 0, loss, 0.0) * correction
     if o.beta is not None:
         assert x.ref is not None
         kl = kl_estimate(o.kl, logp, x.ref, o.kl_log_ratio_clamp, o.kl_clamp)
@@ -81,9 +82,10 @@ def _entropy_weight(x: LossInputs, high_entropy: Array | None) -> Array:
     if high_entropy is None:
         assert x.entropy_weight is not None
         return x.entropy_weight
-    kept = high_entropy.astype(jnp.float32)
-    count = jnp.sum(kept) if x.entropy_denominator is None else x.entropy_denominator
-    return kept / jnp.maximum(count, 1.0)
+    count = x.entropy_denominator
+    if count is None:
+        count = jnp.maximum(jnp.sum(high_entropy, dtype=jnp.float32), 1.0)
+    return jnp.where(high_entropy, 1.0 / count, 0.0)
 
 
 def contributions(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Array:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from typing import Any, Literal, get_args
 
+import numpy as np
 from jax import Array
 
 from logitless.pytree import register, static
@@ -37,6 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
     "aggregation": get_args(Aggregation),
     "kl": get_args(KLEstimator),
+    "kl_bias_correction": (False, True),
     "correction": (None, *get_args(Correction)),
     "correction_mode": get_args(CorrectionMode),
     "cispo_bound": get_args(CispoBound),
@@ -188,7 +190,8 @@ _POSITIVE = ("dual_clip", "tau_pos", "tau_neg", "max_length", "temperature")
 
 
 def _check_numbers(o: Objective) -> None:
-    """Range checks of plain Python numbers; arrays and tracers are taken as they are."""
+    """Range checks of plain numbers, which become floats (an int leaf has another type than a float one, so it would
+    compile anew); arrays and tracers are taken as they are."""
     for f in dataclasses.fields(o):
         if f.metadata.get("static"):
             continue
@@ -197,10 +200,12 @@ def _check_numbers(o: Objective) -> None:
             if f.default is not None and f.name not in ("correction_max",):
                 raise ValueError(f"Objective: {f.name}=None, expected a number (its default is {f.default}).")
             continue
-        if isinstance(value, (str, bool)):
+        if isinstance(value, (str, bool, list, tuple, dict)):
             raise TypeError(f"Objective: {f.name}={value!r} is a {type(value).__name__}, expected a number.")
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float, np.integer, np.floating)):
             continue
+        value = float(value)
+        object.__setattr__(o, f.name, value)
         if value != value:
             raise ValueError(f"Objective: {f.name} is NaN.")
         if f.name in _NONNEGATIVE and value < 0:
@@ -236,5 +241,8 @@ def _check_combination(o: Objective) -> None:
         refuse("policy='vespo' folds the importance weight in as a sum of logs; correction='geometric' is not defined.")
     if o.correction is not None and o.correction_min is None and o.correction_max is None:
         refuse("correction needs correction_min, correction_max or both.")
+    low, high = o.correction_min, o.correction_max
+    if isinstance(low, float) and isinstance(high, float) and low > high:
+        refuse(f"correction_min={low} lies above correction_max={high}.")
     if o.correction_mode == "mask" and o.correction is None:
         refuse("correction_mode='mask' has no effect without correction='token', 'sequence' or 'geometric'.")

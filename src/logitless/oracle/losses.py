@@ -155,14 +155,15 @@ def _sequence_loss(s: _Sequence, o: Objective) -> tuple[float, list[float]]:
 def _factor(o: Objective, tokens: int, num_sequences: int, num_tokens: int, denominator: float | None) -> float:
     """What multiplies the summed loss of a sequence with this many valid ``tokens``.
 
-    Token counts are at least 1. A denominator of 0 stands for a batch with nothing in it, whose loss is 0.
+    The batch's own counts are at least 1; a given denominator is used as it is.
     """
-    if o.aggregation in ("bnpo", "dapo"):
-        return 1.0 / max(num_tokens if denominator is None else denominator, 1.0)
     if denominator is None:
-        denominator = max(num_sequences, 1) * (number(o.max_length) if o.aggregation == "dr_grpo" else 1.0)
-    per_sequence = max(tokens, 1) if o.aggregation == "grpo" else 1
-    return 1.0 / (per_sequence * denominator) if denominator > 0 else 0.0
+        if o.aggregation in ("bnpo", "dapo"):
+            denominator = max(num_tokens, 1.0)
+        else:
+            denominator = max(num_sequences, 1) * (number(o.max_length) if o.aggregation == "dr_grpo" else 1.0)
+    per_sequence = tokens if o.aggregation == "grpo" else 1
+    return 1.0 / (per_sequence * denominator)
 
 
 def policy_loss_grad(
@@ -234,10 +235,12 @@ def policy_loss_grad(
             dlogp[position] = factor * g / temperature[position]
 
     if o.entropy_coef is not None:
-        count = float(kept_by_entropy.sum()) if entropy_denominator is None else number(entropy_denominator)
-        scale = number(o.entropy_coef) / max(count, 1.0)
-        loss -= scale * float(ent[kept_by_entropy].sum())
-        dentropy[kept_by_entropy] = -scale
+        kept = int(kept_by_entropy.sum())
+        count = float(max(kept, 1)) if entropy_denominator is None else number(entropy_denominator)
+        if kept:
+            scale = number(o.entropy_coef) / count
+            loss -= scale * float(ent[kept_by_entropy].sum())
+            dentropy[kept_by_entropy] = -scale
     return float(loss), dlogp, dentropy
 
 

@@ -1,0 +1,1 @@
+"""Measurements: baselines, timing, memory."""

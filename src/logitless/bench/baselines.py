@@ -1,0 +1,101 @@
+"""What a JAX user writes today, to be compared with: the naive form, and the strongest dense form we know.
+
+All of them compute the loss through the same objective code, from a log-probability of their own and nothing else (no
+entropy, no metrics), so they do less than the library's calls do.
+
+    naive    log_softmax, then take_along_axis: keeps a float32 [N, V] log_softmax, and its gradient is a scatter
+    strong   logits level: logsumexp minus the target by a one-hot compare, which XLA fuses into reductions
+             head level: a custom_vjp that keeps the logits and rounds dlogits to the operands' dtype
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.objectives.api import loss_inputs
+from logitless.objectives.loss import contributions
+from logitless.objectives.objective import Objective
+
+
+def _loss(logp: Array, objective: Objective, arrays: dict[str, Any]) -> Array:
+    get = arrays.get
+    objective, inputs = loss_inputs(
+        "baseline", objective, logp.shape, get("mask"), get("advantages"), get("old_logp"), get("ref_logp"),
+        get("rollout_logp"), get("segment_ids"), get("denominator"), None,
+    )  # fmt: skip
+    return jnp.sum(contributions(objective, logp, jnp.zeros_like(logp), inputs))
+
+
+def naive_logp(logits: Array, targets: Array) -> Array:
+    """``log_softmax`` and a gather."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+
+
+def strong_logp(logits: Array, targets: Array) -> Array:
+    """``logsumexp`` and a one-hot reduction."""
+    z = logits.astype(jnp.float32)
+    hit = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == targets[..., None]
+    return jnp.sum(jnp.where(hit, z, 0.0), axis=-1) - jax.nn.logsumexp(z, axis=-1)
+
+
+def gather_logp(logits: Array, targets: Array) -> Array:
+    """``logsumexp`` and a gather of the target's logit."""
+    z = logits.astype(jnp.float32)
+    target = jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
+    return target - jax.nn.logsumexp(z, axis=-1)
+
+
+LOGITS_BASELINES = {"naive": naive_logp, "strong": strong_logp, "gather": gather_logp}
+
+
+def logits_loss(kind: str, logits: Array, targets: Array, *, objective: Objective, **arrays: Any) -> Array:
+    """The loss over logits ``[B, T, V]`` by one of :data:`LOGITS_BASELINES`."""
+    return _loss(LOGITS_BASELINES[kind](logits, targets), objective, arrays)
+
+
+def _matmul(h: Array, w: Array, dtype: Any) -> Array:
+    return lax.dot_general(h, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def strong_head_logp(h: Array, w: Array, targets: Array, dtype: Any) -> Array:
+    """Log-probabilities ``[N]`` from ``h [N, H]`` and ``w [V, H]``, logits kept for the backward pass."""
+    return strong_logp(_matmul(h, w, dtype), targets)
+
+
+def _strong_fwd(h: Array, w: Array, targets: Array, dtype: Any) -> tuple[Array, Any]:
+    logits = _matmul(h, w, dtype)
+    logp = strong_logp(logits, targets)
+    return logp, (h, w, targets, logits)
+
+
+def _strong_bwd(dtype: Any, saved: Any, g: Array) -> tuple[Array, Array, None]:
+    h, w, targets, logits = saved
+    z = logits.astype(jnp.float32)
+    lse = jax.nn.logsumexp(z, axis=-1)
+    hit = lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
+    d = (g[:, None] * (jnp.where(hit, 1.0, 0.0) - jnp.exp(z - lse[:, None]))).astype(h.dtype)
+    dh = lax.dot_general(d, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(h.dtype)
+    dw = lax.dot_general(d, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(w.dtype)
+    return dh, dw, None
+
+
+strong_head_logp.defvjp(_strong_fwd, _strong_bwd)
+
+
+def head_loss(
+    kind: str, h: Array, w: Array, targets: Array, *, objective: Objective, logits_dtype: Any, **arrays: Any
+) -> Array:
+    """The loss from ``h [B, T, H]`` and ``w [V, H]``, dense, ``kind`` naive or strong."""
+    flat, y = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+    if kind == "strong":
+        logp = strong_head_logp(flat, w, y, jnp.dtype(logits_dtype))
+    else:
+        logp = LOGITS_BASELINES[kind](_matmul(flat, w, jnp.dtype(logits_dtype)), y)
+    return _loss(logp.reshape(targets.shape), objective, arrays)
