@@ -72,6 +72,7 @@ def cases(backend: str | None) -> dict[str, tuple[Callable[..., Any], dict]]:
     for dtype in ("bfloat16", "float32"):
         short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
         out[f"naive/{short}"] = theirs("naive", CLIP, BOTH, dtype), {}
+        out[f"checkpointed/{short}"] = theirs("checkpointed", CLIP, BOTH, dtype), {}
         out[f"strong/{short}"] = theirs("strong", CLIP, BOTH, dtype), {}
         out[f"strong_frozen/{short}"] = theirs("strong", CLIP, HIDDEN, dtype), {}
         out[f"strong_forward/{short}"] = theirs("strong", CLIP, None, dtype), {}

@@ -6,6 +6,7 @@ entropy, no metrics), so they do less than the library's calls do.
     naive    log_softmax, then take_along_axis: keeps a float32 [N, V] log_softmax, and its gradient is a scatter
     strong   logits level: logsumexp minus the target by a one-hot compare, which XLA fuses into reductions
              head level: a custom_vjp that keeps the logits and rounds dlogits to the operands' dtype
+    checkpointed   head level: token chunks under jax.checkpoint, as EasyDeL's and others' chunked log-probs are
 """
 
 from __future__ import annotations
@@ -89,6 +90,18 @@ def _strong_bwd(dtype: Any, saved: Any, g: Array) -> tuple[Array, Array, None]:
 strong_head_logp.defvjp(_strong_fwd, _strong_bwd)
 
 
+def checkpointed_head_logp(h: Array, w: Array, targets: Array, dtype: Any, chunk: int = 1024) -> Array:
+    """What the JAX trainers that chunk do: ``lax.map`` over token chunks, each rematerialised in the backward pass."""
+
+    @jax.checkpoint
+    def part(x: tuple[Array, Array]) -> Array:
+        return naive_logp(_matmul(x[0], w, dtype), x[1])
+
+    n = h.shape[0]
+    parts = lax.map(part, (h.reshape(n // chunk, chunk, -1), targets.reshape(n // chunk, chunk)))
+    return parts.reshape(n)
+
+
 def head_loss(
     kind: str, h: Array, w: Array, targets: Array, *, objective: Objective, logits_dtype: Any, **arrays: Any
 ) -> Array:
@@ -96,6 +109,8 @@ def head_loss(
     flat, y = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
     if kind == "strong":
         logp = strong_head_logp(flat, w, y, jnp.dtype(logits_dtype))
+    elif kind == "checkpointed":
+        logp = checkpointed_head_logp(flat, w, y, jnp.dtype(logits_dtype), min(1024, flat.shape[0]))
     else:
         logp = LOGITS_BASELINES[kind](_matmul(flat, w, jnp.dtype(logits_dtype)), y)
     return _loss(logp.reshape(targets.shape), objective, arrays)

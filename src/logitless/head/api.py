@@ -308,13 +308,14 @@ def route(
     memory_budget: int | None,
     logits_dtype: Any,
     interpret: bool,
+    head_layout: str | None = None,
 ) -> Route:
     """What a call would do, from shapes alone."""
     width = hidden.shape[-1]
     n = 1
     for d in hidden.shape[:-1]:
         n *= d
-    layout = _layout(name, tuple(lm_head.shape), width, None)
+    layout = _layout(name, tuple(lm_head.shape), width, head_layout)
     vocab = lm_head.shape[0 if layout == "vh" else 1]
     dtype = _logits_dtype(name, logits_dtype)
     chunk = _chunk(name, chunk_size, memory_budget, n, vocab, dtype.itemsize)

@@ -1,0 +1,168 @@
+"""The Hopper kernels in Pallas' GPU interpreter, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless.compat import mosaic_gpu_reason
+from logitless.logits import mosaic_gpu
+from logitless.logits import mosaic_gpu_scalars as scalar
+from logitless.logits.mosaic_gpu_tiles import Tiles
+from logitless.objectives.token_program import TokenProgram
+from logitless.stats import StatCotangents
+from logitless.transform import LogitTransform
+
+needs_interpreter = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+
+STREAMED = Tiles(warpgroups=2, columns=256, slots=2, ring=1, lag=1, lanes=128, blocks=2)  # a row does not fit
+HELD = Tiles(warpgroups=1, columns=128, slots=16, ring=8, lag=2, lanes=128, blocks=2)  # it does
+
+
+def batch(n, v, vocab, dtype, seed=0, spread=3.0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(n, v)) * spread, dtype)
+    y = rng.integers(0, vocab, n).astype(np.int32)
+    y[0] = vocab - 1
+    x = x.at[0, vocab - 1].set(60.0)  # a target that leads by more than float32 can see in z_y - lse
+    g = [jnp.asarray(rng.normal(size=n), jnp.float32) for _ in range(3)]
+    return x, jnp.asarray(y), g
+
+
+def exact(x, y, vocab, g, t):
+    """Statistics and dlogits in float64."""
+    x = np.asarray(x.astype(jnp.float32), np.float64)
+    temperature = np.asarray(1.0 if t.temperature is None else t.temperature, np.float64).reshape(-1, 1)
+    scale = 1.0 if t.scale is None else float(t.scale)
+    bent = x * scale if t.softcap is None else float(t.softcap) * np.tanh(x * scale / float(t.softcap))
+    slope = scale * (1.0 if t.softcap is None else 1 - (bent / float(t.softcap)) ** 2) / temperature
+    z = bent / temperature
+    z[:, vocab:] = -np.inf
+    rows, y = np.arange(len(y)), np.asarray(y)
+    others = z.copy()
+    others[rows, y] = -np.inf
+    rest = np.log(np.exp(others - others.max(1, keepdims=True)).sum(1)) + others.max(1)
+    lse = np.logaddexp(rest, z[rows, y])
+    lp = z - lse[:, None]
+    lp[rows, y] = -np.logaddexp(0.0, rest - z[rows, y])
+    p = np.exp(lp)
+    plogp = np.where(p > 0, p * np.where(p > 0, lp, 0.0), 0.0)
+    entropy = -plogp.sum(1)
+    g_logp, g_entropy, g_lse = (np.asarray(v, np.float64)[:, None] for v in g)
+    one = -p
+    one[rows, y] = -np.expm1(lp[rows, y])
+    d = (g_logp * one - g_entropy * (plogp + p * entropy[:, None]) + g_lse * p) * slope
+    stats = dict(logp=lp[rows, y], entropy=entropy, lse=lse, max_logit=z.max(1), log_sum_p2=np.log((p * p).sum(1)))
+    return stats, d
+
+
+def assert_stats(got, want, rows):
+    for name, value in want.items():
+        np.testing.assert_allclose(
+            np.asarray(getattr(got, name))[rows], value[rows], rtol=2e-6, atol=2e-6, err_msg=name
+        )
+    # relative, also where log p is as small as exp(-40)
+    np.testing.assert_allclose(np.asarray(got.logp)[rows], want["logp"][rows], rtol=2e-5)
+
+
+def assert_close(d, want, dtype):
+    unit = 1e-6 if dtype == jnp.float32 else 4e-3
+    np.testing.assert_allclose(np.asarray(d.astype(jnp.float32)), want, rtol=unit, atol=unit * np.abs(want).max())
+
+
+@needs_interpreter
+def test_statistics_with_padding_dead_rows_and_a_bad_target():
+    n, v, vocab = 4, 1240, 1237
+    x, y, g = batch(n, v, vocab, jnp.float32)
+    y = y.at[3].set(v + 5)
+    live = jnp.asarray([True, False, True, True])
+    got = mosaic_gpu.token_stats(x, y, LogitTransform(), vocab, live, tiles=STREAMED, interpret=True)
+    want, _ = exact(x[:3], y[:3], vocab, [v[:3] for v in g], LogitTransform())
+    assert_stats(got.map(lambda s: s[:3]), want, [0, 2])
+    assert all(float(leaf[1]) == 0 for leaf in jax.tree.leaves(got))
+    assert all(np.isnan(getattr(got, f)[3]) for f in ("logp", "entropy", "lse", "max_logit", "log_sum_p2", "max_logp"))
+    assert bool(got.is_top1[0]) and not bool(got.is_top1[3])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("donate", [False, True])
+def test_dlogits_from_random_cotangents(donate):
+    n, v, dtype = 3, 1032, jnp.bfloat16
+    t = LogitTransform(temperature=jnp.asarray([0.7, 1.0, 1.4], jnp.float32))
+    x, y, g = batch(n, v, v, dtype)
+    g[0] = g[0].at[1].set(0.0)
+    g[1], g[2] = g[1].at[1].set(0.0), g[2].at[1].set(0.0)
+    _, want = exact(x, y, v, g, t)
+    stats = mosaic_gpu.token_stats(x, y, t, v, None, tiles=STREAMED, interpret=True)
+    jax.block_until_ready(stats)
+    d = mosaic_gpu.dlogits(x, y, t, v, None, stats, StatCotangents(*g), tiles=STREAMED, donate=donate, interpret=True)
+    assert_close(d, want, dtype)
+    assert np.all(np.asarray(d[1].astype(jnp.float32)) == 0)
+
+
+def program(g):
+    """Cotangents that depend on the statistics and use what Mosaic GPU has no rules for."""
+
+    def run(s, c, logp, entropy):
+        return s[0] * c[0] * jnp.exp(0.1 * logp), c[1] * jnp.log1p(entropy)
+
+    return TokenProgram((jnp.float32(0.7),), (g[0], g[1]), run)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("v", "vocab", "dtype", "tiles", "transform", "dead"),
+    [
+        (1240, 1237, jnp.float32, STREAMED, {}, True),
+        (640, 640, jnp.float32, HELD, {"temperature": 0.8}, False),
+        (520, 500, jnp.float16, STREAMED, {"temperature": 0.8, "softcap": 9.0, "scale": 0.9}, False),
+    ],
+)
+def test_statistics_and_dlogits_in_one_pass(v, vocab, dtype, tiles, transform, dead):
+    n = 3
+    t = LogitTransform(**{k: jnp.float32(value) for k, value in transform.items()})
+    x, y, g = batch(n, v, vocab, dtype)
+    live = jnp.asarray([True, False, True]) if dead else None
+    p = program(g)
+    stats, d = mosaic_gpu.stats_and_dlogits(x, y, t, vocab, live, p, tiles=tiles, interpret=True)
+    jax.block_until_ready(d)
+    want, _ = exact(x, y, vocab, g, t)
+    logp, entropy = (jnp.asarray(want[k], jnp.float32) for k in ("logp", "entropy"))
+    run = p.run(p.scalars, p.columns, logp, entropy)
+    rows = [0, 2] if dead else [0, 1, 2]
+    _, want_d = exact(x, y, vocab, [*run, jnp.zeros(n)], t)
+    assert_stats(stats, want, rows)
+    assert_close(d[jnp.asarray(rows)], want_d[rows], dtype)
+    if dead:
+        assert np.all(np.asarray(d[1]) == 0) and all(float(leaf[1]) == 0 for leaf in jax.tree.leaves(stats))
+    alone = mosaic_gpu.token_stats(x, y, t, vocab, live, tiles=tiles, interpret=True)
+    for a, b in zip(jax.tree.leaves(stats), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))  # the same bits with and without a gradient
+
+
+@pytest.mark.parametrize("name", ["exp", "expm1", "log", "log1p"])
+def test_scalar_functions_to_a_few_units_in_the_last_place(name):
+    rng = np.random.default_rng(0)
+    size = np.float32(10.0 ** rng.uniform(-30, 30, 20000))
+    x = {
+        "exp": np.float32(rng.uniform(-87, 88, 20000)),
+        "expm1": np.concatenate([np.float32(rng.uniform(-20, 20, 20000)), -np.minimum(size, 1), np.minimum(size, 1)]),
+        "log": np.concatenate([size, np.float32(1 + rng.uniform(-0.1, 0.1, 20000))]),
+        "log1p": size,
+    }[name]
+    got = np.asarray(jax.jit(getattr(scalar, name))(x), np.float64)
+    want = getattr(np, name)(x.astype(np.float64))
+    assert np.max(np.abs(got - want) / np.spacing(np.abs(want).astype(np.float32))) < 4
+
+
+@pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+def test_what_it_refuses_and_what_it_tells():
+    mosaic_gpu.check(4096, 151936, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="multiple of 8"):
+        mosaic_gpu.check(4096, 151643, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="float64"):
+        mosaic_gpu.check(4096, 151936, "float64")
+    with pytest.raises(NotImplementedError, match="cpu"):
+        mosaic_gpu.check(4096, 151936, jnp.bfloat16, platform="cpu")
+    told = mosaic_gpu.describe(4096, 151936, jnp.bfloat16)
+    assert told["hbm_bytes"] == 2 * 2 * 4096 * 151936 and 0 < told["l2_bytes"] < told["hbm_bytes"] / 4
