@@ -1,8 +1,9 @@
 """The fused head on one GPU: check, then time, against the naive and the strong dense baselines, in one run.
 
-    python benchmarks/gpu_head.py --out results.json [--shape 8192,4096,151936] [--only substring]
+    python benchmarks/gpu_head.py --out results.json [--shape 8192,4096,151936]... [--only substring]
 
-Inputs are made on the host. Times are device times (CUPTI), medians; memory is the compiler's.
+Inputs are made on the host. Times are device times (CUPTI), medians; memory is the compiler's. The exit code is 1 if one
+of the project's bars is missed.
 """
 
 from __future__ import annotations
@@ -23,30 +24,34 @@ from logitless.bench import baselines, timing
 
 GSPO = Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)
 CLIP = Objective(aggregation="dapo")
+ROWS = 8
+DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+SHAPES = ["8192,4096,151936", "16384,1536,151936", "8192,2304,256000"]
 
 
-def host_batch(tokens: int, hidden: int, vocab: int, *, live: float = 1.0, moving: float = 1.0, seed: int = 0) -> dict:
-    """Hidden states and a head whose logits have a spread of about 3, as numpy arrays in bfloat16."""
+def token_arrays(tokens: int, vocab: int, *, live: float = 1.0, moving: float = 1.0, seed: int = 0) -> dict:
+    """Targets, mask and loss inputs ``[8, tokens / 8]``: ``live`` of the tokens unmasked, ``moving`` with advantage."""
     rng = np.random.default_rng(seed)
-    rows = 8
-    width = tokens // rows
-    advantages = rng.standard_normal((rows, width), np.float32)
-    advantages[rng.random((rows, width)) >= moving] = 0.0
-    mask = rng.random((rows, width)) < live
-    scale = np.float32(3.0 / hidden**0.5)
-    head = np.empty((vocab, hidden), jnp.bfloat16)
-    for i in range(0, vocab, 16384):  # float32 in slices: the host need not hold it all
-        head[i : i + 16384] = (rng.standard_normal((min(16384, vocab - i), hidden), np.float32) * scale).astype(
-            jnp.bfloat16
-        )
+    shape = (ROWS, tokens // ROWS)
+    advantages = rng.standard_normal(shape, np.float32)
+    advantages[rng.random(shape) >= moving] = 0.0
     return dict(
-        hidden=rng.standard_normal((rows, width, hidden), np.float32).astype(jnp.bfloat16),
-        lm_head=head,
-        targets=rng.integers(0, vocab, (rows, width), dtype=np.int32),
+        targets=rng.integers(0, vocab, shape, dtype=np.int32),
         advantages=advantages,
-        mask=mask,
-        old_logp=(-12.0 + 0.3 * rng.standard_normal((rows, width))).astype(np.float32),
+        mask=rng.random(shape) < live,
+        old_logp=(-12.0 + 0.3 * rng.standard_normal(shape)).astype(np.float32),
     )
+
+
+def head_arrays(tokens: int, hidden: int, vocab: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and a head whose logits have a spread of about 3, bfloat16, made on the host."""
+    rng = np.random.default_rng(seed)
+    head = np.empty((vocab, hidden), jnp.bfloat16)
+    scale = np.float32(3.0 / hidden**0.5)
+    for i in range(0, vocab, 16384):  # in slices: the host need not hold it all in float32
+        part = rng.standard_normal((min(16384, vocab - i), hidden), np.float32)
+        head[i : i + 16384] = (part * scale).astype(jnp.bfloat16)
+    return rng.standard_normal((ROWS, tokens // ROWS, hidden), np.float32).astype(jnp.bfloat16), head
 
 
 def ours(objective: Objective, wrt: tuple[int, ...] | None, **options: Any) -> Callable[..., Any]:
@@ -69,8 +74,7 @@ BOTH, HIDDEN = (0, 1), (0,)
 def cases(backend: str | None) -> dict[str, tuple[Callable[..., Any], dict]]:
     """name -> (jitted function, batch options)."""
     out: dict[str, tuple[Callable[..., Any], dict]] = {}
-    for dtype in ("bfloat16", "float32"):
-        short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    for short, dtype in DTYPES.items():
         out[f"naive/{short}"] = theirs("naive", CLIP, BOTH, dtype), {}
         out[f"checkpointed/{short}"] = theirs("checkpointed", CLIP, BOTH, dtype), {}
         out[f"strong/{short}"] = theirs("strong", CLIP, BOTH, dtype), {}
@@ -93,9 +97,10 @@ def cases(backend: str | None) -> dict[str, tuple[Callable[..., Any], dict]]:
 
 def check(backend: str | None) -> dict[str, float]:
     """Relative Frobenius errors against float64 at a small shape, of the library and of the strong baseline."""
-    b = host_batch(64, 256, 1024, live=0.8)
-    rest = {k: v for k, v in b.items() if k not in ("hidden", "lm_head")}
-    _, dh, dw, _ = oracle.linear_grpo_loss(b["hidden"], b["lm_head"], objective=CLIP, head_layout="vh", **rest)
+    hidden, head = head_arrays(64, 256, 1024)
+    rest = token_arrays(64, 1024, live=0.8)
+    rest["old_logp"] = np.full_like(rest["old_logp"], -8.0)
+    _, dh, dw, _ = oracle.linear_grpo_loss(hidden, head, objective=CLIP, head_layout="vh", **rest)
     errors = {}
 
     def error(name: str, grads: Any) -> None:
@@ -103,57 +108,91 @@ def check(backend: str | None) -> dict[str, float]:
             g = np.asarray(g, np.float64)
             errors[f"{name}/{label}"] = float(np.linalg.norm(g - truth) / np.linalg.norm(truth))
 
-    h, w = jnp.asarray(b["hidden"]), jnp.asarray(b["lm_head"])
-    for dtype in ("bfloat16", "float32"):
-        error(f"strong/{dtype}", theirs("strong", CLIP, BOTH, dtype)(h, w, rest)[1])
+    h, w = jnp.asarray(hidden), jnp.asarray(head)
+    for short, dtype in DTYPES.items():
+        error(f"strong/{short}", theirs("strong", CLIP, BOTH, dtype)(h, w, rest)[1])
         for grad in ("param", "float32"):
             f = ours(CLIP, BOTH, logits_dtype=dtype, head_grad_dtype=grad, backend=backend, chunk_size=24)
-            error(f"ours/{dtype}/dw_{grad}", f(h, w, rest)[1])
+            error(f"ours/{short}/dw_{grad}", f(h, w, rest)[1])
     return errors
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", required=True)
-    p.add_argument("--shape", default="8192,4096,151936")
-    p.add_argument("--only", default="")
-    p.add_argument("--backend", default=None)
-    p.add_argument("--repeats", type=int, default=8)
-    args = p.parse_args()
-    tokens, hidden, vocab = (int(x) for x in args.shape.split(","))
-    result: dict[str, Any] = dict(
-        environment=timing.environment(), shape=dict(tokens=tokens, hidden=hidden, vocab=vocab), cases={}
-    )
-    result["errors"] = check(args.backend)
-    for k, v in result["errors"].items():
-        print(f"error {k:32s} {v:.2e}", flush=True)
-    batches: dict[str, Any] = {}
-    for name, (f, batch_options) in cases(args.backend).items():
-        if args.only and not any(s in name for s in args.only.split(",")):
-            continue
-        key = str(batch_options)
-        if key not in batches:
-            b = host_batch(tokens, hidden, vocab, **batch_options)
-            if batches:  # the big arrays are the same
-                b["hidden"], b["lm_head"] = next(iter(batches.values()))[:2]
-            batches[key] = (
-                jnp.asarray(b["hidden"]),
-                jnp.asarray(b["lm_head"]),
-                {k: jnp.asarray(v) for k, v in b.items() if k not in ("hidden", "lm_head")},
-            )
-        h, w, rest = batches[key]
+def gates(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The project's bars at a shape: each a ratio of two cases and its limit."""
+
+    def ratio(what: str, a: str, b: str, limit: float) -> dict[str, Any] | None:
         try:
-            compiled = f.lower(h, w, rest).compile()
-            row = timing.compiled_memory(compiled)
-            row.update(timing.summary(timing.device_times(f, h, w, rest, repeats=args.repeats)))
+            value = cases[a][what] / cases[b][what]
+        except KeyError:
+            return None
+        return dict(value=round(value, 4), limit=limit, ok=value <= limit)
+
+    ms, temp = "median_ms", "temporaries"
+    table = {
+        "bf16, dW in param dtype: time / strong": (ms, "ours/bf16/dw_param", "strong/bf16", 1.00),
+        "bf16, dW in param dtype: time / naive": (ms, "ours/bf16/dw_param", "naive/bf16", 0.95),
+        "bf16, dW in param dtype: memory / strong": (temp, "ours/bf16/dw_param", "strong/bf16", 0.16),
+        "bf16, dW in float32: time / strong": (ms, "ours/bf16/dw_float32", "strong/bf16", 1.04),
+        "bf16, dW in float32: memory / strong": (temp, "ours/bf16/dw_float32", "strong/bf16", 0.53),
+        "f32 logits: time / strong": (ms, "ours/f32/dw_float32", "strong/f32", 1.03),
+        "f32 logits: time / naive": (ms, "ours/f32/dw_float32", "naive/f32", 0.55),
+        "f32 logits: memory / strong": (temp, "ours/f32/dw_float32", "strong/f32", 0.43),
+        "50 % live: time / strong": (ms, "ours_live50/bf16", "strong/bf16", 0.55),
+        "25 % live: time / strong": (ms, "ours_live25/bf16", "strong/bf16", 0.29),
+        "half zero cotangents: time / without": (ms, "ours_moving50/bf16", "ours/bf16/dw_param", 0.72),
+        "frozen head: time / strong frozen": (ms, "ours_frozen/bf16", "strong_frozen/bf16", 1.00),
+        "frozen head: memory / strong frozen": (temp, "ours_frozen/bf16", "strong_frozen/bf16", 0.16),
+        "GSPO: time / strong": (ms, "ours_gspo/bf16", "strong/bf16", 1.40),
+        "GSPO: memory / strong": (temp, "ours_gspo/bf16", "strong/bf16", 0.40),
+        "forward only: time / strong": (ms, "ours_forward/bf16", "strong_forward/bf16", 1.00),
+        "forward only: memory / strong": (temp, "ours_forward/bf16", "strong_forward/bf16", 0.30),
+    }
+    return {name: g for name, row in table.items() if (g := ratio(*row)) is not None}
+
+
+def run_shape(shape: str, only: list[str], backend: str | None, repeats: int) -> dict[str, Any]:
+    """Every case at one shape."""
+    tokens, hidden, vocab = (int(x) for x in shape.split(","))
+    h, w = (jnp.asarray(x) for x in head_arrays(tokens, hidden, vocab))
+    rows: dict[str, Any] = {}
+    for name, (f, options) in cases(backend).items():
+        if only and not any(s in name for s in only):
+            continue
+        rest = {k: jnp.asarray(v) for k, v in token_arrays(tokens, vocab, **options).items()}
+        try:
+            row: dict[str, Any] = dict(timing.compiled_memory(f.lower(h, w, rest).compile()))
+            row.update(timing.summary(timing.device_times(f, h, w, rest, repeats=repeats)))
             print(f"{name:28s} {row['median_ms']:9.3f} ms  temp {row['temporaries'] / 2**20:9.0f} MiB", flush=True)
         except Exception as error:
             row = dict(error=f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
-        result["cases"][name] = row
+        rows[name] = row
+    return rows
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", required=True)
+    p.add_argument("--shape", action="append", default=[], help="tokens,hidden,vocab; may be given several times")
+    p.add_argument("--only", default="", help="comma-separated parts of case names")
+    p.add_argument("--backend", default=None)
+    p.add_argument("--repeats", type=int, default=8)
+    args = p.parse_args()
+    result: dict[str, Any] = dict(environment=timing.environment(), errors=check(args.backend), shapes={})
+    for name, value in result["errors"].items():
+        print(f"error {name:32s} {value:.2e}", flush=True)
+    missed = 0
+    for shape in args.shape or SHAPES:
+        print(f"--- {shape}", flush=True)
+        rows = run_shape(shape, [s for s in args.only.split(",") if s], args.backend, args.repeats)
+        result["shapes"][shape] = dict(cases=rows, gates=gates(rows))
+        for name, gate in result["shapes"][shape]["gates"].items():
+            missed += not gate["ok"]
+            print(f"{'PASS' if gate['ok'] else 'FAIL'} {name:44s} {gate['value']:.3f} (<= {gate['limit']})", flush=True)
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""PyTorch peers of the fused head on one GPU, at the shapes of gpu_head.py: each in this one process, one after another.
+"""PyTorch peers of the fused head on one GPU, at the shapes of gpu_head.py, one after another in this process.
 
     python benchmarks/gpu_head_peers.py --out peers.json [--shape 8192,4096,151936] [--peers DIR]
 

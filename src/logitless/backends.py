@@ -10,7 +10,7 @@ from typing import Any
 from logitless.tiles import platform
 
 LOGITS_BACKENDS = ("reference", "chunked", "pallas_tpu", "mosaic_gpu")
-HEAD_BACKENDS = ("reference", "chunked", "mosaic_gpu")
+HEAD_BACKENDS = LOGITS_BACKENDS
 
 
 @dataclasses.dataclass(frozen=True)

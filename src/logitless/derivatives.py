@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,8 +38,8 @@ def refuse(call: str, **constants: Any) -> None:
 
 
 def instantiate(ct: Any) -> Array:
-    """A cotangent as an array, symbolic zeros included."""
-    return jnp.zeros(ct.shape, jnp.float32) if isinstance(ct, SymbolicZero) else ct
+    """A cotangent as a JAX array, symbolic zeros and NumPy arrays included."""
+    return jnp.zeros(ct.shape, jnp.float32) if isinstance(ct, SymbolicZero) else jnp.asarray(ct)
 
 
 def stat_cotangents(ct: TokenStats) -> StatCotangents:
@@ -51,3 +52,13 @@ def only_three_differentiable(stats: TokenStats) -> TokenStats:
     stop = jax.lax.stop_gradient
     extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp)
     return TokenStats(stats.logp, stats.entropy, stats.lse, *map(stop, extras))
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A hashable value among the residuals of a custom_vjp: a pytree without leaves."""
+
+    value: Any
+
+
+jax.tree_util.register_pytree_node(Static, lambda s: ((), s.value), lambda value, _: Static(value))

@@ -72,7 +72,8 @@ def linear_logprobs(
         parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
       chunk_size: tokens per chunk; ``None`` lets the library choose.
       memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
-      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, or ``None`` for the best one here.
+      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
+        here.
       interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
       validate: check the targets on the host first.
 
@@ -138,15 +139,16 @@ def linear_grpo_loss(
     objective = validation.objective_of(name, objective)
     c, chosen, h, head, y, _, t = _checked(
         name, hidden, lm_head, targets, mask, bias, lora, lora_scale, head_layout, statistics_temperature(objective),
-        softcap, scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret, validate, rank=3,
+        softcap, scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret,
+        validate, rank=3,
     )  # fmt: skip
     objective, inputs = loss_inputs(
         name, objective, np.shape(targets), mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
         denominator, entropy_denominator,
     )  # fmt: skip
-    if inputs.sequences is not None or chosen == "reference":
-        live = None if mask is None and chosen != "reference" else inputs.mask.reshape(-1)
-        flat = _stats(c, chosen, h, head, y, t, live)
+    if inputs.sequences is not None or chosen in ("reference", "pallas_tpu"):
+        live = None if mask is None else inputs.mask.reshape(-1)
+        flat = _stats(c, chosen, h, head, y, t, live, logp_only=objective.entropy_coef is None)
         return loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
     loss, flat = vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs))
     flat = jax.lax.stop_gradient(flat)
@@ -154,10 +156,24 @@ def linear_grpo_loss(
 
 
 def _stats(
-    c: HeadCall, chosen: str, h: Array, head: Head, y: Array, t: LogitTransform, live: Array | None
+    c: HeadCall,
+    chosen: str,
+    h: Array,
+    head: Head,
+    y: Array,
+    t: LogitTransform,
+    live: Array | None,
+    logp_only: bool = True,
 ) -> TokenStats:
+    """Statistics by the chosen backend; ``logp_only``: no gradient of entropy or lse is expected."""
     if chosen == "reference":
         return reference.token_stats(h, head, y, t, c.sweep.vocab_size, live, c.sweep.logits_dtype)
+    if chosen == "pallas_tpu":
+        from logitless.head import pallas_tpu_vjp
+
+        rows = c.sweep.rows
+        call = pallas_tpu_vjp.TpuCall(c.name, rows.vocab_size, c.sweep.logits_dtype, logp_only, rows.interpret)
+        return pallas_tpu_vjp.stats(call, h, head, y, t, live)
     return vjp.stats(c, h, head, y, t, live)
 
 
@@ -255,12 +271,13 @@ def _checked(
         raise ValueError(f"{name}: head_grad_dtype={head_grad_dtype!r}, expected 'float32' or 'param'.")
     n = y.size
     chunk = _chunk(name, chunk_size, memory_budget, n, head.vocab, dtype.itemsize)
-    chosen, _ = choose(name, backend, chunk, head.vocab, dtype, interpret)
+    flat = hidden.reshape(n, -1)
+    chosen, _ = choose(name, backend, flat, head, chunk, dtype, interpret)
     rows = RowPasses(columns, column_tile(), "mosaic_gpu" if chosen == "mosaic_gpu" else "xla", interpret)
     c = HeadCall(name, SweepConfig(chunk, dtype, head_grad_dtype, rows))
     t = transform_of(temperature, softcap, scale).per_token(shape)
     flat_live = None if live is None else live.reshape(-1)
-    return c, chosen, hidden.reshape(n, -1), head, y.reshape(-1), flat_live, t
+    return c, chosen, flat, head, y.reshape(-1), flat_live, t
 
 
 def _logits_dtype(name: str, given: Any) -> jnp.dtype:
@@ -287,13 +304,22 @@ def _chunk(name: str, chunk_size: Any, memory_budget: Any, n: int, vocab: int, i
         raise ValueError(f"{name}: {error}") from None
 
 
-def choose(name: str, backend: str | None, chunk: int, v: int, logits_dtype: Any, interpret: bool) -> tuple[str, str]:
-    """``(backend, why)`` for chunks of logits ``[chunk, v]``."""
+def choose(
+    name: str, backend: str | None, h: Any, head: Any, chunk: int, dtype: Any, interpret: bool
+) -> tuple[str, str]:
+    """``(backend, why)`` for hidden states ``h [N, H]`` and a :class:`Head`; arrays or shapes."""
 
     def check(kernel: str) -> None:
-        from logitless.logits import mosaic_gpu
+        if kernel == "pallas_tpu":
+            from logitless.head import pallas_tpu
 
-        mosaic_gpu.check(chunk, v, logits_dtype)
+            if head.lora_a is not None:
+                raise NotImplementedError("it has no LoRA yet")
+            pallas_tpu.check(h, head.weight, layout=head.layout, bias=head.bias, logits_dtype=dtype)
+        else:
+            from logitless.logits import mosaic_gpu
+
+            mosaic_gpu.check(chunk, head.vocab, dtype)
 
     return backends.choose(name, backend, backends.HEAD_BACKENDS, check, interpret)
 
@@ -319,12 +345,15 @@ def route(
     vocab = lm_head.shape[0 if layout == "vh" else 1]
     dtype = _logits_dtype(name, logits_dtype)
     chunk = _chunk(name, chunk_size, memory_budget, n, vocab, dtype.itemsize)
-    chosen, because = choose(name, backend, chunk, vocab, dtype, interpret)
+    flat = jax.ShapeDtypeStruct((n, width), hidden.dtype)
+    chosen, because = choose(name, backend, flat, Head(lm_head, layout=layout), chunk, dtype, interpret)
     head_bytes = vocab * width * jnp.dtype(lm_head.dtype).itemsize
     if chosen == "reference":
         way, matmuls = f"dense: [{n}, {vocab}] logits and dlogits in memory", "3 (1 without a gradient)"
         moved = f"logits and dlogits {2 * n * vocab * dtype.itemsize:,} B, each written and read"
         return Route(name, chosen, way, matmuls, moved, {}, because)
+    if chosen == "pallas_tpu":
+        return _tpu_route(name, flat, lm_head, layout, objective, because)
     sweeps = -(-n // chunk)
     coupled = None if objective is None else objective.coupling()
     if objective is not None and coupled is None:
@@ -339,3 +368,19 @@ def route(
         f"at a time; at most {sweeps} chunks, fewer with dead tokens"
     )
     return Route(name, chosen, way, matmuls, moved, {"chunk": chunk, "layout": layout}, because)
+
+
+def _tpu_route(name: str, h: Any, lm_head: Any, layout: Layout, objective: Objective | None, because: str) -> Route:
+    from logitless.head import pallas_tpu
+
+    about = pallas_tpu.describe(h, lm_head, layout=layout)
+    entropy = objective is not None and objective.entropy_coef is not None
+    if entropy:
+        way = "statistics, then dH and dW by sweeps of their own (an entropy bonus has a gradient too)"
+        used, matmuls = ("token_stats", "dhidden", "dhead"), "5 (3 with a frozen head, 1 without a gradient)"
+    else:
+        way = "flash: the forward sweep carries d logp/d hidden, dW has a sweep of its own"
+        used, matmuls = ("token_stats_and_direction", "dhead"), "4 (2 with a frozen head, 1 without a gradient)"
+    moved = ", ".join(f"{k} {about[k]['hbm_bytes']:,} B" for k in used)
+    tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
+    return Route(name, "pallas_tpu", way, matmuls, moved, {**tiles, "layout": layout}, because)

@@ -65,19 +65,9 @@ def stats(c: HeadCall, h: Array, head: Head, targets: Array, t: LogitTransform, 
     return chunked.token_stats(c.sweep, h, head, targets, t, live)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Want:
-    """Static residual: which gradients were asked for. A pytree without leaves."""
-
-    wanted: Wanted
-
-
-jax.tree_util.register_pytree_node(_Want, lambda w: ((), w.wanted), lambda aux, _: _Want(aux))
-
-
 def _stats_fwd(c: HeadCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
     _refuse(c, head, t)
-    want = _Want(_wanted(h, head))
+    want = derivatives.Static(_wanted(h, head))
     args = derivatives.values((h, head, targets, t, live))
     out = chunked.token_stats(c.sweep, *args)
     return out, (want, args, out)
@@ -86,7 +76,7 @@ def _stats_fwd(c: HeadCall, h: Any, head: Any, targets: Any, t: Any, live: Any) 
 def _stats_bwd(c: HeadCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
     want, (h, head, targets, t, live), out = saved
     g = derivatives.stat_cotangents(ct)
-    dh, grads = chunked.gradients(c.sweep, want.wanted, h, head, targets, t, live, out, g)
+    dh, grads = chunked.gradients(c.sweep, want.value, h, head, targets, t, live, out, g)
     return dh, _as_head(head, grads), None, None, None
 
 

@@ -1,0 +1,138 @@
+"""Custom gradients over the TPU's head kernels.
+
+    forward    statistics, and with a gradient of the hidden states D = d logp/d hidden from the same sweep (2 matmuls)
+    backward   dH = g_logp D, a multiply, whatever the objective;  dW by its own sweep (2 matmuls)
+
+Cotangents of entropy or lse (an entropy bonus, a user's loss) need dH by a sweep of its own. Live tokens are gathered
+to the front for the forward sweep, tokens with a nonzero cotangent for dW's; the kernels skip what lies behind them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from logitless import derivatives
+from logitless.head import pallas_tpu
+from logitless.head.operator import Head
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuCall:
+    """Static choices of a call."""
+
+    name: str
+    vocab_size: int
+    logits_dtype: Any
+    logp_only: bool  # only logp's cotangent is expected: carry D in the forward sweep
+    interpret: bool = False
+
+    def options(self, head: Head, t: LogitTransform, n_live: Array | None) -> dict[str, Any]:
+        """Keyword arguments that every kernel takes."""
+        return dict(
+            layout=head.layout,
+            bias=head.bias,
+            transform=t,
+            vocab_size=self.vocab_size,
+            n_live=n_live,
+            logits_dtype=self.logits_dtype,
+            interpret=self.interpret,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Front:
+    """Tokens gathered to the front: their order (``None``: as they stand) and how many count."""
+
+    order: Array | None
+    count: Array | None
+
+    def take(self, x: Array) -> Array:
+        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
+
+    def put_back(self, x: Array) -> Array:
+        if self.order is None:
+            return x
+        return jnp.zeros_like(x).at[self.order].set(x, mode="promise_in_bounds", unique_indices=True)
+
+    def transform(self, t: LogitTransform) -> LogitTransform:
+        if t.temperature is None or jnp.ndim(t.temperature) == 0:
+            return t
+        return dataclasses.replace(t, temperature=self.take(jnp.asarray(t.temperature)))
+
+
+def front(chosen: Array | None) -> Front:
+    """The tokens where ``chosen`` is true first, each side in its own order."""
+    if chosen is None:
+        return Front(None, None)
+    return Front(jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32))
+
+
+def _forward(
+    c: TpuCall, h: Array, head: Head, targets: Array, t: LogitTransform, live: Array | None, direction: bool
+) -> tuple[TokenStats, Array | None]:
+    f = front(live)
+    args = (f.take(h), head.weight, f.take(targets))
+    options = c.options(head, f.transform(t), f.count)
+    if not direction:
+        return jax.tree.map(f.put_back, pallas_tpu.token_stats(*args, **options)), None
+    stats, d = pallas_tpu.token_stats_and_direction(*args, **options)
+    return jax.tree.map(f.put_back, stats), f.put_back(d)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stats(c: TpuCall, h: Array, head: Head, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
+    """Statistics of ``h [N, H]``; differentiable with respect to the hidden states, the head and its bias."""
+    return _forward(c, h, head, targets, t, live, False)[0]
+
+
+def _stats_fwd(c: TpuCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
+    derivatives.refuse(c.name, **{"temperature, softcap or scale": t})
+    wants = (derivatives.wanted(h), derivatives.wanted(head.weight), derivatives.wanted(head.bias))
+    args = derivatives.values((h, head, targets, t, live))
+    out, direction = _forward(c, *args, direction=wants[0] and c.logp_only)
+    return out, (derivatives.Static(wants), args, out, direction)
+
+
+def _stats_bwd(c: TpuCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
+    wants, (h, head, targets, t, live), out, direction = saved
+    want_hidden, want_weight, want_bias = wants.value
+    only_logp = isinstance(ct.entropy, SymbolicZero) and isinstance(ct.lse, SymbolicZero)
+    g = derivatives.stat_cotangents(ct)
+    if live is not None:
+        g = jax.tree.map(lambda x: jnp.where(live, x, 0.0), g)
+
+    dh = None
+    if want_hidden and direction is not None and only_logp:
+        dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * direction, 0.0).astype(h.dtype)
+    f = front(g.any_nonzero())
+    dweight = dbias = None
+    if (want_hidden and dh is None) or want_weight or want_bias:
+        args = (f.take(h), head.weight, f.take(targets), jax.tree.map(f.take, out), _take(f, g))
+        options = c.options(head, f.transform(t), f.count)
+        if want_hidden and dh is None:
+            dh = f.put_back(pallas_tpu.dhidden(*args, **options)).astype(h.dtype)
+        if want_weight or want_bias:
+            dweight, dbias = pallas_tpu.dhead(*args, **options)
+    d_head = Head(
+        weight=dweight if want_weight else None,  # type: ignore[arg-type]
+        bias=dbias.astype(head.bias.dtype) if want_bias and dbias is not None else None,
+        lora_scale=None,  # type: ignore[arg-type]
+        layout=head.layout,
+    )
+    return dh, d_head, None, None, None
+
+
+def _take(f: Front, g: StatCotangents) -> StatCotangents:
+    return jax.tree.map(f.take, g)
+
+
+stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
