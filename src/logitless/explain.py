@@ -43,6 +43,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
             kwargs.get("memory_budget"),
             kwargs.get("logits_dtype", "float32"),
             kwargs.get("interpret", False),
+            kwargs.get("head_layout"),
         )
     raise TypeError(
         f"explain: {name!r} is not one of logprobs, grpo_loss, linear_logprobs, linear_grpo_loss; "

@@ -21,11 +21,23 @@ from logitless.transform import LogitTransform
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense_logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
     """All logits ``[N, V]``; its VJP rounds dlogits and accumulates in float32."""
-    return raw_logits(h, head, logits_dtype)
+    x = raw_logits(h, head, logits_dtype)
+    # XLA would drop a rounding that is followed by an upcast, and with it the meaning of bfloat16 logits.
+    return x if logits_dtype == jnp.float32 else jax.lax.optimization_barrier(x)
 
 
 def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Head]]:
-    return raw_logits(h, head, logits_dtype), (h, head)
+    return dense_logits(h, head, logits_dtype), (h, head)
+
+
+def _dscale(dx: Array, h: Array, head: Head) -> Array:
+    """Cotangent of ``lora_scale``: ``<dx, h B^T A^T> = <h B^T, dx A>``, two matmuls of rank r."""
+    like = jnp.asarray(head.lora_scale)
+    if head.lora_a is None or head.lora_b is None:
+        return jnp.zeros_like(like)
+    inner, outer = (head.lora_b.T, head.lora_a) if head.layout == "vh" else (head.lora_a, head.lora_b.T)
+    low, back = (jnp.matmul(x, m, preferred_element_type=jnp.float32) for x, m in ((h, inner), (dx, outer)))
+    return jnp.sum(low * back).astype(like.dtype)
 
 
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
@@ -37,7 +49,7 @@ def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> 
         bias=grads.bias,
         lora_a=grads.lora_a,
         lora_b=grads.lora_b,
-        lora_scale=jnp.zeros_like(jnp.asarray(head.lora_scale)),
+        lora_scale=_dscale(dx, h, head),
         layout=head.layout,
     )
     return dhidden(dx, head).astype(h.dtype), d_head

@@ -59,8 +59,19 @@ def off_policy_keep(objective: Objective, logp: Array, sampler: Array, advantage
 
 
 def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array:
-    """Tokens whose entropy is at or above the ``1 - top_entropy`` quantile of the valid ones."""
-    entropy = jax.lax.stop_gradient(entropy)
+    """Tokens whose entropy is at or above the ``1 - top_entropy`` quantile of the valid ones.
+
+    The quantile often is a token's own entropy, and a compiler may compute that twice with different roundings. So the
+    comparison is made on the sorted values, where they were taken from, and its outcome sent back to the tokens.
+    """
     assert objective.top_entropy is not None
-    threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1.0 - jnp.asarray(objective.top_entropy))
-    return mask & (entropy >= threshold)
+    known = mask & ~jnp.isnan(entropy)
+    flat = jnp.where(known, jax.lax.stop_gradient(entropy), jnp.inf).reshape(-1)
+    ordered, origin = jax.lax.sort((flat, jnp.arange(flat.size)), num_keys=1)
+    valid = jnp.sum(known)
+    position = (1.0 - jnp.asarray(objective.top_entropy)) * jnp.maximum(valid - 1, 0)
+    below = jnp.floor(position)
+    low, high = (ordered[i.astype(jnp.int32)] for i in (below, jnp.ceil(position)))
+    threshold = jnp.where(low < high, low + (position - below) * (high - low), low)  # exactly low between equals
+    kept = (ordered >= threshold) & (jnp.arange(flat.size) < valid)
+    return jnp.zeros(flat.shape, bool).at[origin].set(kept).reshape(mask.shape)

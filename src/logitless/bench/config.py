@@ -1,0 +1,67 @@
+"""Configuration of the command-line tools: a dataclass schema, a YAML file, and ``key=value`` overrides on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message is for the person who wrote it."""
+
+
+def _known_keys(schema: type, prefix: str = "") -> list[str]:
+    keys = []
+    for f in dataclasses.fields(schema):
+        keys.append(prefix + f.name)
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            keys += _known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
+    """``schema`` filled from its defaults, then the YAML file at ``path``, then ``overrides`` such as ``seed=3``."""
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError:
+        raise ConfigError("configuration files need omegaconf: pip install 'logitless[tools]'") from None
+    config = OmegaConf.structured(schema)
+    parts: list[tuple[str, Any]] = []
+    if path is not None:
+        try:
+            parts.append((str(path), OmegaConf.load(path)))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such configuration file") from None
+        except Exception as error:  # YAML's own errors: where and what
+            raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r}: expected key=value")
+        try:
+            parts.append((f"override {item!r}", OmegaConf.from_dotlist([item])))
+        except Exception as error:
+            raise ConfigError(f"override {item!r}: {error}") from None
+    for source, part in parts:
+        try:
+            config = OmegaConf.merge(config, part)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{source}: {_explain(error, schema)}") from None
+    try:
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path or 'configuration'}: {error}") from None
+
+
+def _explain(error: Any, schema: type) -> str:
+    key = getattr(error, "full_key", None) or getattr(error, "key", None)
+    first = str(error).splitlines()[0]
+    close = difflib.get_close_matches(str(key), _known_keys(schema), n=1) if key else []
+    if close and close[0] != str(key):
+        return f"{key!r} is not known. Did you mean {close[0]!r}?"
+    return f"{key!r}: {first}" if key else first

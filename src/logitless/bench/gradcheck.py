@@ -1,0 +1,181 @@
+"""``logitless gradcheck``: is the kernel's loss and gradient the reference's, and how far is each from the truth?
+
+Deterministic. Compares a backend with ``reference`` on the same inputs, and both with the float64 oracle where that
+fits. Gates: the loss difference, the gradient difference relative to its norm, and (with the oracle) the backend's
+error at most ``contract`` times the reference's own, in norm and in the largest element (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless import oracle
+from logitless.bench import inputs, timing
+from logitless.bench.config import ConfigError
+from logitless.head.api import linear_grpo_loss
+from logitless.logits.api import grpo_loss
+from logitless.objectives.objective import Objective
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclasses.dataclass
+class GradcheckConfig:
+    """Keys of a gradcheck configuration."""
+
+    name: str = "gradcheck"
+    level: str = "head"  # logits | head
+    backend: str = "chunked"
+    interpret: bool = False
+    bwd_impl: str = "pallas"
+    preset: str = ""  # trl | liger | verl | tunix | mllm-jax, or empty for a plain Objective
+    objective: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batch: int = 2
+    tokens: int = 64
+    hidden: int = 128
+    vocab: int = 1024
+    dtype: str = "float32"
+    logits_dtype: str = "float32"
+    inputs: str = "ordinary"  # ordinary | peaked | extreme
+    temperature: float = 1.0
+    old_logp_noise_scale: float = 0.1
+    seed: int = 0
+    oracle: bool = True
+    max_abs_diff_loss: float = 1e-3  # relative to max(1, |loss|)
+    max_rel_diff_grad: float = 2e-2  # of the difference in norm
+    contract: float = 1.5
+    out: str = "runs/gradcheck.jsonl"
+    wandb_mode: str = "disabled"  # online | offline | disabled
+    wandb_project: str = "logitless"
+
+
+def objective_of(c: GradcheckConfig) -> Objective:
+    """The configured objective; its own errors become configuration errors."""
+    fields = dict(c.objective)
+    if c.temperature != 1.0:
+        fields.setdefault("temperature", c.temperature)
+    try:
+        return Objective.preset(c.preset, **fields) if c.preset else Objective().replace(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"objective: {error}") from None
+
+
+def _check(c: GradcheckConfig) -> None:
+    for key, allowed in (
+        ("level", ("logits", "head")),
+        ("inputs", inputs.KINDS),
+        ("dtype", tuple(DTYPES)),
+        ("logits_dtype", ("float32", "bfloat16")),
+        ("wandb_mode", ("online", "offline", "disabled")),
+    ):
+        if getattr(c, key) not in allowed:
+            raise ConfigError(f"{key}: {getattr(c, key)!r}, expected one of {', '.join(allowed)}")
+    for key in ("batch", "tokens", "hidden", "vocab"):
+        if getattr(c, key) < 1:
+            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least 1")
+
+
+def _arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """``(differentiable arrays, the rest)``, on the host."""
+    rng = np.random.default_rng(c.seed)
+    rest = inputs.token_inputs(c.batch, c.tokens, c.vocab, rng)
+    dtype = DTYPES[c.dtype]
+    if c.level == "logits":
+        x: tuple[np.ndarray, ...] = (inputs.logits(c.inputs, rest["targets"], c.vocab, rng).astype(dtype),)
+        truth = oracle.token_stats(x[0], rest["targets"], temperature=c.temperature)
+    else:
+        pair = inputs.hidden_and_head(c.inputs, rest["targets"], c.hidden, c.vocab, rng)
+        x = tuple(a.astype(dtype) for a in pair)
+        truth = oracle.linear_token_stats(*x, rest["targets"], temperature=c.temperature, head_layout="vh")
+    noise = rng.standard_normal(rest["targets"].shape)
+    rest["old_logp"] = (truth.logp + c.old_logp_noise_scale * noise).astype(np.float32)
+    if objective.beta is not None:
+        rest["ref_logp"] = (truth.logp + 0.1 * rng.standard_normal(noise.shape)).astype(np.float32)
+    if objective.correction is not None:
+        rest["rollout_logp"] = (rest["old_logp"] + 0.05 * rng.standard_normal(noise.shape)).astype(np.float32)
+    return x, rest
+
+
+def _run(c: GradcheckConfig, backend: str, objective: Objective, x: Any, rest: dict[str, Any]) -> tuple[float, list]:
+    kernel = backend in ("pallas_tpu", "mosaic_gpu")
+    options: dict[str, Any] = dict(backend=backend, interpret=c.interpret and kernel)
+    if c.level == "logits":
+
+        def loss(*arrays: jax.Array) -> Any:
+            return grpo_loss(*arrays, objective=objective, bwd_impl=c.bwd_impl, **rest, **options)[0]  # type: ignore
+    else:
+
+        def loss(*arrays: jax.Array) -> Any:
+            return linear_grpo_loss(
+                *arrays, objective=objective, head_layout="vh", logits_dtype=c.logits_dtype, **rest, **options
+            )[0]
+
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(x)))))(*(jnp.asarray(a) for a in x))
+    return float(value), [np.asarray(g, np.float64) for g in grads]
+
+
+def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    gap = np.abs(a - b)
+    largest = np.max(np.abs(a), initial=0.0)
+    return {
+        f"max_abs_diff_{name}": float(gap.max(initial=0.0)),
+        f"max_rel_diff_{name}": float(gap.max(initial=0.0) / largest) if largest else 0.0,
+        f"mean_abs_diff_{name}": float(gap.mean()),
+        f"norm_rel_diff_{name}": float(np.linalg.norm(gap) / (np.linalg.norm(a) or 1.0)),
+    }
+
+
+def run(c: GradcheckConfig) -> dict[str, Any]:
+    """Numbers and gates as one flat record; ``passed`` says whether every gate is met."""
+    _check(c)
+    objective = objective_of(c)
+    x, rest = _arrays(c, objective)
+    names = ["dlogits"] if c.level == "logits" else ["dhidden", "dlm_head"]
+    try:
+        loss_ref, grads_ref = _run(c, "reference", objective, x, rest)
+        loss_kernel, grads_kernel = _run(c, c.backend, objective, x, rest)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    record: dict[str, Any] = dict(timing.environment(), **{f"config/{k}": v for k, v in dataclasses.asdict(c).items()})
+    record.update(loss_ref=loss_ref, loss_kernel=loss_kernel, abs_diff_loss=abs(loss_ref - loss_kernel))
+    gates = {"loss": (record["abs_diff_loss"] / max(1.0, abs(loss_ref)), c.max_abs_diff_loss)}
+    for name, a, b in zip(names, grads_ref, grads_kernel, strict=True):
+        record.update(_differences(name, a, b))
+        gates[f"{name} difference"] = (record[f"norm_rel_diff_{name}"], c.max_rel_diff_grad)
+    if c.oracle:
+        arrays = {k: v for k, v in rest.items()}
+        if c.level == "logits":
+            loss_true, *grads_true = oracle.grpo_loss(*x, objective=objective, **arrays)
+        else:
+            loss_true, *grads_true = oracle.linear_grpo_loss(*x, objective=objective, head_layout="vh", **arrays)
+        record["loss_oracle"] = loss_true
+        for name, truth, a, b in zip(names, grads_true, grads_ref, grads_kernel, strict=False):
+            _contract(record, gates, name, truth, a, b, x[0].dtype, c.contract)
+    record["gates"] = {k: dict(value=v, limit=limit, ok=bool(v <= limit)) for k, (v, limit) in gates.items()}
+    record["passed"] = all(g["ok"] for g in record["gates"].values())
+    return record
+
+
+def _contract(
+    record: dict[str, Any],
+    gates: dict[str, tuple[float, float]],
+    name: str,
+    truth: np.ndarray,
+    ref: np.ndarray,
+    kernel: np.ndarray,
+    dtype: Any,
+    limit: float,
+) -> None:
+    """The backend's error against float64 in units of the reference's, which has a floor of one rounding."""
+    for what, size in (("norm", np.linalg.norm), ("max", lambda v: np.max(np.abs(v), initial=0.0))):
+        scale = float(size(truth)) or 1.0
+        floor = float(jnp.finfo(dtype).eps) / 4
+        error_ref, error_kernel = (float(size(g - truth)) / scale for g in (ref, kernel))
+        record[f"error_{what}_{name}_ref"] = error_ref
+        record[f"error_{what}_{name}_kernel"] = error_kernel
+        gates[f"{name} error / reference's ({what})"] = (error_kernel / max(error_ref, floor), limit)
