@@ -1,10 +1,11 @@
-"""The ``logitless`` command."""
+"""The ``logitless`` command. Exit codes: 0 all gates met, 1 a gate missed, 2 bad usage or configuration."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from logitless._version import __version__
 
@@ -23,19 +24,98 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
     demo.add_argument("--vocab", type=int, default=32000, help="vocabulary size (default 32000)")
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
+    check.add_argument("--config", action="append", default=[], help="YAML file (configs/gradcheck/); may be repeated")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    plan = commands.add_parser("plan", help="memory and FLOPs of a fused head call, before anything runs")
+    plan.add_argument("--tokens", type=int, required=True)
+    plan.add_argument("--hidden", type=int, required=True)
+    plan.add_argument("--vocab", type=int, required=True)
+    plan.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    plan.add_argument("--logits-dtype", default="float32", choices=("bfloat16", "float32"))
+    plan.add_argument("--head-grad-dtype", default="float32", choices=("float32", "param"))
+    plan.add_argument("--live-tokens", type=int, default=None)
+    plan.add_argument("--chunk-size", type=int, default=None)
+    plan.add_argument("--memory-budget", type=int, default=None, help="bytes of the chunk's buffers")
+    plan.add_argument("--frozen-head", action="store_true")
+    plan.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO: four matmuls")
     return p
 
 
+def _demo(args: argparse.Namespace) -> int:
+    from logitless import demo
+
+    for name, least in (("tokens", 8), ("hidden", 8), ("vocab", 8), ("seed", 0)):
+        if getattr(args, name) < least:
+            print(f"logitless demo: --{name} {getattr(args, name)}, expected at least {least}", file=sys.stderr)
+            return 2
+    return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
+
+
+def _gradcheck(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from logitless.bench import config, gradcheck
+    from logitless.bench.tracking import Tracker
+
+    missed = 0
+    for path in args.config or [None]:
+        try:
+            c = config.load(gradcheck.GradcheckConfig, path, args.overrides)
+            record = gradcheck.run(c)
+        except config.ConfigError as error:
+            print(f"logitless gradcheck: {error}", file=sys.stderr)
+            return 2
+        tracker = Tracker(c.out, mode=c.wandb_mode, project=c.wandb_project, name=c.name, config=dataclasses.asdict(c))
+        tracker.log(record)
+        tracker.close()
+        _print_record(c.name, record)
+        missed += not record["passed"]
+    return 1 if missed else 0
+
+
+def _print_record(name: str, record: dict[str, Any]) -> None:
+    print(f"{name}: {record['device']}, jax {record['jax']}")
+    for key, value in record.items():
+        if isinstance(value, float):
+            print(f"  {key:32s} {value:.6g}")
+    for key, gate in record["gates"].items():
+        print(f"  {'PASS' if gate['ok'] else 'FAIL'} {key:36s} {gate['value']:.3g} (<= {gate['limit']:g})")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import jax
+
+    from logitless.objectives.objective import Objective
+    from logitless.planning.head import plan
+
+    hidden = jax.ShapeDtypeStruct((1, args.tokens, args.hidden), args.dtype)
+    lm_head = jax.ShapeDtypeStruct((args.vocab, args.hidden), args.dtype)
+    try:
+        print(
+            plan(
+                hidden,
+                lm_head,
+                objective=Objective(level="sequence" if args.sequence_level else "token"),
+                gradients=("hidden",) if args.frozen_head else ("hidden", "lm_head"),
+                live_tokens=args.live_tokens,
+                logits_dtype=args.logits_dtype,
+                head_grad_dtype=args.head_grad_dtype,
+                chunk_size=args.chunk_size,
+                memory_budget=args.memory_budget,
+                head_layout="vh",
+            )
+        )
+    except ValueError as error:
+        print(f"logitless plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 is success, 1 a check that failed, 2 bad usage."""
+    """Run a command."""
     args = parser().parse_args(argv)
     if args.command is None:
         parser().print_help()
         return 0
-    from logitless import demo
-
-    for name in ("tokens", "hidden", "vocab"):
-        if getattr(args, name) < 8:
-            print(f"logitless demo: --{name} {getattr(args, name)}, expected at least 8", file=sys.stderr)
-            return 2
-    return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
+    return {"demo": _demo, "gradcheck": _gradcheck, "plan": _plan}[args.command](args)

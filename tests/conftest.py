@@ -1,0 +1,105 @@
+"""Shared helpers: hypothesis settings, and batches of statistics judged by the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless import Objective, TokenStats, policy_loss
+
+# No deadline, since a first call compiles; derandomised, so that a run repeats.
+hypothesis.settings.register_profile("logitless", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("logitless")
+
+POLICY_LEVELS = [
+    ("clip", "token"),
+    ("clip", "sequence"),
+    ("clip", "sequence_token"),
+    ("cispo", "token"),
+    ("cispo", "sequence"),
+    ("sapo", "token"),
+    ("sapo", "sequence"),
+    ("vespo", "token"),
+    ("vespo", "sequence"),
+    ("gmpo", "token"),
+    ("reinforce", "token"),
+]
+"""Every legal policy and level."""
+AGGREGATIONS = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A loss with its gradients and metrics, on the host."""
+
+    loss: np.ndarray
+    dlogp: np.ndarray
+    dentropy: np.ndarray
+    metrics: dict[str, Any]
+
+
+def objective_of(policy: str, level: str = "token", aggregation: str = "grpo", **fields: Any) -> Objective:
+    """An Objective with the numbers its policy and aggregation need to do something on ``random_batch``."""
+    if aggregation == "dr_grpo":
+        fields.setdefault("max_length", 7.0)
+    if policy == "cispo":
+        fields.setdefault("eps_high", 1.3 if fields.get("cispo_bound", "raw") == "raw" else 0.3)
+    return Objective(policy=policy, level=level, aggregation=aggregation, **fields)
+
+
+def random_batch(
+    seed: int = 0, *, layout: str = "rows", shape: tuple[int, int] = (4, 6)
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """``(logp, entropy, loss inputs)``, float32, with holes in the mask and (``rows``, 4 or more) an empty row.
+
+    ``layout``: ``rows`` with advantages ``[B]``, ``tokens`` with ``[B, T]``, ``packed`` with contiguous segments, and
+    ``scattered`` with segments whose tokens are not adjacent.
+    """
+    rng = np.random.default_rng(seed)
+
+    def normal(scale: float) -> np.ndarray:
+        return (scale * rng.normal(size=shape)).astype(np.float32)
+
+    logp = -rng.exponential(size=shape).astype(np.float32)
+    entropy = rng.exponential(size=shape).astype(np.float32)
+    mask = rng.random(shape) < 0.8
+    mask[0, 0] = True
+    if shape[0] > 3:
+        mask[2] = False
+    advantages = normal(1.0)
+    inputs: dict[str, Any] = {
+        "advantages": advantages[:, 0] if layout == "rows" else advantages,
+        "mask": mask,
+        "old_logp": logp - normal(0.4),
+        "ref_logp": logp + normal(0.9),
+        "rollout_logp": logp - normal(0.5),
+    }
+    if layout == "packed":
+        inputs["segment_ids"] = np.cumsum(rng.random(shape) < 0.4, axis=1).astype(np.int32)
+    elif layout == "scattered":
+        inputs["segment_ids"] = rng.integers(-1, 3, shape).astype(np.int32)
+    return logp, entropy, inputs
+
+
+def token_stats(logp: Any, entropy: Any) -> TokenStats:
+    """Statistics as ``logprobs`` would return them; the fields that no loss reads are filled in."""
+    logp, entropy = jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
+    unread = {f.name: jnp.zeros_like(logp) for f in dataclasses.fields(TokenStats)}
+    return TokenStats(**dict(unread, logp=logp, entropy=entropy, is_top1=jnp.zeros(logp.shape, bool)))
+
+
+def evaluate(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> Evaluation:
+    """``logitless.policy_loss`` and its gradients by ``logp`` and ``entropy``."""
+
+    def loss(lp: jax.Array, h: jax.Array) -> Any:
+        return policy_loss(token_stats(lp, h), objective=objective, **inputs)
+
+    (value, metrics), (dlogp, dentropy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
+    )
+    return Evaluation(np.asarray(value), np.asarray(dlogp), np.asarray(dentropy), metrics)

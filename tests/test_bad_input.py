@@ -1,0 +1,333 @@
+"""Bad input: an error before anything is compiled, that names the call, the argument, what came and what was expected.
+
+Every case is run twice, eagerly and while tracing (``jax.eval_shape``: nothing is compiled), where a trainer meets it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import logitless
+from conftest import token_stats
+from logitless import Objective
+
+B, T, V, H = 2, 3, 7, 4
+TOKENS = np.zeros((B, T), np.float32)
+TARGETS = np.zeros((B, T), np.int32)
+LOSS = {"advantages": np.ones(B, np.float32)}
+LOGITS = {"logits": np.zeros((B, T, V), np.float32), "targets": TARGETS}
+HEAD = {"hidden": np.zeros((B, T, H), np.float32), "lm_head": np.zeros((V, H), np.float32), "targets": TARGETS}
+GOOD: dict[str, dict[str, Any]] = {
+    "logprobs": LOGITS,
+    "linear_logprobs": HEAD,
+    "grpo_loss": {**LOGITS, **LOSS},
+    "linear_grpo_loss": {**HEAD, **LOSS},
+    "policy_loss": {"stats": token_stats(TOKENS, TOKENS), **LOSS},
+}
+LOSSES = ("grpo_loss", "linear_grpo_loss", "policy_loss")
+ON_LOGITS = ("logprobs", "grpo_loss")
+ON_HEAD = ("linear_logprobs", "linear_grpo_loss")
+STATS = ("logprobs", "linear_logprobs")
+FOUR = ON_LOGITS + ON_HEAD
+ALL = (*FOUR, "policy_loss")
+
+Case = tuple[tuple[str, ...], dict[str, Any], type[Exception], tuple[str, ...]]
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+CASES: list[Case] = [
+    # -- rank and shape
+    (("logprobs",), {"logits": zeros(V)}, ValueError, ("logits has shape (7,)", "expected [..., V]")),
+    (("grpo_loss",), {"logits": zeros(6, V)}, ValueError, ("logits has shape (6, 7)", "expected [B, T, V]")),
+    (("linear_logprobs",), {"hidden": zeros(H)}, ValueError, ("hidden has shape (4,)", "expected [..., H]")),
+    (("linear_grpo_loss",), {"hidden": zeros(6, H)}, ValueError, ("hidden has shape (6, 4)", "expected [B, T, H]")),
+    (("policy_loss",), {"stats": token_stats(zeros(3), zeros(3))}, ValueError, ("stats.logp has shape (3,)", "[B, T]")),
+    (
+        ("policy_loss",),
+        {"stats": token_stats(zeros(B, T), zeros(B, 2))},
+        ValueError,
+        ("stats.entropy has shape (2, 2)", "expected (2, 3)"),
+    ),
+    (FOUR, {"targets": zeros(B, 2, dtype=np.int32)}, ValueError, ("targets has shape (2, 2)", "expected (2, 3)")),
+    (ALL, {"mask": zeros(B)}, ValueError, ("mask has shape (2,)", "expected (2, 3)")),
+    (
+        LOSSES,
+        {"advantages": zeros(3)},
+        ValueError,
+        ("advantages has shape (3,)", "[B] = (2,) or [B, T] = (2, 3)"),
+    ),
+    (LOSSES, {"advantages": zeros(B, 1)}, ValueError, ("advantages has shape (2, 1)", "expected [B] = (2,)")),
+    (LOSSES, {"old_logp": zeros(B, 2)}, ValueError, ("old_logp has shape (2, 2)", "expected (2, 3)")),
+    (LOSSES, {"ref_logp": zeros(T)}, ValueError, ("ref_logp has shape (3,)", "expected (2, 3)")),
+    (LOSSES, {"rollout_logp": zeros(B, T, 1)}, ValueError, ("rollout_logp has shape (2, 3, 1)", "expected (2, 3)")),
+    (
+        LOSSES,
+        {"segment_ids": zeros(B, dtype=np.int32), "advantages": TOKENS},
+        ValueError,
+        ("segment_ids has shape (2,)", "expected (2, 3)"),
+    ),
+    (
+        LOSSES,
+        {"segment_ids": TARGETS},
+        ValueError,
+        ("advantages has shape (2,)", "segment_ids", "one advantage per token, (2, 3)"),
+    ),
+    (LOSSES, {"denominator": zeros(2)}, ValueError, ("denominator has shape (2,)", "expected a scalar")),
+    (
+        LOSSES,
+        {"entropy_denominator": zeros(2)},
+        ValueError,
+        ("entropy_denominator has shape (2,)", "a scalar"),
+    ),
+    # -- dtypes
+    (ON_LOGITS, {"logits": zeros(B, T, V, dtype=np.int32)}, TypeError, ("logits has dtype int32", "expected a float")),
+    (ON_HEAD, {"hidden": zeros(B, T, H, dtype=np.int32)}, TypeError, ("hidden has dtype int32", "expected a float")),
+    (ON_HEAD, {"lm_head": zeros(V, H, dtype=np.int8)}, TypeError, ("lm_head has dtype int8", "expected a float")),
+    (ON_HEAD, {"bias": zeros(V, dtype=np.int32)}, TypeError, ("bias has dtype int32", "expected a float")),
+    (
+        ("policy_loss",),
+        {"stats": token_stats(TOKENS, TOKENS).map(lambda x: x.astype(jnp.int32))},
+        TypeError,
+        ("stats.logp has dtype int32", "expected a float"),
+    ),
+    (FOUR, {"targets": TOKENS}, TypeError, ("targets has dtype float32", "expected an integer")),
+    (FOUR, {"targets": TARGETS == 0}, TypeError, ("targets has dtype bool", "expected an integer")),
+    (LOSSES, {"advantages": zeros(B, dtype=np.int32)}, TypeError, ("advantages has dtype int32", "expected a float")),
+    (LOSSES, {"old_logp": TARGETS}, TypeError, ("old_logp has dtype int32", "expected a float")),
+    (LOSSES, {"ref_logp": TARGETS}, TypeError, ("ref_logp has dtype int32", "expected a float")),
+    (LOSSES, {"rollout_logp": TARGETS}, TypeError, ("rollout_logp has dtype int32", "expected a float")),
+    (
+        LOSSES,
+        {"segment_ids": TOKENS, "advantages": TOKENS},
+        TypeError,
+        ("segment_ids has dtype float32", "expected an integer"),
+    ),
+    (
+        ON_HEAD,
+        {"lm_head": jnp.zeros((V, H), jnp.bfloat16)},
+        TypeError,
+        ("hidden is float32", "lm_head bfloat16", "cast one of them"),
+    ),
+    # -- not arrays
+    (FOUR, {"targets": None}, TypeError, ("targets is NoneType", "expected an array")),
+    (ON_LOGITS, {"logits": "logits"}, TypeError, ("logits is str", "expected an array")),
+    (ON_HEAD, {"lm_head": {"kernel": 1}}, TypeError, ("lm_head is dict", "expected an array")),
+    (LOSSES, {"advantages": None}, TypeError, ("advantages is NoneType", "expected an array")),
+    (LOSSES, {"advantages": [[1.0], [1.0, 2.0]]}, TypeError, ("advantages is list", "expected an array")),
+    (FOUR, {"targets": [[0, 0, 2**40], [0, 0, 0]]}, TypeError, ("targets is list", "expected an array")),
+    (LOSSES, {"denominator": "many"}, TypeError, ("denominator is 'many'", "expected a number")),
+    (("policy_loss",), {"stats": TOKENS}, TypeError, ("stats is ndarray", "expected TokenStats")),
+    # -- the vocabulary
+    (ON_HEAD, {"lm_head": zeros(V, 5)}, ValueError, ("lm_head has shape (7, 5)", "H = 4", "expected [V, 4]")),
+    (ON_HEAD, {"lm_head": zeros(V)}, ValueError, ("lm_head has shape (7,)", "expected [V, H] or [H, V]")),
+    (ON_HEAD, {"lm_head": zeros(H, H)}, ValueError, ("lm_head has shape (4, 4)", "both layouts fit", "head_layout")),
+    (ON_HEAD, {"head_layout": "hv"}, ValueError, ("lm_head has shape (7, 4)", "head_layout='hv'", "expected")),
+    (ON_HEAD, {"head_layout": "vocab"}, ValueError, ("head_layout='vocab'", "expected 'vh'")),
+    (ON_HEAD, {"bias": zeros(6)}, ValueError, ("bias has shape (6,)", "expected (7,)")),
+    (FOUR, {"vocab_size": 8}, ValueError, ("vocab_size=8", "expected 1 to 7")),
+    (FOUR, {"vocab_size": 0}, ValueError, ("vocab_size=0", "expected 1 to 7")),
+    (FOUR, {"vocab_size": 7.0}, TypeError, ("vocab_size is float", "expected a Python int")),
+    (
+        ON_HEAD,
+        {"lora": (zeros(V, 2), zeros(3, H))},
+        ValueError,
+        ("lora has shapes (7, 2) and (3, 4)", "expected (7, r) and (r, 4)"),
+    ),
+    (ON_HEAD, {"lora": zeros(V, 2)}, TypeError, ("lora is ndarray", "expected a pair (A, B)")),
+    # -- an empty batch
+    (
+        ON_LOGITS,
+        {"logits": zeros(0, T, V), "targets": zeros(0, T, dtype=np.int32)},
+        ValueError,
+        ("logits has shape (0, 3, 7)", "expected no dimension of zero"),
+    ),
+    (
+        ON_HEAD,
+        {"hidden": zeros(B, 0, H), "targets": zeros(B, 0, dtype=np.int32)},
+        ValueError,
+        ("hidden has shape (2, 0, 4)", "expected no dimension of zero"),
+    ),
+    (ON_HEAD, {"lm_head": zeros(0, H)}, ValueError, ("lm_head has shape (0, 4)", "expected no dimension of zero")),
+    (
+        ("policy_loss",),
+        {"stats": token_stats(zeros(0, T), zeros(0, T)), "advantages": zeros(0)},
+        ValueError,
+        ("stats.logp has shape (0, 3)", "expected no dimension of zero"),
+    ),
+    # -- options
+    (STATS, {"temperature": 0.0}, ValueError, ("temperature=0.0", "expected a number > 0")),
+    (STATS, {"temperature": "hot"}, TypeError, ("temperature is 'hot'", "expected a number")),
+    (STATS, {"temperature": zeros(T)}, ValueError, ("temperature has shape (3,)", "one value per token, (2, 3)")),
+    (FOUR, {"softcap": -1.0}, ValueError, ("softcap=-1.0", "expected a number > 0")),
+    (FOUR, {"softcap": zeros(V)}, ValueError, ("softcap has shape (7,)", "expected a scalar")),
+    (FOUR, {"scale": zeros(B, T)}, ValueError, ("scale has shape (2, 3)", "expected a scalar")),
+    (
+        FOUR,
+        {"backend": "chunkd"},
+        ValueError,
+        ("backend='chunkd'", "expected None or one of", "mean 'chunked'?"),
+    ),
+    (ON_LOGITS, {"bwd_impl": "triton"}, ValueError, ("bwd_impl='triton'", "expected 'pallas' or 'jax'")),
+    (ON_LOGITS, {"donate_logits": True, "backend": "chunked"}, ValueError, ("donate_logits=True", "kernel backends")),
+    (ON_HEAD, {"chunk_size": 0}, ValueError, ("chunk_size=0", "expected a positive Python int")),
+    (ON_HEAD, {"chunk_size": 2.0}, ValueError, ("chunk_size=2.0", "expected a positive Python int")),
+    (ON_HEAD, {"chunk_size": 2, "memory_budget": 100}, ValueError, ("chunk_size or memory_budget", "not both")),
+    (ON_HEAD, {"logits_dtype": "int8"}, ValueError, ("logits_dtype='int8'", "expected 'float32' or 'bfloat16'")),
+    (ON_HEAD, {"head_grad_dtype": "bf16"}, ValueError, ("head_grad_dtype='bf16'", "expected 'float32' or 'param'")),
+    (LOSSES, {"denominator": 0}, ValueError, ("denominator=0", "expected a number > 0")),
+    # -- the objective and what it needs
+    (LOSSES, {"objective": "trl"}, TypeError, ("objective='trl' is a string", "Objective.preset('trl')")),
+    (LOSSES, {"objective": {"beta": 0.1}}, TypeError, ("objective is dict", "expected logitless.Objective")),
+    (LOSSES, {"objective": Objective(beta=0.1)}, ValueError, ("objective.beta=0.1", "ref_logp is missing", "give")),
+    (
+        LOSSES,
+        {"objective": Objective(correction="token")},
+        ValueError,
+        ("objective.correction='token'", "needs rollout_logp"),
+    ),
+    (
+        LOSSES,
+        {"objective": Objective(off_policy_threshold=0.1)},
+        ValueError,
+        ("objective.off_policy_threshold", "needs rollout_logp, or old_logp"),
+    ),
+    (
+        LOSSES,
+        {"objective": Objective(eps_low=jnp.zeros(3))},
+        ValueError,
+        ("objective.eps_low has shape (3,)", "expected a scalar"),
+    ),
+    (
+        LOSSES,
+        {"objective": Objective(temperature=jnp.ones(3), temperature_on="logp")},
+        ValueError,
+        ("temperature has shape (3,)", "one value per token, (2, 3)"),
+    ),
+]
+FLAT = [(call, *case[1:]) for case in CASES for call in case[0]]
+
+
+def _id(value: Any) -> str:
+    return ",".join(value) if isinstance(value, dict) else value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("call", "change", "error", "fragments"), FLAT, ids=_id)
+def test_bad_input(call: str, change: dict[str, Any], error: type[Exception], fragments: tuple[str, ...]) -> None:
+    arguments = {**GOOD[call], **change}
+    with pytest.raises(error) as eager:
+        getattr(logitless, call)(**arguments)
+
+    def is_traced(value: Any) -> bool:
+        return isinstance(value, (np.ndarray, jax.Array, logitless.TokenStats))
+
+    constant = {k: v for k, v in arguments.items() if not is_traced(v)}
+    arrays = {k: v for k, v in arguments.items() if is_traced(v)}
+    with pytest.raises(error) as traced:
+        jax.eval_shape(lambda a: getattr(logitless, call)(**a, **constant), arrays)
+    for info in (eager, traced):
+        message = str(info.value)
+        assert message.startswith(f"{call}: ")
+        for fragment in fragments:
+            if info is traced:  # the one word that differs: what is not an array on the host is a tracer inside jit
+                fragment = fragment.replace("is ndarray", "is ")
+            assert fragment in message
+
+
+@pytest.mark.parametrize("call", GOOD)
+def test_the_good_arguments_are_good(call: str) -> None:
+    """So that each case above fails for its own reason."""
+    jax.eval_shape(lambda a: getattr(logitless, call)(**a), GOOD[call])
+
+
+def test_nested_lists_are_arrays() -> None:
+    logits = np.random.default_rng(0).normal(size=(1, 2, 3)).astype(np.float32)
+    want = logitless.logprobs(logits, np.array([[0, 2]])).logp
+    np.testing.assert_array_equal(logitless.logprobs(logits.tolist(), [[0, 2]]).logp, want)
+    loss, _ = logitless.grpo_loss(logits, [[0, 2]], advantages=[1.0], mask=[[1, 0]])
+    assert float(loss) == -1.0
+    loss, _ = logitless.linear_grpo_loss(logits, np.zeros((5, 3), np.float32), [[0, 2]], advantages=[1.0])
+    assert float(loss) == -1.0
+
+
+@pytest.mark.parametrize("call", LOSSES)
+def test_a_loss_without_advantages(call: str) -> None:
+    arguments = {k: v for k, v in GOOD[call].items() if k != "advantages"}
+    with pytest.raises(TypeError, match="advantages"):
+        getattr(logitless, call)(**arguments)
+
+
+@pytest.mark.parametrize("call", LOSSES)
+def test_a_missing_ref_with_a_traced_beta(call: str) -> None:
+    """Inside jit nobody knows that beta is zero; a plain zero outside needs no reference."""
+    with pytest.raises(ValueError, match=r"objective.beta=a traced number.*ref_logp is missing"):
+        jax.eval_shape(lambda o: getattr(logitless, call)(**GOOD[call], objective=o), Objective(beta=0.0))
+    jax.eval_shape(lambda a: getattr(logitless, call)(**a, objective=Objective(beta=0.0)), GOOD[call])
+
+
+@pytest.mark.parametrize("call", FOUR)
+def test_validate_finds_targets_on_the_host(call: str) -> None:
+    targets = np.array([[0, 1, 9], [-1, 6, 7]])
+    arguments = {**GOOD[call], "targets": targets, "validate": True}
+    with pytest.raises(ValueError, match=r"3 live tokens lie outside \[0, 7\): 9 at \(0, 2\) and 2 more"):
+        getattr(logitless, call)(**arguments)
+    getattr(logitless, call)(**arguments, mask=(targets >= 0) & (targets < 7))
+    with pytest.raises(TypeError, match="validate_targets: got traced arrays; call it outside jit"):
+        jax.eval_shape(lambda y: getattr(logitless, call)(**{**arguments, "targets": y}), targets)
+
+
+def test_validate_targets() -> None:
+    good = np.array([[0, 6], [3, -100]])
+    assert logitless.validate_targets(good, 7, mask=[[1, 1], [1, 0]]) is None
+    with pytest.raises(ValueError, match=r"targets: 1 live token lies outside \[0, 7\): -100 at \(1, 1\). Mask it out"):
+        logitless.validate_targets(good, 7)
+    with pytest.raises(ValueError, match=r"2 live tokens lie outside \[0, 6\): 6 at \(0, 1\) and 1 more. Mask them"):
+        logitless.validate_targets(good, 6)
+    with pytest.raises(ValueError, match=r"4294967299 at \(0,\)"):
+        logitless.validate_targets(np.array([2**32 + 3]), 7)
+    with pytest.raises(ValueError, match=r"validate_targets: mask has shape \(2,\), expected \(2, 2\)"):
+        logitless.validate_targets(good, 7, mask=[1, 1])
+    with pytest.raises(TypeError, match=r"validate_targets: targets has dtype float64, expected an integer dtype"):
+        logitless.validate_targets(np.array([[0.5]]), 7)
+    for size in (0, -1, 7.0, None, True):
+        with pytest.raises(ValueError, match=rf"validate_targets: vocab_size={size}, expected a positive int"):
+            logitless.validate_targets(good, size)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="validate_targets: got traced arrays"):
+        jax.eval_shape(lambda m: logitless.validate_targets(good, 7, mask=m), np.ones((2, 2)))
+
+
+GROUPS: list[tuple[tuple[Any, Any], dict[str, Any], type[Exception], str]] = [
+    ((zeros(2, 4), 4), {}, ValueError, r"rewards has shape \(2, 4\), expected one reward a completion \[B\]"),
+    ((zeros(8, dtype=np.int32), 4), {}, TypeError, r"rewards has dtype int32, expected a float dtype"),
+    ((None, 4), {}, TypeError, r"rewards is NoneType, expected an array"),
+    ((zeros(8), 3), {}, ValueError, r"8 rewards do not split into groups of 3; expected a non-empty multiple"),
+    ((zeros(8), 0), {}, ValueError, r"8 rewards do not split into groups of 0; expected a non-empty multiple"),
+    ((zeros(8), -4), {}, ValueError, r"8 rewards do not split into groups of -4"),
+    ((zeros(0), 4), {}, ValueError, r"0 rewards do not split into groups of 4; expected a non-empty multiple"),
+    ((zeros(8), 4.0), {}, TypeError, r"group_size is 4.0, expected a Python int"),
+    ((zeros(8), "4"), {}, TypeError, r"group_size is '4', expected a Python int"),
+    ((zeros(8), 4), {"scale": "std"}, ValueError, r"scale='std', expected 'group', 'batch' or 'none'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), GROUPS)
+def test_group_advantages(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    rewards, size = arguments
+    with pytest.raises(error, match=f"^group_advantages: {message}"):
+        logitless.group_advantages(rewards, size, **options)
+    if rewards is not None:
+        with pytest.raises(error, match=f"^group_advantages: {message}"):
+            jax.eval_shape(lambda r: logitless.group_advantages(r, size, **options), rewards)
+
+
+def test_kernel_backends_say_where_they_run() -> None:
+    for backend in ("pallas_tpu", "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match=rf"logprobs: backend='{backend}' runs on a .*'chunked'"):
+            logitless.logprobs(**LOGITS, backend=backend)

@@ -1,0 +1,164 @@
+"""Metrics: ``(sum, count)`` pairs that add up over micro-batches, and what each of them counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import logitless
+from conftest import POLICY_LEVELS, evaluate, objective_of, random_batch, token_stats
+from logitless import Metric, Objective, metric_values, reduce_metrics
+
+EVERY_METRIC = {"beta": 0.1, "correction": "token", "off_policy_threshold": 0.1, "entropy_coef": 0.01}
+
+
+def pair(metric: Metric) -> tuple[float, float]:
+    return float(metric.sum), float(metric.count)
+
+
+def test_every_metric_by_hand() -> None:
+    """Two rows of six, ratios and advantages chosen; the last token of row 1 is masked and holds NaN."""
+    ratio = np.array([[0.5, 0.7, 1.0, 1.1, 1.5, 4.0], [0.5, 0.7, 1.0, 1.5, 4.0, 9.0]])
+    logp = np.full((2, 6), -1.0)
+    mask = np.ones((2, 6), bool)
+    mask[1, 5] = False
+    logp[1, 5] = np.nan
+    entropy = np.where(mask, np.arange(12).reshape(2, 6), np.nan)
+    ref = np.full((2, 6), -1.5)
+    rollout = np.where(mask, -1.0 - np.log(ratio), np.nan)
+    got = evaluate(
+        Objective(eps_low=0.2, eps_high=0.28, dual_clip=3.0, beta=0.1, correction="token", correction_max=1.25),
+        logp,
+        entropy,
+        advantages=np.float32([1.0, -1.0]),
+        mask=mask,
+        old_logp=(-1.0 - np.log(ratio)).astype(np.float32),
+        ref_logp=ref.astype(np.float32),
+        rollout_logp=(rollout - np.log(1.2)).astype(np.float32),
+    ).metrics
+    live = ratio[mask]
+    want: dict[str, tuple[float, float]] = {
+        "entropy": (np.arange(11).sum(), 11),
+        "logp": (-11.0, 11),
+        "is_top1": (0.0, 11),
+        "ratio": (live.sum(), 11),
+        "ratio_squared": ((live**2).sum(), 11),
+        "ratio_min": (0.5, 11),
+        "ratio_max": (4.0, 11),
+        "live_tokens": (11, 12),
+        "clip_fraction_low": (2, 11),  # row 1: 0.5 and 0.7
+        "clip_fraction_high": (2, 11),  # row 0: 1.5 and 4.0
+        "clip_fraction_dual": (1, 11),  # row 1: 4.0
+        "kl_k1": (11 * 0.5, 11),
+        "kl_k3": (11 * (np.exp(-0.5) + 0.5 - 1), 11),
+        "correction_weight": (11 * 1.2, 11),
+        "zero_gradient_tokens": (0, 11),  # the KL moves every token
+    }
+    assert set(got) == set(want)
+    for name, value in want.items():
+        assert pair(got[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    values = metric_values(got)
+    assert values["ess"] == pytest.approx(live.mean() ** 2 / (live**2).mean(), rel=1e-5)
+    assert values["ratio_max"] == 4.0 and values["live_tokens"] == pytest.approx(11 / 12)
+    assert values["kl_k1"] == pytest.approx(0.5)
+
+
+def test_zero_gradient_tokens_counts_clipped_dropped_and_unrewarded_tokens() -> None:
+    logp = np.full((2, 6), -1.0, np.float32)
+    ratio = np.array([[1.0, 2.0, 2.0, 0.5, 0.5, 1.0]] * 2)
+    advantages = np.array([[1.0, 1.0, -1.0, 1.0, -1.0, 0.0], [0.0] * 6], np.float32)
+    inputs = {"advantages": advantages, "old_logp": (logp - np.log(ratio)).astype(np.float32)}
+    got = evaluate(Objective(), logp, logp, **inputs).metrics
+    assert pair(got["zero_gradient_tokens"]) == (3 + 6, 12)  # held at 1.2, held at 0.8, A = 0; and the row of zeros
+    got = evaluate(Objective(entropy_coef=0.1), logp, logp, **inputs).metrics
+    assert pair(got["zero_gradient_tokens"]) == (0, 12)
+
+
+def test_clip_fractions_of_cispo_and_gmpo() -> None:
+    logp = np.full((2, 6), -1.0, np.float32)
+    ratio = np.array([[0.5, 0.9, 1.0, 1.1, 2.0, 6.0]] * 2)
+    inputs = {"advantages": np.float32([1.0, -1.0]), "old_logp": (logp - np.log(ratio)).astype(np.float32)}
+
+    def fractions(**fields: Any) -> tuple[float, float]:
+        got = evaluate(Objective(**fields), logp, logp, **inputs).metrics
+        return float(got["clip_fraction_low"].sum), float(got["clip_fraction_high"].sum)
+
+    assert fractions(policy="cispo", eps_high=5.0) == (0, 1)  # the raw bound has no lower side
+    assert fractions(policy="cispo", cispo_bound="interval", eps_high=0.5) == (1, 2)
+    assert fractions(policy="gmpo", eps_low=0.05, eps_high=0.5) == (2, 2)  # log 0.5, log 0.9; log 2, log 6
+    assert "clip_fraction_low" not in evaluate(Objective(policy="sapo"), logp, logp, **inputs).metrics
+
+
+@pytest.mark.parametrize("clip_metrics", ["trl", "liger"])
+@pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
+def test_metrics_of_micro_batches_reduce_to_those_of_the_batch(policy: str, level: str, clip_metrics: str) -> None:
+    o = objective_of(policy, level, **EVERY_METRIC, clip_metrics=clip_metrics)
+    logp, entropy, inputs = random_batch(3)
+    whole = evaluate(o, logp, entropy, **inputs).metrics
+    parts = [
+        evaluate(o, logp[rows], entropy[rows], **{k: v[rows] for k, v in inputs.items()}).metrics
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    reduced = reduce_metrics(parts)
+    assert set(reduced) == set(whole)
+    for name in whole:
+        assert pair(reduced[name]) == pytest.approx(pair(whole[name]), rel=1e-5), name
+
+
+def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
+    o = objective_of("clip", "sequence", **EVERY_METRIC)
+    logp, entropy, inputs = random_batch(3)
+    whole = evaluate(o, logp, entropy, **inputs).metrics
+    nothing = evaluate(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))}).metrics
+    assert metric_values(nothing)["ratio"] != metric_values(nothing)["ratio"]  # NaN: nothing was counted
+    assert all(not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_tokens")
+    reduced = reduce_metrics([nothing, whole])
+    for name in whole:
+        if name != "live_tokens":
+            assert pair(reduced[name]) == pair(whole[name]), name
+    assert pair(reduced["live_tokens"]) == (inputs["mask"].sum(), 48)
+
+
+def test_metrics_carry_no_gradient() -> None:
+    logp, entropy, inputs = random_batch(4)
+    o = objective_of("clip", **EVERY_METRIC)
+
+    def total(lp: jax.Array, h: jax.Array) -> jax.Array:
+        metrics = logitless.policy_loss(token_stats(lp, h), objective=o, **inputs)[1]
+        return sum(m.sum for m in metrics.values())
+
+    for gradient in jax.grad(total, (0, 1))(jnp.asarray(logp), jnp.asarray(entropy)):
+        assert not np.asarray(gradient).any()
+
+
+def test_metrics_of_a_full_loss_agree_between_backends() -> None:
+    rng = np.random.default_rng(0)
+    hidden, head = (rng.normal(size=s).astype(np.float32) for s in ((4, 6, 3), (9, 3)))
+    targets = rng.integers(0, 9, (4, 6))
+    _, _, inputs = random_batch(5)
+    o = objective_of("clip", beta=0.1, entropy_coef=0.01)
+    results = {
+        backend: logitless.linear_grpo_loss(hidden, head, targets, objective=o, backend=backend, **inputs)[1]
+        for backend in ("reference", "chunked")
+    }
+    assert set(results["reference"]) == set(results["chunked"])
+    for name, metric in results["reference"].items():
+        assert pair(results["chunked"][name]) == pytest.approx(pair(metric), rel=1e-5), name
+    top = np.einsum("bth,vh->btv", hidden.astype(np.float64), head.astype(np.float64)).argmax(-1) == targets
+    assert float(results["chunked"]["is_top1"].sum) == (top & inputs["mask"]).sum()
+
+
+def test_reduce_metrics_takes_extremes_and_refuses_different_sets() -> None:
+    a = {"ratio_min": Metric(jnp.float32(0.5), jnp.float32(1)), "ratio_max": Metric(jnp.float32(0.5), jnp.float32(1))}
+    b = {"ratio_min": Metric(jnp.float32(2.0), jnp.float32(3)), "ratio_max": Metric(jnp.float32(2.0), jnp.float32(3))}
+    reduced = reduce_metrics([a, b])
+    assert pair(reduced["ratio_min"]) == (0.5, 4) and pair(reduced["ratio_max"]) == (2.0, 4)
+    assert metric_values(reduced) == {"ratio_min": 0.5, "ratio_max": 2.0}
+    with pytest.raises(ValueError, match=r"the sets differ in \['entropy'\]"):
+        reduce_metrics([a, {**b, "entropy": a["ratio_min"]}])
+    with pytest.raises(ValueError, match="nothing to reduce"):
+        reduce_metrics([])

@@ -1,0 +1,206 @@
+"""The Objective itself: its choices, its presets, its behaviour as a pytree, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import AGGREGATIONS, POLICY_LEVELS, objective_of
+from logitless import Objective
+from logitless.objectives.objective import AGGREGATION_ALIASES
+from logitless.objectives.presets import PRESETS
+
+STATIC = {f.name for f in dataclasses.fields(Objective) if f.metadata.get("static")}
+NUMBERS = [f.name for f in dataclasses.fields(Objective) if f.name not in STATIC]
+
+
+def test_choices_are_structure_and_numbers_are_leaves() -> None:
+    o = Objective(beta=0.04, delta=2.0, temperature=0.9)
+    leaves, tree = jax.tree.flatten(o)
+    assert len(leaves) == sum(getattr(o, n) is not None for n in NUMBERS)
+    assert all(isinstance(leaf, float) for leaf in leaves)
+    assert jax.tree.unflatten(tree, leaves) == o
+    assert jax.tree.structure(o.replace(beta=1.0, eps_low=0.0)) == tree
+    assert jax.tree.structure(o.replace(beta=None)) != tree
+    for change in ({"kl": "k1"}, {"aggregation": "dapo"}, {"level": "sequence"}, {"kl_bias_correction": True}):
+        assert jax.tree.structure(o.replace(**change)) != tree
+
+
+def test_leaves_have_names() -> None:
+    paths = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(Objective(beta=0.1))}
+    assert {".beta", ".eps_low", ".eps_high"} <= paths
+
+
+def test_it_is_frozen_comparable_hashable_and_pickles() -> None:
+    o = Objective.preset("verl", beta=0.1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        o.beta = 0.2  # type: ignore[misc]
+    assert o == Objective.preset("verl", beta=0.1) != Objective.preset("verl", beta=0.2)
+    assert hash(o) == hash(Objective.preset("verl", beta=0.1))
+    assert pickle.loads(pickle.dumps(o)) == o
+    with pytest.raises(TypeError):
+        Objective("clip")  # type: ignore[call-arg,misc]
+
+
+def test_transformations_rebuild_it_without_running_its_checks() -> None:
+    """Placeholders, tracers and gradients stand where numbers were."""
+    o = Objective(beta=0.5)
+    assert jax.tree.map(lambda _: None, o).eps_low is None
+    assert jax.tree.map(lambda x: "anything", o).beta == "anything"
+    gradient = jax.grad(lambda p: p.beta**2 + p.eps_low)(o)
+    assert isinstance(gradient, Objective) and float(gradient.beta) == 1.0 and float(gradient.eps_high) == 0.0
+    doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(o)
+    assert float(doubled.beta) == 1.0 and doubled.kl == "k3"
+
+
+def test_numbers_become_floats_so_that_their_type_never_recompiles() -> None:
+    o = Objective(delta=2, dual_clip=np.int32(3), eps_low=np.float32(0.2), temperature=np.float64(0.9))
+    assert [type(getattr(o, n)) for n in ("delta", "dual_clip", "eps_low", "temperature")] == [float] * 4
+    assert o.eps_low == float(np.float32(0.2))  # its exact value
+    kept = jnp.float32(0.2)
+    assert Objective(eps_low=kept).eps_low is kept
+
+
+def test_replace_checks_again() -> None:
+    o = Objective()
+    assert o.replace(beta=0.1).beta == 0.1 and o.beta is None
+    with pytest.raises(ValueError, match="max_length"):
+        o.replace(aggregation="dr_grpo")
+    with pytest.raises(TypeError, match=r"no field 'epsilon_low'.*'eps_low'.*aggregation"):
+        o.replace(epsilon_low=0.1)
+
+
+@pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_legal_combinations_are_accepted(policy: str, level: str, aggregation: str) -> None:
+    o = objective_of(policy, level, aggregation)
+    assert (o.policy, o.level, o.aggregation) == (policy, level, aggregation)
+
+
+def test_every_policy_and_level_is_either_legal_or_refused() -> None:
+    legal = []
+    for policy in ("clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"):
+        for level in ("token", "sequence", "sequence_token"):
+            try:
+                Objective(policy=policy, level=level)  # type: ignore[arg-type]
+                legal.append((policy, level))
+            except ValueError as error:
+                assert "level" in str(error) and policy in str(error)  # noqa: PT017
+    assert sorted(legal) == sorted(POLICY_LEVELS)
+
+
+def test_aggregation_names_of_the_peers() -> None:
+    assert AGGREGATION_ALIASES == {
+        "token-mean": "bnpo",
+        "seq-mean-token-mean": "grpo",
+        "seq-mean-token-sum": "luspo",
+        "seq-mean-token-sum-norm": "dr_grpo",
+        "sapo": "grpo",
+        "cispo": "dapo",
+        "vespo": "dapo",
+    }
+    for alias, name in AGGREGATION_ALIASES.items():
+        length = {"max_length": 4.0} if name == "dr_grpo" else {}
+        assert Objective(aggregation=alias, **length) == Objective(aggregation=name, **length)  # type: ignore[arg-type]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"policy": "gmpo", "level": "sequence"}, r"policy='gmpo'.*level must be 'token', not 'sequence'"),
+    ({"policy": "sapo", "level": "sequence_token"}, r"level='sequence_token'.*policy='clip', not 'sapo'"),
+    ({"policy": "reinforce", "level": "sequence"}, r"policy='reinforce' uses no ratio.*level='sequence'"),
+    ({"policy": "cispo", "delta": 2.0}, r"delta belongs to policy='clip'.*'cispo'"),
+    ({"policy": "sapo", "dual_clip": 3.0}, r"dual_clip belongs to policy='clip'.*'sapo'"),
+    ({"aggregation": "dr_grpo"}, r"aggregation='dr_grpo'.*give max_length"),
+    ({"max_length": 8.0}, r"max_length belongs to aggregation='dr_grpo'.*'grpo'"),
+    ({"policy": "vespo", "correction": "geometric"}, r"policy='vespo'.*correction='geometric'"),
+    ({"correction": "token", "correction_max": None}, r"correction needs correction_min, correction_max"),
+    ({"correction_min": 3.0}, r"correction_min=3.0 lies above correction_max=2.0"),
+    ({"correction_mode": "mask"}, r"correction_mode='mask' has no effect without correction="),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda v: str(v) if isinstance(v, dict) else "")
+def test_combinations_without_meaning_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Objective: {message}"):
+        Objective(**fields)
+
+
+BAD_VALUES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "clpi"}, ValueError, r"policy='clpi' is not known; expected one of 'clip'.*Did you mean 'clip'\?"),
+    ({"policy": None}, ValueError, r"policy=None is not known; expected one of 'clip'"),
+    ({"level": "seq"}, ValueError, r"level='seq' is not known; expected one of 'token', 'sequence'"),
+    ({"aggregation": "mean"}, ValueError, r"aggregation='mean' is not known; expected one of 'grpo'"),
+    ({"kl": "k4"}, ValueError, r"kl='k4' is not known; expected one of 'k1', 'k2', 'k3', 'k3\+'"),
+    ({"kl_bias_correction": "yes"}, ValueError, r"kl_bias_correction='yes' is not known; expected one of False, True"),
+    ({"correction": "tokens"}, ValueError, r"correction='tokens' is not known.*Did you mean 'token'"),
+    ({"correction_mode": "clip"}, ValueError, r"correction_mode='clip' is not known"),
+    ({"cispo_bound": "upper"}, ValueError, r"cispo_bound='upper' is not known"),
+    ({"clip_metrics": "verl"}, ValueError, r"clip_metrics='verl' is not known"),
+    ({"temperature_on": "probs"}, ValueError, r"temperature_on='probs' is not known"),
+    ({"eps_low": -0.1}, ValueError, r"eps_low=-0.1, expected a number >= 0"),
+    ({"eps_high": None}, ValueError, r"eps_high=None, expected a number \(its default is 0.2\)"),
+    ({"eps_high": "0.2"}, TypeError, r"eps_high='0.2' is a str, expected a number"),
+    ({"eps_high": [0.2]}, TypeError, r"eps_high=\[0.2\] is a list, expected a number"),
+    ({"beta": True}, TypeError, r"beta=True is a bool, expected a number"),
+    ({"beta": float("nan")}, ValueError, r"beta is NaN"),
+    ({"beta": np.float32("nan")}, ValueError, r"beta is NaN"),
+    ({"delta": -1}, ValueError, r"delta=-1.0, expected a number >= 0"),
+    ({"dual_clip": 1.0}, ValueError, r"dual_clip=1.0, expected a constant above 1"),
+    ({"tau_pos": 0.0}, ValueError, r"tau_pos=0.0, expected a number > 0"),
+    ({"temperature": 0}, ValueError, r"temperature=0.0, expected a number > 0"),
+    ({"top_entropy": 0.0}, ValueError, r"top_entropy=0.0, expected a fraction in \(0, 1\]"),
+    ({"top_entropy": 1.5}, ValueError, r"top_entropy=1.5, expected a fraction in \(0, 1\]"),
+    ({"aggregation": "dr_grpo", "max_length": 0}, ValueError, r"max_length=0.0, expected a number > 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"), BAD_VALUES, ids=lambda v: str(v) if isinstance(v, dict) else ""
+)
+def test_bad_values_name_field_value_and_expectation(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^Objective: {message}"):
+        Objective(**fields)
+
+
+def test_presets() -> None:
+    assert set(PRESETS) == {"trl", "liger", "verl", "tunix", "mllm-jax"}
+    for name in PRESETS:
+        assert Objective.preset(name, eps_high=0.28, beta=0.01).eps_high == 0.28
+        assert Objective.preset(name) == Objective(**PRESETS[name])
+    with pytest.raises(ValueError, match=r"Objective.preset: 'tlr' is not known; expected one of trl.*mean 'trl'\?"):
+        Objective.preset("tlr")
+    with pytest.raises(TypeError, match=r"no field 'epsilon'"):
+        Objective.preset("trl", epsilon=0.1)
+    with pytest.raises(ValueError, match="delta belongs"):
+        Objective.preset("trl", policy="sapo", delta=2.0)
+
+
+def test_a_preset_serves_other_policies() -> None:
+    """veRL's dual clip belongs to its clip loss and steps aside, unless it is asked for."""
+    assert Objective.preset("verl").dual_clip == 3.0
+    assert Objective.preset("verl", policy="cispo").dual_clip is None
+    with pytest.raises(ValueError, match="dual_clip belongs"):
+        Objective.preset("verl", policy="cispo", dual_clip=3.0)
+
+
+def test_coupling_says_why() -> None:
+    assert Objective().coupling() is None
+    assert Objective(beta=0.1, entropy_coef=0.1, correction="sequence", delta=2.0).coupling() is None
+    for fields, word in (
+        ({"policy": "vespo"}, "vespo"),
+        ({"policy": "gmpo"}, "gmpo"),
+        ({"level": "sequence"}, "level='sequence'"),
+        ({"level": "sequence_token"}, "level='sequence_token'"),
+        ({"off_policy_threshold": 0.1}, "off_policy_threshold"),
+        ({"top_entropy": 0.2}, "top_entropy"),
+    ):
+        reason = Objective(**fields).coupling()  # type: ignore[arg-type]
+        assert reason is not None and word in reason
