@@ -89,9 +89,9 @@ def _arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray,
         x: tuple[np.ndarray, ...] = (inputs.logits(c.inputs, rest["targets"], c.vocab, rng).astype(dtype),)
         truth = oracle.token_stats(x[0], rest["targets"], temperature=c.temperature)
     else:
-        pair = inputs.hidden_and_head(c.inputs, rest["targets"], c.hidden, c.vocab, rng)
-        x = tuple(a.astype(dtype) for a in pair)
-        truth = oracle.linear_token_stats(*x, rest["targets"], temperature=c.temperature, head_layout="vh")
+        h, w = (a.astype(dtype) for a in inputs.hidden_and_head(c.inputs, rest["targets"], c.hidden, c.vocab, rng))
+        x = (h, w)
+        truth = oracle.linear_token_stats(h, w, rest["targets"], temperature=c.temperature, head_layout="vh")
     noise = rng.standard_normal(rest["targets"].shape)
     rest["old_logp"] = (truth.logp + c.old_logp_noise_scale * noise).astype(np.float32)
     if objective.beta is not None:
@@ -107,13 +107,12 @@ def _run(c: GradcheckConfig, backend: str, objective: Objective, x: Any, rest: d
     if c.level == "logits":
 
         def loss(*arrays: jax.Array) -> Any:
-            return grpo_loss(*arrays, objective=objective, bwd_impl=c.bwd_impl, **rest, **options)[0]  # type: ignore
+            return grpo_loss(arrays[0], objective=objective, bwd_impl=c.bwd_impl, **rest, **options)[0]  # type: ignore
     else:
+        options |= dict(head_layout="vh", logits_dtype=c.logits_dtype)
 
         def loss(*arrays: jax.Array) -> Any:
-            return linear_grpo_loss(
-                *arrays, objective=objective, head_layout="vh", logits_dtype=c.logits_dtype, **rest, **options
-            )[0]
+            return linear_grpo_loss(arrays[0], arrays[1], objective=objective, **rest, **options)[0]
 
     value, grads = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(x)))))(*(jnp.asarray(a) for a in x))
     return float(value), [np.asarray(g, np.float64) for g in grads]
@@ -148,13 +147,13 @@ def run(c: GradcheckConfig) -> dict[str, Any]:
         record.update(_differences(name, a, b))
         gates[f"{name} difference"] = (record[f"norm_rel_diff_{name}"], c.max_rel_diff_grad)
     if c.oracle:
-        arrays = {k: v for k, v in rest.items()}
         if c.level == "logits":
-            loss_true, *grads_true = oracle.grpo_loss(*x, objective=objective, **arrays)
+            loss_true, *grads_true = oracle.grpo_loss(x[0], objective=objective, **rest)
         else:
-            loss_true, *grads_true = oracle.linear_grpo_loss(*x, objective=objective, head_layout="vh", **arrays)
+            loss_true, dh, dw, _ = oracle.linear_grpo_loss(x[0], x[1], objective=objective, head_layout="vh", **rest)
+            grads_true = [dh, dw]
         record["loss_oracle"] = loss_true
-        for name, truth, a, b in zip(names, grads_true, grads_ref, grads_kernel, strict=False):
+        for name, truth, a, b in zip(names, grads_true, grads_ref, grads_kernel, strict=True):
             _contract(record, gates, name, truth, a, b, x[0].dtype, c.contract)
     record["gates"] = {k: dict(value=v, limit=limit, ok=bool(v <= limit)) for k, (v, limit) in gates.items()}
     record["passed"] = all(g["ok"] for g in record["gates"].values())

@@ -375,6 +375,7 @@ def _tpu_route(name: str, h: Any, lm_head: Any, layout: Layout, objective: Objec
 
     about = pallas_tpu.describe(h, lm_head, layout=layout)
     entropy = objective is not None and objective.entropy_coef is not None
+    used: tuple[str, ...]
     if entropy:
         way = "statistics, then dH and dW by sweeps of their own (an entropy bonus has a gradient too)"
         used, matmuls = ("token_stats", "dhidden", "dhead"), "5 (3 with a frozen head, 1 without a gradient)"

@@ -97,8 +97,8 @@ def stats(c: TpuCall, h: Array, head: Head, targets: Array, t: LogitTransform, l
 def _stats_fwd(c: TpuCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
     derivatives.refuse(c.name, **{"temperature, softcap or scale": t})
     wants = (derivatives.wanted(h), derivatives.wanted(head.weight), derivatives.wanted(head.bias))
-    args = derivatives.values((h, head, targets, t, live))
-    out, direction = _forward(c, *args, direction=wants[0] and c.logp_only)
+    h, head, targets, t, live = args = derivatives.values((h, head, targets, t, live))
+    out, direction = _forward(c, h, head, targets, t, live, wants[0] and c.logp_only)
     return out, (derivatives.Static(wants), args, out, direction)
 
 

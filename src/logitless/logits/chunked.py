@@ -67,12 +67,15 @@ def rows_dlogits(
     """
     transform = transform.column()
     g = jax.tree.map(lambda c: c[:, None], g)
-    per_row = [s[:, None] for s in (stats.logp, stats.entropy, stats.max_logit, stats.max_logp)]
+    logp, entropy, max_logit, max_logp = (
+        s[:, None] for s in (stats.logp, stats.entropy, stats.max_logit, stats.max_logp)
+    )
 
     def step(start: Array | int, size: int, out: Array) -> Array:
         ids = start + column_ids(size)
         part = _columns(out if dtype == x.dtype else x, start, size)
-        d = dz(transformed(part, transform, vocab_size, ids), ids == targets[:, None], *per_row, g)
+        z = transformed(part, transform, vocab_size, ids)
+        d = dz(z, ids == targets[:, None], logp, entropy, max_logit, max_logp, g)
         d = pull_back(d, part, transform).astype(dtype)
         return d if size == x.shape[-1] else jax.lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
 
