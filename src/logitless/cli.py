@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from logitless._version import __version__
@@ -27,6 +28,13 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
     check.add_argument("--config", action="append", default=[], help="YAML file (configs/gradcheck/); may be repeated")
     check.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    bench = commands.add_parser(
+        "bench", help="time and memory with and without the kernels, each arm in a fresh process"
+    )
+    bench.add_argument("--config", action="append", default=[], help="YAML file (configs/bench/); may be repeated")
+    bench.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a key; or: compare A.jsonl B.jsonl (ratios B / A)"
+    )
     plan = commands.add_parser("plan", help="memory and FLOPs of a fused head call, before anything runs")
     plan.add_argument("--tokens", type=int, required=True)
     plan.add_argument("--hidden", type=int, required=True)
@@ -83,6 +91,39 @@ def _print_record(name: str, record: dict[str, Any]) -> None:
         print(f"  {'PASS' if gate['ok'] else 'FAIL'} {key:36s} {gate['value']:.3g} (<= {gate['limit']:g})")
 
 
+def _bench(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from logitless.bench import config, microbench
+    from logitless.bench.tracking import Tracker
+
+    if args.overrides[:1] == ["compare"]:
+        try:
+            if len(args.overrides) != 3:
+                raise config.ConfigError("compare: expected two result files")
+            print(microbench.compare(Path(args.overrides[1]), Path(args.overrides[2])))
+        except config.ConfigError as error:
+            print(f"logitless bench: {error}", file=sys.stderr)
+            return 2
+        return 0
+    missed = 0
+    for path in args.config or [None]:
+        try:
+            c = config.load(microbench.BenchConfig, path, args.overrides)
+            record = microbench.run(c, say=lambda text: print(f"  ... {text}", file=sys.stderr, flush=True))
+        except config.ConfigError as error:
+            print(f"logitless bench: {error}", file=sys.stderr)
+            return 2
+        tracker = Tracker(c.out, mode=c.wandb_mode, project=c.wandb_project, name=c.name, config=dataclasses.asdict(c))
+        tracker.log(record)
+        tracker.close()
+        print(microbench.table(record))
+        if not record["passed"]:
+            missed += 1
+            print("  FAIL: the arms disagree, or the kernel did not verify; see the record")
+    return 1 if missed else 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     import jax
 
@@ -118,4 +159,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser().print_help()
         return 0
-    return {"demo": _demo, "gradcheck": _gradcheck, "plan": _plan}[args.command](args)
+    commands = {"demo": _demo, "gradcheck": _gradcheck, "bench": _bench, "plan": _plan}
+    return commands[args.command](args)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
@@ -17,10 +17,10 @@ class ConfigError(Exception):
 
 def _known_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
-    for f in dataclasses.fields(schema):
-        keys.append(prefix + f.name)
-        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            keys += _known_keys(f.type, f"{prefix}{f.name}.")
+    for name, kind in get_type_hints(schema).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(kind):
+            keys += _known_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
     return keys
 
 

@@ -1,0 +1,95 @@
+"""One arm of a benchmark, in a process of its own: ``python -m logitless.bench.arm '{...}'`` prints one JSON line.
+
+Inputs are made on the host and put on the device once, so that the allocator's peak is that of the loss and not of the
+input generator. The arm is timed after it was compiled and warmed up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def _memory_peak() -> int | None:
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")
+
+
+def _loss(c: dict[str, Any]) -> Callable[..., Any]:
+    """``loss(arrays, rest)`` of the arm."""
+    from logitless.bench import baselines
+    from logitless.head.api import linear_grpo_loss
+    from logitless.logits.api import grpo_loss
+    from logitless.objectives.objective import Objective
+
+    objective = Objective().replace(**c["objective"])
+    arm = c["arm"]
+    if not arm["kernel"]:
+        kind = arm["baseline"]
+        if c["level"] == "logits":
+            return lambda x, rest: baselines.logits_loss(kind, x[0], objective=objective, **rest)
+        dtype = c["logits_dtype"]
+        return lambda x, rest: baselines.head_loss(kind, *x, objective=objective, logits_dtype=dtype, **rest)
+    if c["level"] == "logits":
+        options = dict(backend=arm["backend"] or None, bwd_impl=arm["bwd_impl"])
+        return lambda x, rest: grpo_loss(x[0], objective=objective, **rest, **options)[0]
+    options = dict(
+        backend=arm["backend"] or None,
+        logits_dtype=c["logits_dtype"],
+        head_grad_dtype=c["head_grad_dtype"],
+        head_layout="vh",
+    )
+    return lambda x, rest: linear_grpo_loss(*x, objective=objective, **rest, **options)[0]
+
+
+def run(c: dict[str, Any]) -> dict[str, Any]:
+    """Compile, warm up and time the arm ``c["arm"]`` at the shape of ``c``."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from logitless.bench import shapes, timing
+
+    rng = np.random.default_rng(c["seed"])
+    if c["batch_kind"] == "rl":
+        rest = shapes.rl_batch(c["tokens"], c["vocab"], rng, c["rows"])
+    else:
+        rest = shapes.uniform_batch(c["tokens"], c["vocab"], rng, c["rows"], c["live"])
+    rest["old_logp"] = (-12.0 + 0.3 * rng.standard_normal(rest["targets"].shape)).astype(np.float32)
+    host = shapes.host_arrays(c["level"], c["tokens"], c["hidden"], c["vocab"], jnp.dtype(c["dtype"]), rng, c["rows"])
+    x = tuple(jax.device_put(a) for a in host)
+    rest = {k: jax.device_put(v) for k, v in rest.items()}
+    jax.block_until_ready((x, rest))
+    before = _memory_peak()
+    step = jax.jit(jax.value_and_grad(_loss(c)))
+    compiled = step.lower(x, rest).compile()
+    times = timing.device_times(compiled, x, rest, repeats=c["repeats"], warmup=c["warmup"])
+    value, grads = compiled(x, rest)
+    return dict(
+        environment=timing.environment(),
+        times_ms=times,
+        compiler=timing.compiled_memory(compiled),
+        peak_bytes_in_use=_memory_peak(),
+        peak_bytes_before=before,
+        loss=float(value),
+        grad_norms=[float(jnp.linalg.norm(g.astype(jnp.float32))) for g in grads],
+        live=int(jnp.sum(rest["mask"])),
+    )
+
+
+def main() -> None:
+    try:
+        result = run(json.loads(sys.argv[1]))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        memory = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError)
+        result = dict(error="out of memory" if memory else text[:2000])
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Model shapes that tests, benchmarks and plans share, and batches to put through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """The LM head of a model."""
+
+    hidden: int
+    vocab: int
+    tied: bool
+
+
+MODELS: dict[str, HeadShape] = {
+    "qwen2.5-0.5b": HeadShape(896, 151936, True),
+    "qwen2.5-1.5b": HeadShape(1536, 151936, True),
+    "qwen2.5-7b": HeadShape(3584, 152064, False),
+    "qwen2.5-72b": HeadShape(8192, 152064, False),
+    "llama-3.2-1b": HeadShape(2048, 128256, True),
+    "llama-3.1-8b": HeadShape(4096, 128256, False),
+    "gemma-2-2b": HeadShape(2304, 256000, True),
+    "gemma-3-4b": HeadShape(2560, 262144, True),
+    "gpt-oss-20b": HeadShape(2880, 201088, False),
+    "smollm2-135m": HeadShape(576, 49152, True),
+}
+
+
+def uniform_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int, live: float) -> dict[str, Any]:
+    """A batch whose tokens are live at random."""
+    shape = (rows, tokens // rows)
+    return dict(
+        targets=rng.integers(0, vocab, shape, dtype=np.int32),
+        mask=rng.random(shape) < live,
+        advantages=rng.standard_normal(rows).astype(np.float32),
+    )
+
+
+def rl_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int) -> dict[str, Any]:
+    """A batch as RL makes it: prompts masked, completions of lognormal length, a third of the groups (of four rows)
+    with equal rewards and so without advantage."""
+    width = tokens // rows
+    prompt = width // 8
+    lengths = np.clip(rng.lognormal(np.log(width * 0.35), 0.6, rows).astype(int), 1, width - prompt)
+    position = np.arange(width)
+    advantages = rng.standard_normal(rows).astype(np.float32)
+    groups = np.arange(rows) // 4
+    advantages[groups % 3 == 0] = 0.0
+    return dict(
+        targets=rng.integers(0, vocab, (rows, width), dtype=np.int32),
+        mask=(position >= prompt) & (position < prompt + lengths[:, None]),
+        advantages=advantages,
+    )
+
+
+def host_arrays(
+    level: str, tokens: int, hidden: int, vocab: int, dtype: Any, rng: np.random.Generator, rows: int
+) -> tuple[np.ndarray, ...]:
+    """``(logits,)`` or ``(hidden, lm_head)`` with logits of a spread of about 3, made on the host in slices."""
+
+    def normal(shape: tuple[int, int], scale: float) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        step = max((1 << 26) // shape[1], 1)
+        for i in range(0, shape[0], step):
+            part = rng.standard_normal((min(step, shape[0] - i), shape[1]), np.float32)
+            out[i : i + step] = (part * np.float32(scale)).astype(dtype)
+        return out
+
+    width = tokens // rows
+    if level == "logits":
+        return (normal((tokens, vocab), 3.0).reshape(rows, width, vocab),)
+    return normal((tokens, hidden), 1.0).reshape(rows, width, hidden), normal((vocab, hidden), 3.0 / hidden**0.5)
