@@ -35,7 +35,7 @@ def _loss(c: dict[str, Any]) -> Callable[..., Any]:
         dtype = c["logits_dtype"]
         return lambda x, rest: baselines.head_loss(kind, *x, objective=objective, logits_dtype=dtype, **rest)
     if c["level"] == "logits":
-        options = dict(backend=arm["backend"] or None, bwd_impl=arm["bwd_impl"])
+        options: dict[str, Any] = dict(backend=arm["backend"] or None, bwd_impl=arm["bwd_impl"])
         return lambda x, rest: grpo_loss(x[0], objective=objective, **rest, **options)[0]
     options = dict(
         backend=arm["backend"] or None,
@@ -43,7 +43,7 @@ def _loss(c: dict[str, Any]) -> Callable[..., Any]:
         head_grad_dtype=c["head_grad_dtype"],
         head_layout="vh",
     )
-    return lambda x, rest: linear_grpo_loss(*x, objective=objective, **rest, **options)[0]
+    return lambda x, rest: linear_grpo_loss(x[0], x[1], objective=objective, **rest, **options)[0]
 
 
 def run(c: dict[str, Any]) -> dict[str, Any]:
