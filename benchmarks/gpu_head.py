@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_head.py --out results.json [--shape 8192,4096,151936]... [--only substring]
 
-Inputs are made on the host. Times are device times (CUPTI), medians; memory is the compiler's. The exit code is 1 if one
-of the project's bars is missed.
+Inputs are made on the host. Times are device times (CUPTI), medians; memory is the compiler's. The exit code is 1 if
+one of the project's bars is missed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -48,9 +49,15 @@ def head_arrays(tokens: int, hidden: int, vocab: int, seed: int = 1) -> tuple[np
     rng = np.random.default_rng(seed)
     head = np.empty((vocab, hidden), jnp.bfloat16)
     scale = np.float32(3.0 / hidden**0.5)
-    for i in range(0, vocab, 16384):  # in slices: the host need not hold it all in float32
-        part = rng.standard_normal((min(16384, vocab - i), hidden), np.float32)
-        head[i : i + 16384] = (part * scale).astype(jnp.bfloat16)
+    starts = range(0, vocab, 4096)
+
+    def fill(job: tuple[int, np.random.Generator]) -> None:  # in slices: the host need not hold it all in float32
+        i, own = job
+        part = own.standard_normal((min(4096, vocab - i), hidden), np.float32)
+        head[i : i + 4096] = (part * scale).astype(jnp.bfloat16)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, zip(starts, rng.spawn(len(starts)), strict=True)))
     return rng.standard_normal((ROWS, tokens // ROWS, hidden), np.float32).astype(jnp.bfloat16), head
 
 
@@ -177,8 +184,10 @@ def main() -> int:
     p.add_argument("--only", default="", help="comma-separated parts of case names")
     p.add_argument("--backend", default=None)
     p.add_argument("--repeats", type=int, default=8)
+    p.add_argument("--skip-check", action="store_true", help="do not compare with float64 first")
     args = p.parse_args()
-    result: dict[str, Any] = dict(environment=timing.environment(), errors=check(args.backend), shapes={})
+    errors = {} if args.skip_check else check(args.backend)
+    result: dict[str, Any] = dict(environment=timing.environment(), errors=errors, shapes={})
     for name, value in result["errors"].items():
         print(f"error {name:32s} {value:.2e}", flush=True)
     missed = 0

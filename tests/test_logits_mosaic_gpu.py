@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logitless import Objective, grpo_loss, linear_grpo_loss, logprobs
 from logitless.compat import mosaic_gpu_reason
 from logitless.logits import mosaic_gpu
 from logitless.logits import mosaic_gpu_scalars as scalar
-from logitless.logits.mosaic_gpu_tiles import Tiles
+from logitless.logits.mosaic_gpu_layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
@@ -85,9 +86,9 @@ def test_statistics_with_padding_dead_rows_and_a_bad_target():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("donate", [False, True])
-def test_dlogits_from_random_cotangents(donate):
-    n, v, dtype = 3, 1032, jnp.bfloat16
+@pytest.mark.parametrize(("v", "donate"), [(1032, False), (1037, True)])
+def test_dlogits_from_random_cotangents(v, donate):
+    n, dtype = 3, jnp.bfloat16
     t = LogitTransform(temperature=jnp.asarray([0.7, 1.0, 1.4], jnp.float32))
     x, y, g = batch(n, v, v, dtype)
     g[0] = g[0].at[1].set(0.0)
@@ -111,25 +112,26 @@ def program(g):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("v", "vocab", "dtype", "tiles", "transform", "dead"),
+    ("n", "v", "vocab", "dtype", "tiles", "transform", "dead"),
     [
-        (1240, 1237, jnp.float32, STREAMED, {}, True),
-        (640, 640, jnp.float32, HELD, {"temperature": 0.8}, False),
-        (520, 500, jnp.float16, STREAMED, {"temperature": 0.8, "softcap": 9.0, "scale": 0.9}, False),
+        (3, 1240, 1237, jnp.float32, STREAMED, {}, True),
+        (3, 640, 640, jnp.float32, HELD, {"temperature": 0.8}, False),
+        # rows that start between 16-byte words: a multiple of 8 of them, and one row too few for whole words
+        (8, 1237, 1230, jnp.bfloat16, STREAMED, {}, True),
+        (3, 523, 523, jnp.float16, STREAMED, {"temperature": 0.8, "softcap": 9.0, "scale": 0.9}, False),
     ],
 )
-def test_statistics_and_dlogits_in_one_pass(v, vocab, dtype, tiles, transform, dead):
-    n = 3
+def test_statistics_and_dlogits_in_one_pass(n, v, vocab, dtype, tiles, transform, dead):
     t = LogitTransform(**{k: jnp.float32(value) for k, value in transform.items()})
     x, y, g = batch(n, v, vocab, dtype)
-    live = jnp.asarray([True, False, True]) if dead else None
+    live = jnp.arange(n) != 1 if dead else None
     p = program(g)
     stats, d = mosaic_gpu.stats_and_dlogits(x, y, t, vocab, live, p, tiles=tiles, interpret=True)
     jax.block_until_ready(d)
     want, _ = exact(x, y, vocab, g, t)
     logp, entropy = (jnp.asarray(want[k], jnp.float32) for k in ("logp", "entropy"))
     run = p.run(p.scalars, p.columns, logp, entropy)
-    rows = [0, 2] if dead else [0, 1, 2]
+    rows = [r for r in range(n) if not dead or r != 1]
     _, want_d = exact(x, y, vocab, [*run, jnp.zeros(n)], t)
     assert_stats(stats, want, rows)
     assert_close(d[jnp.asarray(rows)], want_d[rows], dtype)
@@ -155,11 +157,66 @@ def test_scalar_functions_to_a_few_units_in_the_last_place(name):
     assert np.max(np.abs(got - want) / np.spacing(np.abs(want).astype(np.float32))) < 4
 
 
-@pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+@needs_interpreter
+def test_public_logits_call():
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(1, 4, 523)) * 3, jnp.bfloat16)
+    y = jnp.asarray(rng.integers(0, 523, (1, 4)), jnp.int32)
+    given = dict(
+        advantages=jnp.asarray([0.7]), mask=jnp.asarray([[1, 1, 0, 1]]), old_logp=logprobs(x, y).logp - 0.05,
+        objective=Objective(entropy_coef=0.1),
+    )  # fmt: skip
+
+    def run(**options):
+        return jax.value_and_grad(lambda x: grpo_loss(x, y, **given, **options)[0])(x)
+
+    loss, d = run(backend="mosaic_gpu", interpret=True)
+    want, want_d = run(backend="chunked")
+    np.testing.assert_allclose(float(loss), float(want), rtol=1e-6)
+    assert_close(d, np.asarray(want_d.astype(jnp.float32)), jnp.bfloat16)
+
+
+@needs_interpreter
+def test_public_head_call():
+    rng = np.random.default_rng(4)
+    h = jnp.asarray(rng.normal(size=(1, 4, 16)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(523, 16)), jnp.float32)
+    y = jnp.asarray(rng.integers(0, 523, (1, 4)), jnp.int32)
+
+    def run(**options):
+        def loss(h, w):
+            return linear_grpo_loss(h, w, y, advantages=jnp.asarray([0.7]), **options)[0]
+
+        return jax.value_and_grad(loss, (0, 1))(h, w)
+
+    loss, d = run(backend="mosaic_gpu", interpret=True)
+    want, want_d = run(backend="chunked")
+    np.testing.assert_allclose(float(loss), float(want), rtol=1e-6)
+    for a, b in zip(d, want_d, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+@needs_interpreter
+def test_tiles_fit_every_width():
+    for itemsize, dtype in ((2, jnp.bfloat16), (4, jnp.float32)):
+        for n, v in ((1, 64), (7, 4095), (4096, 151643), (4096, 151936), (5, 16 * 4096 + 1), (3, 32785), (3, 32768)):
+            t, shape = mosaic_gpu.tiles_for(n, v, dtype), Shape(n, v, v, 16 // itemsize)
+            assert shape.suits(t) and t.columns % t.lanes == 0
+            assert t.warpgroups * (t.slots * t.columns * itemsize + 16 * t.lanes) <= 227 * 1024
+            assert t.warpgroups * t.slots <= 32 and t.ring <= t.slots
+    t = mosaic_gpu.tiles_for(4096, 151936, jnp.bfloat16)
+    assert (t.warpgroups, t.columns, t.slots, t.ring, t.lag) == (4, 4096, 6, 3, 1)
+
+
+@needs_interpreter
 def test_what_it_refuses_and_what_it_tells():
     mosaic_gpu.check(4096, 151936, jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="multiple of 8"):
-        mosaic_gpu.check(4096, 151643, jnp.bfloat16)
+    mosaic_gpu.check(4096, 151643, jnp.bfloat16)
+    mosaic_gpu.check(16384, 151643, jnp.bfloat16)  # more than 2^31 logits
+    with pytest.raises(NotImplementedError, match="number of rows, that is a multiple of 8"):
+        mosaic_gpu.check(16385, 151643, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="64 bytes"):
+        mosaic_gpu.check(16, 31, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="float64"):
         mosaic_gpu.check(4096, 151936, "float64")
     with pytest.raises(NotImplementedError, match="cpu"):

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import jax
+from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 _LEAST_VMEM = 64 << 20
@@ -19,15 +20,37 @@ def tpu_vmem_bytes() -> int:
         return _LEAST_VMEM
 
 
+def in_hbm(x: Array, interpret: Any) -> Array:
+    """``x`` kept in HBM: XLA likes to move a small operand into VMEM, beside a kernel that has asked for most of it."""
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def hbm_output(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
+    """The struct of a kernel's output that stays in HBM; see :func:`in_hbm`."""
+    return jax.ShapeDtypeStruct(shape, dtype) if interpret else pltpu.HBM(shape, dtype)
+
+
 def mosaic_gpu_reason() -> str | None:
     """Why this jax cannot run the Mosaic GPU kernels, or ``None``: they need the warpgroup semantics of 0.11."""
     version = tuple(int(x) for x in jax.__version__.split(".")[:2])
     return None if version >= (0, 11) else f"it needs jax 0.11 or newer, this is {jax.__version__}"
 
 
-def gpu_load(ref: Any, layout: Any) -> Any:
-    """A whole (sub-)reference in registers with a given layout; jax 0.11 wants an index beside the reference."""
+def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
+    """A whole (sub-)reference in registers with a given layout; jax 0.11 wants an index beside the reference.
+
+    Loads from global memory into the layout of an accumulator are not ``optimized``.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     takes_index = "idx" in inspect.signature(plgpu.load).parameters
-    return plgpu.load(ref, (), layout=layout) if takes_index else plgpu.load(ref, layout=layout)
+    if takes_index:
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg, unused-ignore]
+
+
+def gpu_interpreter() -> Any:
+    """Pallas' interpreter of Mosaic GPU kernels, which jax 0.10 does not have."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from logitless.head.operator import (
     Head,
@@ -102,13 +102,12 @@ def _sweep_stats(
     targets: Array,
     transform: LogitTransform,
 ) -> TokenStats:
-    def body(i: Array, out: TokenStats) -> TokenStats:
-        visit = sweep.visit(i)
+    def body(visit: Visit, out: TokenStats) -> TokenStats:
         x = raw_logits(_chunk_hidden(visit, h), head, c.logits_dtype)
         t, inside = _chunk_transform(transform, visit), visit.inside(h.shape[0])
         return jax.tree.map(visit.put, out, c.rows.statistics(x, visit.take(targets), t, inside))
 
-    return lax.fori_loop(sweep.first, sweep.last, body, out)
+    return sweep.run(body, out)
 
 
 def token_stats(
@@ -156,16 +155,15 @@ def stats_and_gradients(
     gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
     acc = _Accumulator(c, wanted)
 
-    def body(i: Array, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
+    def body(visit: Visit, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
         out, grads = carry
-        visit = gradient.visit(i)
         h_chunk = _chunk_hidden(visit, h)
         x = raw_logits(h_chunk, head, c.logits_dtype)
         own, t = _chunk_inputs(inputs, visit, n), _chunk_transform(transform, visit)
         stats, dx = c.rows.statistics_and_dx(x, visit.take(targets), t, objective, own, h.dtype)
         return jax.tree.map(visit.put, out, stats), acc.add(visit, grads, dx, h_chunk, head)
 
-    stats, (dh, grads) = lax.fori_loop(gradient.first, gradient.last, body, (blank_stats(n), acc.start(h, head)))
+    stats, (dh, grads) = gradient.run(body, (blank_stats(n), acc.start(h, head)))
     stats = _sweep_stats(c, rest, stats, h, head, targets, transform)
     return stats, dh, in_parameter_dtypes(grads, head)
 
@@ -180,9 +178,10 @@ def stats_in_gradient_order(
     inputs: LossInputs,
 ) -> TokenStats:
     """The statistics of :func:`stats_and_gradients`, to the bit, without its gradients."""
-    gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
-    both = dataclasses.replace(gradient, last=rest.last)
-    return _sweep_stats(c, both, blank_stats(h.shape[0]), h, head, targets, transform)
+    stats = blank_stats(h.shape[0])
+    for sweep in split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk):
+        stats = _sweep_stats(c, sweep, stats, h, head, targets, transform)
+    return stats
 
 
 def gradients(
@@ -202,8 +201,7 @@ def gradients(
     sweep = live_sweep(moving, c.chunk)
     acc = _Accumulator(c, wanted)
 
-    def body(i: Array, carry: Any) -> Any:
-        visit = sweep.visit(i)
+    def body(visit: Visit, carry: Any) -> Any:
         h_chunk = _chunk_hidden(visit, h)
         x = raw_logits(h_chunk, head, c.logits_dtype)
         inside = visit.inside(n)
@@ -212,5 +210,5 @@ def gradients(
         dx = c.rows.dx_from(x, visit.take(targets), t, s_chunk, g_chunk, h.dtype)
         return acc.add(visit, carry, dx, h_chunk, head)
 
-    dh, grads = lax.fori_loop(sweep.first, sweep.last, body, acc.start(h, head))
+    dh, grads = sweep.run(body, acc.start(h, head))
     return dh, in_parameter_dtypes(grads, head)

@@ -8,11 +8,18 @@ shapes nor compilations depend on how many there are.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from logitless.pytree import register, static
+
+T = TypeVar("T")
+
+_SPLIT_REST_FROM = 1024
+"""Chunks of at least this many tokens have their rest cut smaller; below it a quarter is too thin for a matmul."""
 
 
 @register
@@ -39,49 +46,76 @@ class Visit:
 @register
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Chunks ``[first, last)`` of the tokens in ``order`` (``None``: as they stand)."""
+    """``count`` tokens of ``order`` (``None``: as they stand) from position ``start`` on, in chunks.
+
+    What is left after the whole chunks takes one more chunk, or a few quarter chunks if it is less than half of one, so
+    that the cost follows the number of tokens and not its next multiple of the chunk.
+    """
 
     order: Array | None
-    first: Array | int
-    last: Array | int
+    start: Array | int
     count: Array | int
+    limit: Array | int  # tokens from ``start`` on that may fill up the last chunk; at least ``count``
     n: int = static(0)
     chunk: int = static(0)
 
-    def visit(self, i: Array) -> Visit:
-        """The ``i``-th chunk."""
-        position = i * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
-        inside = jnp.minimum(position, self.n - 1)
+    @property
+    def small(self) -> int:
+        """Size of the chunks that the rest is cut into."""
+        return self.chunk // 4 if self.chunk >= _SPLIT_REST_FROM else self.chunk
+
+    def trips(self) -> tuple[Array | int, Array | int]:
+        """Numbers of whole and of small chunks."""
+        if self.small == self.chunk:
+            return _ceil(self.count, self.chunk), 0
+        rest = self.count % self.chunk
+        one_more = rest > self.chunk // 2
+        whole = self.count // self.chunk + one_more
+        return whole, jnp.where(one_more, 0, _ceil(rest, self.small))
+
+    def visit(self, position: Array | int, size: int) -> Visit:
+        """``size`` tokens from the sweep's own ``position`` on."""
+        at = position + jnp.arange(size, dtype=jnp.int32)
+        inside = jnp.minimum(self.start + at, self.n - 1)
         rows = inside if self.order is None else self.order.at[inside].get(mode="promise_in_bounds")
-        return Visit(read=rows, write=jnp.where(position < self.count, rows, self.n))
+        return Visit(read=rows, write=jnp.where(at < self.limit, rows, self.n))
+
+    def covered(self) -> Array | int:
+        """Positions that the chunks reach."""
+        whole, few = self.trips()
+        return whole * self.chunk + few * self.small
+
+    def run(self, body: Callable[[Visit, T], T], carry: T) -> T:
+        """``body`` over all chunks. The trip counts are traced: no shape depends on how many tokens there are."""
+        whole, few = self.trips()
+        carry = lax.fori_loop(0, whole, lambda i, c: body(self.visit(i * self.chunk, self.chunk), c), carry)
+        if self.small == self.chunk:
+            return carry
+        done = whole * self.chunk
+        return lax.fori_loop(0, few, lambda i, c: body(self.visit(done + i * self.small, self.small), c), carry)
 
 
-def _chunks(count: Array | int, chunk: int) -> Array | int:
+def _ceil(count: Array | int, chunk: int) -> Array | int:
     return (count + (chunk - 1)) // chunk
 
 
 def whole_sweep(n: int, chunk: int) -> Sweep:
     """Every token."""
-    return Sweep(None, 0, _chunks(n, chunk), n, n=n, chunk=chunk)
+    return Sweep(None, 0, n, n, n=n, chunk=chunk)
 
 
 def live_sweep(live: Array, chunk: int) -> Sweep:
     """The tokens where ``live [N]`` is true, in their own order."""
-    n = live.shape[0]
     order = jnp.argsort(~live, stable=True).astype(jnp.int32)
     count = jnp.sum(live, dtype=jnp.int32)
-    return Sweep(order, 0, _chunks(count, chunk), count, n=n, chunk=chunk)
+    return Sweep(order, 0, count, count, n=live.shape[0], chunk=chunk)
 
 
 def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:
-    """Live tokens, those that are also ``active`` first: ``(chunks with any active token, the other live chunks)``."""
-    n = live.shape[0]
+    """``(live tokens that are also active, and as many others as fill its last chunk; the other live tokens)``."""
     rank = jnp.where(live & active, 0, jnp.where(live, 1, 2))
     order = jnp.argsort(rank, stable=True).astype(jnp.int32)
-    count = jnp.sum(live, dtype=jnp.int32)
-    middle = _chunks(jnp.sum(live & active, dtype=jnp.int32), chunk)
-    last = _chunks(count, chunk)
-    return (
-        Sweep(order, 0, middle, count, n=n, chunk=chunk),
-        Sweep(order, middle, last, count, n=n, chunk=chunk),
-    )
+    n, count = live.shape[0], jnp.sum(live, dtype=jnp.int32)
+    first = Sweep(order, 0, jnp.sum(live & active, dtype=jnp.int32), count, n=n, chunk=chunk)
+    left = jnp.maximum(count - first.covered(), 0)
+    return first, Sweep(order, first.covered(), left, left, n=n, chunk=chunk)

@@ -4,8 +4,9 @@
     dlogits            gradient from given cotangents; one read, one write
     stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
 
-The maths is in ``stats.py`` and ``transform.py``; ``mosaic_gpu_tiles.py`` says how a row is cut up,
-``mosaic_gpu_kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is false
+The maths is in ``stats.py`` and ``transform.py``; ``mosaic_gpu_layout.py`` says where rows lie in memory,
+``mosaic_gpu_tiles.py`` how one is worked on, ``mosaic_gpu_kernels.py`` holds the kernels, and this file chooses tiles
+and launches. Rows whose ``live`` is false
 are not read.
 """
 
@@ -20,10 +21,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless.compat import mosaic_gpu_reason
+from logitless.compat import gpu_interpreter, mosaic_gpu_reason
 from logitless.logits import mosaic_gpu_kernels as kernels
 from logitless.logits.mosaic_gpu_kernels import STAT_FIELDS, Operands, Shared
-from logitless.logits.mosaic_gpu_tiles import Shape, Tiles
+from logitless.logits.mosaic_gpu_layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
@@ -31,27 +32,40 @@ from logitless.transform import LogitTransform
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHARED_BYTES = 216 * 1024  # of the 227 KiB a Hopper block may have; the rest holds barriers and reductions
 _BARRIERS = 32  # a Mosaic barrier array holds at most this many
+_INT32 = 2**31 - 1
+_WARPGROUPS = 4  # 512 threads of 128 registers: no kernel spills in its loops
+_TILE_BYTES = 8192
+_LANES = 512
 _BLOCKS = 132  # streaming multiprocessors of an H100 or H200
 
 
 def tiles_for(n: int, v: int, dtype: Any) -> Tiles:
-    """The rule: two warpgroups, 8 KiB tiles, as many slots as shared memory holds; fewer for small vocabularies."""
+    """The rule: four warpgroups, 8 KiB tiles, a ring of three slots, as many slots as shared memory holds.
+
+    On an H200 at (4096, 151936) bfloat16 that takes 1.03 times a plain copy; two warpgroups 1.22, 6 KiB tiles 1.07
+    (docs/benchmarks.md). Vocabularies of fewer than eight tiles get smaller ones, down to ``_LANES`` columns, so that
+    each warpgroup has two: one is swept while the other is copied.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    lanes = 512
-    columns = max(8192 // itemsize, lanes)
-    while columns > lanes and v < 4 * columns:
+    columns = max(_TILE_BYTES // itemsize, _LANES)
+    while columns > _LANES and -(-v // columns) < 2 * _WARPGROUPS:
         columns //= 2
-    warpgroups = 2 if v > columns else 1
-    return fitted(Tiles(warpgroups, columns, _BARRIERS, _BARRIERS, 2, lanes, _BLOCKS), n, v, itemsize)
+    return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize)
 
 
 def fitted(t: Tiles, n: int, v: int, itemsize: int) -> Tiles:
-    """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are."""
-    tiles = -(-v // t.columns)
+    """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are.
+
+    Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row.
+    """
+    shape = Shape(n, v, v, 16 // itemsize)
+    while not shape.suits(t):
+        t = dataclasses.replace(t, columns=t.columns + t.lanes)
+    tiles = shape.tiles(t)
     t = dataclasses.replace(t, warpgroups=min(t.warpgroups, tiles))
     room = _SHARED_BYTES - (t.warpgroups - 1) * 16 * t.lanes
     slots = min(t.slots, room // (t.warpgroups * t.columns * itemsize), _BARRIERS // t.warpgroups)
-    slots = max(min(slots, tiles // t.warpgroups), 1)
+    slots = max(min(slots, -(-tiles // t.warpgroups)), 1)
     ring = max(min(t.ring, slots // 2), 1)
     return dataclasses.replace(t, slots=slots, ring=ring, blocks=min(t.blocks, n))
 
@@ -66,29 +80,31 @@ def check(n: int, v: int, dtype: Any, platform: str = "gpu", interpret: bool = F
         raise NotImplementedError(f"mosaic_gpu: logits are {name}; it takes {', '.join(_DTYPES)}")
     if platform not in ("gpu", "cuda") and not interpret:
         raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
-    unit = 16 // jnp.dtype(dtype).itemsize
-    if v % unit:
-        raise NotImplementedError(
-            f"mosaic_gpu: rows of {v} {name} logits do not start at multiples of 16 bytes, which bulk copies need "
-            f"(a vocabulary that is a multiple of {unit} does)"
-        )
     if n < 1 or v < 1:
         raise NotImplementedError(f"mosaic_gpu: logits [{n}, {v}] are empty")
+    shape = Shape(n, v, v, 16 // jnp.dtype(dtype).itemsize)
+    if shape.ragged and v < 4 * shape.unit:
+        raise NotImplementedError(f"mosaic_gpu: rows of {v} {name} logits are shorter than the 64 bytes it needs")
+    if not shape.group and n * v > _INT32:
+        raise NotImplementedError(
+            f"mosaic_gpu: {n} rows of {v} {name} logits are more than 2^31 logits whose rows start between multiples "
+            f"of 16 bytes (a vocabulary, or a number of rows, that is a multiple of {shape.unit} would do)"
+        )
 
 
 def describe(n: int, v: int, dtype: Any) -> dict[str, Any]:
     """Tiles and bytes moved, for ``explain``."""
     t = tiles_for(n, v, dtype)
-    size = n * v * jnp.dtype(dtype).itemsize
-    tiles = -(-v // t.columns)
-    per_group = -(-tiles // t.warpgroups)
+    itemsize = jnp.dtype(dtype).itemsize
+    size = n * v * itemsize
+    per_group = -(-Shape(n, v, v, 16 // itemsize).tiles(t) // t.warpgroups)
     return {
         "columns": t.columns,
         "warpgroups": t.warpgroups,
         "slots": t.slots,
         "blocks": t.blocks,
         "hbm_bytes": 2 * size,
-        "l2_bytes": int(size * max(per_group - t.slots, 0) / per_group),
+        "l2_bytes": size * max(per_group - t.slots, 0) // per_group,
     }
 
 
@@ -109,15 +125,20 @@ def _launch(
 ) -> tuple[list[Array], Array | None]:
     """Run ``body(operands, shared, shape, tiles, *extra_refs)``; returns ``(statistics, dlogits)``."""
     n, v = logits.shape
-    tiles = tiles_for(n, v, logits.dtype) if tiles is None else fitted(tiles, n, v, logits.dtype.itemsize)
-    shape = Shape(n, v, vocab_size)
+    if tiles is None:
+        tiles = tiles_for(n, v, logits.dtype)
+        if interpret:  # a warpgroup that waits holds one of the host's threads there, and there may be only two
+            tiles = dataclasses.replace(tiles, warpgroups=min(tiles.warpgroups, 2))
+    tiles = fitted(tiles, n, v, logits.dtype.itemsize)
+    shape = Shape(n, v, vocab_size, 16 // logits.dtype.itemsize)
+    viewed = logits.reshape(shape.view)
     numbers = {k: x for k, x in dataclasses.asdict(transform).items() if x is not None}
     given = [jnp.asarray(x, jnp.float32).reshape(-1) for x in numbers.values()]
     flags = [] if live is None else [live.astype(jnp.int32)]
     inputs = [targets.astype(jnp.int32), *flags, *given, *extra]
     outputs = [jax.ShapeDtypeStruct((n,), jnp.float32)] * (len(STAT_FIELDS) if writes_stats else 0)
     if writes_logits and not donate:
-        outputs.append(jax.ShapeDtypeStruct((n, v), logits.dtype))
+        outputs.append(jax.ShapeDtypeStruct(shape.view, logits.dtype))
 
     def kernel(x: Any, *refs: Any) -> None:
         refs_in, rest = refs[: len(inputs)], refs[len(inputs) :]
@@ -139,21 +160,22 @@ def _launch(
         scratch_types=kernels.scratch(tiles, logits.dtype, writes_stats),
         grid=(tiles.blocks,),
         grid_names=("block",),
-        **({"num_threads": tiles.warpgroups, "thread_name": "wg"} if tiles.warpgroups > 1 else {}),
+        num_threads=tiles.warpgroups if tiles.warpgroups > 1 else None,
+        thread_name="wg" if tiles.warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=logits.dtype.itemsize < 4,  # see mosaic_gpu_tiles.Power
             # The kernels place their own barriers: a slot is read and written by the same threads.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-        interpret=plgpu.InterpretGPUParams() if interpret is True else (interpret or None),
+        interpret=gpu_interpreter() if interpret is True else (interpret or None),
     )
     if donate and writes_logits:
-        ref = jax.new_ref(logits)
+        ref = jax.new_ref(viewed)
         results = launch(ref, *inputs)
-        return list(results or ()), jax.freeze(ref)
-    results = list(launch(logits, *inputs))
-    return (results[:-1], results[-1]) if writes_logits else (results, None)
+        return list(results or ()), jax.freeze(ref).reshape(n, v)
+    results = list(launch(viewed, *inputs))
+    return (results[:-1], results[-1].reshape(n, v)) if writes_logits else (results, None)
 
 
 def _as_stats(values: Sequence[Array]) -> TokenStats:

@@ -8,6 +8,7 @@ into shared memory a second time, from L2. No matmuls.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +21,11 @@ from logitless import stats as st
 from logitless import transform as tr
 from logitless.compat import gpu_load
 from logitless.logits import mosaic_gpu_scalars as scalar
+from logitless.logits.mosaic_gpu_layout import Shape, Tiles
 from logitless.logits.mosaic_gpu_tiles import (
     Coefficients,
     Lanes,
-    Shape,
     Sweep,
-    Tiles,
     clear_dead_rows,
     coefficients,
     next_row,
@@ -34,6 +34,7 @@ from logitless.logits.mosaic_gpu_tiles import (
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
+_NOWHERE = -64  # a column left of every place of a row's first tile
 STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))
 
 
@@ -104,7 +105,16 @@ def _first_row(o: Operands, shape: Shape, t: Tiles) -> Array:
 
 
 def _loop(count: Array, body: Callable[[Array], None]) -> None:
-    lax.fori_loop(jnp.int32(0), count, lambda j, c: (body(j), c)[1], jnp.int32(0))
+    def step(j: Array, carry: None) -> None:
+        body(j)
+
+    lax.fori_loop(jnp.int32(0), count, step, None)
+
+
+def _ring(shape: Shape, t: Tiles) -> tuple[Array, int]:
+    """``(slots, lag)`` of a ring that runs on across rows: no more slots than any warpgroup has tiles."""
+    slots = max(min(t.slots, shape.tiles(t) // t.warpgroups), 1)
+    return jnp.int32(slots), min(t.lag, slots - 1)
 
 
 def _finish_row(
@@ -175,7 +185,7 @@ def _meet(sm: Shared, sweep: Sweep) -> None:
 def _hidden_target(y: Array, vocab: int) -> tuple[Array, Array]:
     """``(column to hide, column to read)``; a target outside the vocabulary hides nothing."""
     valid = jnp.logical_and(y >= 0, y < vocab)
-    return jnp.where(valid, y, -1), jnp.where(valid, y, 0)
+    return jnp.where(valid, y, _NOWHERE), jnp.where(valid, y, 0)
 
 
 def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
@@ -183,25 +193,25 @@ def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
     for i in range(lag):
         plgpu.wait_smem_to_gmem(lag - 1 - i, wait_read_only=True)
         q = last - lag + i
-        pl.when(q >= 0)(lambda q=q: refill(q))
+        pl.when(q >= 0)(functools.partial(refill, q))
 
 
 def statistics(o: Operands, sm: Shared, shape: Shape, t: Tiles) -> None:
     """One sweep over a plain ring of slots that runs on across rows."""
     copies = Sweep(shape, t, o.x, sm.buf, sm.full, LogitTransform())
-    slots = jnp.int32(t.slots)
+    slots, _ = _ring(shape, t)
     start = _first_row(o, shape, t)
     pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
 
     def row(r: Array, y: Array, after: Array, n: Array) -> None:
-        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, o.transform_at(r))
+        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, o.transform_at(r), r)
         hide, read = _hidden_target(y, shape.vocab)
-        x_y = o.x[r, read]
+        x_y = o.x[shape.place(r, read)]
         base = n * sweep.count
 
         def tile(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
             slot = lax.rem(base + j, slots)
-            sweep.wait(slot)
+            sweep.wait(j, slot)
             sweep.hide_padding(j, slot)
             sweep.hide_target(j, slot, hide)
             sums = sweep.accumulate(j, slot, Lanes(*leaves), hide)
@@ -224,18 +234,17 @@ def statistics(o: Operands, sm: Shared, shape: Shape, t: Tiles) -> None:
 def gradient(o: Operands, sm: Shared, shape: Shape, t: Tiles, given: Sequence[Any]) -> None:
     """dlogits from statistics and cotangents (``given``: those of logp, entropy and lse, each ``[N]``)."""
     copies = Sweep(shape, t, o.x, sm.buf, sm.full, LogitTransform())
-    slots = jnp.int32(t.slots)
-    lag = min(t.lag, t.slots - 1)
+    slots, lag = _ring(shape, t)
     start = _first_row(o, shape, t)
     pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
 
     def row(r: Array, y: Array, after: Array, n: Array) -> None:
         transform = o.transform_at(r)
         # The swept quantity must belong to max_logit, which is a transformed one: nothing is folded here.
-        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, transform)
+        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, transform, r)
         sweep.folded, sweep.k = transform.temperature is None and sweep.folded, jnp.float32(sweep.power.unit)
         hide, read = _hidden_target(y, shape.vocab)
-        x_y = o.x[r, read]
+        x_y = o.x[shape.place(r, read)]
         s = TokenStats(*(ref[r] for ref in o.stats))
         g = StatCotangents(*(ref[r] for ref in given))
         c = coefficients(s, g, x_y, s.max_logit, sweep.folded, transform, sweep.power)
@@ -252,7 +261,7 @@ def gradient(o: Operands, sm: Shared, shape: Shape, t: Tiles, given: Sequence[An
 
         def tile(j: Array) -> None:
             slot = lax.rem(base + j, slots)
-            sweep.wait(slot)
+            sweep.wait(j, slot)
             sweep.hide_padding(j, slot)
             sweep.emit(j, slot, c)
             sweep.put(j, slot, hide, c.at_target)
@@ -300,15 +309,15 @@ def both(
         return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
 
     def row(r: Array, y: Array, after: Array, n: Array) -> None:
-        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, o.transform_at(r))
+        sweep = Sweep(shape, t, o.x, sm.buf, sm.full, o.transform_at(r), r)
         hide, read = _hidden_target(y, shape.vocab)
-        x_y = o.x[r, read]
+        x_y = o.x[shape.place(r, read)]
         own = [ref[r] for ref in columns]
         streamed = jnp.maximum(sweep.count - held, 0)
 
         def tile_1(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
             slot = slot_of(j)
-            sweep.wait(slot)
+            sweep.wait(j, slot)
             sweep.hide_padding(j, slot)
             sweep.hide_target(j, slot, hide)
             sums = sweep.accumulate(j, slot, Lanes(*leaves), hide)
@@ -347,7 +356,7 @@ def both(
 
                 @pl.when(jnp.logical_and(q >= ring, q < streamed))
                 def _() -> None:
-                    sweep.wait(slot)
+                    sweep.wait(j, slot)
                     sweep.hide_padding(j, slot)
 
             lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c), lambda: sweep.clear(slot))

@@ -11,8 +11,9 @@ place and copies it out of the same slot; the target's entry is written over. A 
 has been read: with the part of this row that shared memory could not hold (a second read, served by L2), then with the
 next row. Per element and sweep: one conversion, one power, 6 to 8 multiply-adds or comparisons.
 
-Copies are contiguous ``cp.async.bulk`` of exactly the columns that exist. (A block that hangs over the end of a row,
-as ``emit_pipeline`` makes it, would be clamped only at the end of the *array*, and write into the next row.)
+Copies are contiguous ``cp.async.bulk`` of 16-byte words; ``mosaic_gpu_layout.py`` says which ones, and what happens to
+rows that do not start at one. (A block that hangs over the end of a row, as ``emit_pipeline`` makes it, would be
+clamped only at the end of the *array*, and write into the next row.)
 """
 
 from __future__ import annotations
@@ -30,41 +31,13 @@ from logitless import stats as st
 from logitless import transform as tr
 from logitless.compat import gpu_load
 from logitless.logits import mosaic_gpu_scalars as scalar
+from logitless.logits.mosaic_gpu_layout import Number, Shape, Tiles, row_index, select
 from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
 LOG2E = scalar.LOG2E
 _LOW = -1e30  # stands for -inf in the carries: differences stay finite
 ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Shape of the work; see the module's docstring. ``ring`` of the ``slots`` are reused while sweep 1 runs."""
-
-    warpgroups: int
-    columns: int
-    slots: int
-    ring: int
-    lag: int
-    lanes: int
-    blocks: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The problem: ``rows x width`` logits whose first ``vocab`` columns count."""
-
-    rows: int
-    width: int
-    vocab: int
-
-    def tiles(self, t: Tiles) -> int:
-        return -(-self.width // t.columns)
-
-    def tail(self, t: Tiles) -> int:
-        """Columns of a last, partial tile; 0 if there is none."""
-        return self.width % t.columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +89,12 @@ class Lanes:
 class Sweep:
     """One warpgroup's view of the tiles: copies, patches, and the two loop bodies."""
 
-    def __init__(self, shape: Shape, t: Tiles, x: Any, buf: Any, full: Any, transform: LogitTransform):
+    def __init__(
+        self, shape: Shape, t: Tiles, x: Any, buf: Any, full: Any, transform: LogitTransform, row: Number | None = None
+    ):
         self.shape, self.t, self.x, self.buf, self.full = shape, t, x, buf, full
+        self.row = row  # the row in the slots; ``None`` where only copies are made
+        self.shift: Number = 0 if row is None else shape.shift(row)
         self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
         self.count = lax.div(shape.tiles(t) - self.w + (t.warpgroups - 1), jnp.int32(t.warpgroups))
         self.transform = transform
@@ -141,37 +118,72 @@ class Sweep:
 
     def load(self, row: Array, j: Array, slot: Array) -> None:
         """Start copying tile ``j`` of ``row`` into ``slot``, which nobody reads any more."""
-        tile, i = self.tile(j), self.index(slot)
+        tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
+        shift = self.shape.shift(row)
+        start = row_index(self.shape.place(row, tile * c - shift), lambda at: at)
 
         def copy(width: int) -> None:
             plgpu.copy_gmem_to_smem(
-                self.x.at[row, pl.ds(tile * self.t.columns, width)],
+                self.x.at[row_index(start, lambda at: pl.ds(at, width))],
                 self.buf.at[i, pl.ds(0, width)],
                 self.full.at[i],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
-        self._by_width(tile, copy)
+        lasts = [end - last for end in self.shape.loaded_ends()]
+        width = jnp.where(tile * c == last, self.shape.loaded_end(row, shift) - last, c)
+        select(width, sorted({*lasts, *([c] if last else [])}, reverse=True), copy)
 
     def store(self, out: Any, row: Array, j: Array, slot: Array) -> None:
-        """Start copying ``slot`` to tile ``j`` of ``out[row]``."""
-        tile, i = self.tile(j), self.index(slot)
+        """Start copying ``slot`` to tile ``j`` of ``out[row]``; one bulk copy, and the entries in shared words."""
+        tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
+        shift, unit = self.shape.shift(row), self.shape.unit
 
-        def copy(width: int) -> None:
-            plgpu.copy_smem_to_gmem(self.buf.at[i, pl.ds(0, width)], out.at[row, pl.ds(tile * self.t.columns, width)])
+        def copy(begin: int, end: int) -> None:
+            at = self.shape.place(row, tile * c + begin - shift)
+            plgpu.copy_smem_to_gmem(
+                self.buf.at[i, pl.ds(begin, end - begin)], out.at[row_index(at, lambda at: pl.ds(at, end - begin))]
+            )
 
-        self._by_width(tile, copy)
-
-    def _by_width(self, tile: Array, copy: Callable[[int], None]) -> None:
-        tail = self.shape.tail(self.t)
-        if not tail:
-            copy(self.t.columns)
+        lasts = [end - last for end in self.shape.stored_ends()]
+        heads = [0, unit] if self.shape.ragged else [0]
+        runs = {(0, end) for end in lasts} | {(0, c)} | {(head, c) for head in heads}
+        if not last:
+            runs = {(head, end) for head in heads for end in lasts}
+        by_key = {begin + 2 * end: (begin, end) for begin, end in runs}
+        assert len(by_key) == len(runs)
+        is_first, is_last = tile == 0, tile * c == last
+        stored_end = self.shape.stored_end(shift)
+        key = 2 * jnp.where(is_last, stored_end - last, c)
+        if self.shape.ragged:
+            key = key + jnp.where(jnp.logical_and(is_first, shift > 0), unit, 0)
+        select(key, sorted(by_key, key=lambda k: by_key[k] != (0, c)), lambda k: copy(*by_key[k]))
+        if not self.shape.ragged:
             return
-        last = tile == self.shape.tiles(self.t) - 1
-        lax.cond(last, lambda: copy(tail), lambda: copy(self.t.columns))
 
-    def wait(self, slot: Array) -> None:
+        def one_by_one(begin: Number, end: Number, first: int) -> None:
+            def entry(p: Array, _: None) -> None:
+                out[self.shape.place(row, p - shift)] = self.buf[i, p - first]
+
+            lax.fori_loop(begin, end, entry, None)
+
+        pl.when(jnp.logical_and(is_first, shift > 0))(lambda: one_by_one(shift, jnp.int32(unit), 0))
+        pl.when(is_last)(lambda: one_by_one(stored_end, shift + self.shape.width, last))
+
+    def wait(self, j: Array, slot: Array) -> None:
+        """Wait for tile ``j`` of this row, and fetch what the array's end keeps from bulk copies."""
         plgpu.barrier_wait(self.full.at[self.index(slot)])
+        if not self.shape.remainder:
+            return
+        row, first = self.shape.rows - 1, self.shape.last(self.t)
+        shift = row * self.shape.width % self.shape.unit
+        end = shift + self.shape.width
+
+        @pl.when(jnp.logical_and(self.row == row, self.tile(j) * self.t.columns == first))
+        def _() -> None:
+            for p in range(end - self.shape.remainder, end):
+                self.buf[self.index(slot), p - first] = self.x[self.shape.place(row, p - shift)]
+            plgpu.commit_smem()
 
     def piece(self, slot: Array, s: int) -> Array:
         return gpu_load(self.buf.at[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)], self.layout)
@@ -182,21 +194,29 @@ class Sweep:
     # Patches, in shared memory, of the few tiles that are not like the others.
 
     def columns(self, j: Array, s: int) -> Array:
-        """Column numbers of piece ``s`` of tile ``j``."""
+        """Column numbers of piece ``s`` of tile ``j``; negative ones belong to the row before."""
         iota = plgpu.broadcasted_iota(jnp.int32, (self.t.lanes,), 0, layout=self.layout)
-        return iota + (self.tile(j) * self.t.columns + s * self.t.lanes)
+        return iota + (self.tile(j) * self.t.columns + s * self.t.lanes - self.shift)
+
+    def counts(self, column: Array) -> Array:
+        """Whether a column is one of the vocabulary's."""
+        below = column < self.shape.vocab
+        return jnp.logical_and(column >= 0, below) if self.shape.ragged else below
 
     def hide_padding(self, j: Array, slot: Array) -> None:
-        """``-inf`` in the columns at or beyond the vocabulary, also where the tile hangs over the row's end."""
+        """``-inf`` in the places that hold no column of the vocabulary."""
         full = self.shape.vocab % self.t.columns == 0 and self.shape.vocab == self.shape.width
-        if full or not self.patched:
+        if (full and not self.shape.ragged) or not self.patched:
             return
+        holds = (self.tile(j) + 1) * self.t.columns > self.shape.vocab + self.shift
+        if self.shape.ragged:
+            holds = jnp.logical_or(holds, jnp.logical_and(self.tile(j) == 0, self.shift > 0))
 
-        @pl.when((self.tile(j) + 1) * self.t.columns > self.shape.vocab)
+        @pl.when(holds)
         def _() -> None:
             for s in self.pieces():
                 x = self.piece(slot, s)
-                hidden = jnp.where(self.columns(j, s) < self.shape.vocab, x, jnp.full_like(x, NEG_INF))
+                hidden = jnp.where(self.counts(self.columns(j, s)), x, jnp.full_like(x, NEG_INF))
                 self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = hidden
             plgpu.commit_smem()
 
@@ -207,7 +227,7 @@ class Sweep:
 
     def put(self, j: Array, slot: Array, column: Array, value: Array) -> None:
         """Write one column of the row, if it lies in this tile."""
-        inside = column - self.tile(j) * self.t.columns
+        inside = column - (self.tile(j) * self.t.columns - self.shift)
 
         @pl.when(jnp.logical_and(inside >= 0, inside < self.t.columns))
         def _() -> None:
@@ -223,7 +243,7 @@ class Sweep:
         if self.patched:
             return u
         column = self.columns(j, s)
-        return jnp.where(jnp.logical_and(column < self.shape.vocab, column != target), u, NEG_INF)
+        return jnp.where(jnp.logical_and(self.counts(column), column != target), u, NEG_INF)
 
     def accumulate(self, j: Array, slot: Array, sums: Lanes, target: Array) -> Lanes:
         """Sweep 1 over a tile."""
@@ -359,7 +379,11 @@ def clear_dead_rows(sweep: Sweep, out: Any | None, stats_out: Sequence[Any], liv
             for o in stats_out:
                 o[r] = jnp.float32(0.0)
             if out is not None:
-                lax.fori_loop(0, sweep.count, lambda j, _: (sweep.store(out, r, j, jnp.int32(0)), None)[1], None)
+
+                def store(j: Array, carry: None) -> None:
+                    sweep.store(out, r, j, jnp.int32(0))
+
+                lax.fori_loop(0, sweep.count, store, None)
 
         return r + t.blocks
 

@@ -1,0 +1,156 @@
+"""Writes docs/benchmarks.md from the files under benchmarks/results: ``python benchmarks/tables.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def read(name: str) -> Any:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def mib(n: float) -> str:
+    return f"{n / 2**20:,.0f}"
+
+
+def case_value(row: dict[str, Any]) -> str:
+    return f"{row['median_ms']:.2f} | {mib(row['temporaries'])}" if "error" not in row else "failed |"
+
+
+def gate_rows(gates: dict[str, Any]) -> list[str]:
+    out = ["| bar | reached | limit | |", "|---|---|---|---|"]
+    for name, gate in gates.items():
+        met = "met" if gate["ok"] else "**missed**"
+        out.append(f"| {name} | {gate['value']:.3f} | {gate['limit']:.3g} | {met} |")
+    return [*out, ""]
+
+
+def head_tables() -> list[str]:
+    out = [
+        "## The fused head on one GPU",
+        "",
+        "Loss, dH and dW, bfloat16 inputs, flat random logits. Device time (CUPTI), median; temporaries are the",
+        "compiler's (`memory_analysis`). `strong` is a dense custom_vjp that keeps its logits and rounds dlogits;",
+        "`naive` is log_softmax and a gather; `checkpointed` is chunks under `jax.checkpoint`. The peers in PyTorch",
+        "ran on the same machine right after (CUDA events, their own inputs of the same distribution).",
+        "",
+        "    python benchmarks/gpu_head.py --out results.json",
+        "    python benchmarks/gpu_head_peers.py --out peers.json --shape 8192,4096,151936 --shape ...",
+        "",
+    ]
+    peers = read("gpu_h200_head_peers.json") or {"shapes": {}, "torch": ""}
+    for file in ("gpu_h200_head.json", "gpu_h200_head_whole_chunks.json"):
+        result = read(file)
+        if result is None:
+            continue
+        e = result["environment"]
+        out += [f"`benchmarks/results/{file}`: {e['device']}, jax {e['jax']}; {result['note']}.", ""]
+        for shape, part in result["shapes"].items():
+            tokens, hidden, vocab = shape.split(",")
+            out += [f"### T={tokens} H={hidden} V={vocab} ({file})", ""]
+            out += ["| case | ms | temporaries MiB |", "|---|---|---|"]
+            out += [f"| {name} | {case_value(row)} |" for name, row in part["cases"].items()]
+            for name, row in peers["shapes"].get(shape, {}).items():
+                out.append(f"| {name} (torch {peers['torch']}) | {case_value(row)} |")
+            out += ["", *gate_rows(part["gates"])]
+    forward = read("gpu_h200_head_forward.json")
+    if forward is not None:
+        out += [
+            "### Forward statistics by one matmul without logits",
+            "",
+            "    python benchmarks/gpu_head_forward.py --out results.json",
+            "",
+            "| case | ms | temporaries MiB |",
+            "|---|---|---|",
+        ]
+        for name, row in forward["rule"]["times"].items():
+            out.append(f"| {name} | {row['ms']:.2f} | {row['temporaries_mib']:.1f} |")
+        out.append("")
+    return out
+
+
+def logits_tables() -> list[str]:
+    result = read("gpu_h200_logits.json")
+    if result is None:
+        return []
+    e = result["environment"]
+    out = [
+        "## Logits level on one GPU",
+        "",
+        f"{e.get('device', 'NVIDIA H200')}, jax {e.get('jax', '0.11.2')}. Loss and dlogits through "
+        "`jax.value_and_grad(grpo_loss)`, bfloat16; at the true shapes, device time, median.",
+        "",
+        "    python benchmarks/gpu_logits.py --out benchmarks/results/gpu_h200_logits.json --liger DIR",
+        "",
+    ]
+    for job in ("main", "shapes", "liger", "tiles"):
+        if job not in result:
+            continue
+        out += [f"### {job}", "", "| case | ms | temporaries MiB |", "|---|---|---|"]
+        for name, row in result[job]["cases"].items():
+            if "ms" in row:
+                extra = row.get("temporaries_mib", row.get("extra_mib", ""))
+                out.append(f"| {name} | {row['ms']:.3f} | {extra} |")
+            elif "error" in row:
+                out.append(f"| {name} | {row['error'][:90]} | |")
+        out.append("")
+    return [*out, *gate_rows({g["name"]: {**g, "ok": g["pass"]} for g in result["gates"]})]
+
+
+def tpu_tables() -> list[str]:
+    out: list[str] = []
+    for name, title in (
+        ("tpu_v6e_logits_estimate.json", "Logits level on a TPU v6e (estimate)"),
+        ("tpu_v6e_head_estimate.json", "The fused head on a TPU v6e (estimate)"),
+    ):
+        result = read(name)
+        if result is None:
+            continue
+        script = name.replace("v6e_", "").replace(".json", ".py")
+        out += [f"## {title}", "", str(result.get("what", "")), "", f"    python benchmarks/{script}", ""]
+        out += ["```", json.dumps({k: v for k, v in result.items() if k != "what"}, indent=1), "```", ""]
+    return out
+
+
+def cpu_tables() -> list[str]:
+    path = RESULTS / "cpu_head.jsonl"
+    if not path.exists():
+        return []
+    out = [
+        "## The fused head on a CPU",
+        "",
+        "Two cores, float32, the host's clock.",
+        "",
+        "    logitless bench --config configs/bench/cpu_head_qwen2.5-0.5b.yaml out=benchmarks/results/cpu_head.jsonl",
+        "",
+        "| case | arm | ms | temporaries MiB |",
+        "|---|---|---|---|",
+    ]
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        for arm, row in record["arms"].items():
+            memory = row["mem/compiler"]["temporaries"]
+            out.append(f"| {record['name']} | {arm} | {row['median_ms']:.0f} | {memory / 2**20:,.1f} |")
+    return [*out, ""]
+
+
+def render() -> str:
+    head = [
+        "# Benchmarks",
+        "",
+        "Written by `python benchmarks/tables.py` from the JSON files under benchmarks/results; each table names the",
+        "command that made its file.",
+        "",
+    ]
+    return "\n".join([*head, *logits_tables(), *head_tables(), *cpu_tables(), *tpu_tables()]).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

@@ -1,0 +1,144 @@
+"""What the Hopper head kernel does with a tile of raw logits while it is still in the accumulator's registers.
+
+A warpgroup holds ``acc [M, tile_n]`` float32 with the columns of a row spread over four threads. Sums are carried per
+*lane*, ``[M, 8]``: lane ``i`` of a row has seen columns ``i, i + 8, ...`` of every tile. So a tile costs no exchange
+between threads; lanes are added up once, at the end of a run of tiles (:func:`row_sums`). Per element: a maximum, a
+difference, a product, a power and three multiply-adds.
+
+    m = max u    t = k (u - m)    e = 2^t    S = sum e    A = sum e t    Q = sum e^2
+
+``u`` is the raw logit where only a temperature follows (it commutes with the maximum and goes into ``k``), else the
+transformed one before its temperature. The columns that take no part (the target, those beyond the vocabulary) are
+masked only in the tiles that hold one, which the caller knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless import stats as st
+from logitless import transform as tr
+from logitless.stats import NEG_INF, RowSums
+from logitless.transform import LogitTransform
+
+LANES = 8  # columns of the smallest accumulator tile
+LOG2E = 1.4426950408889634
+LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
+FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Sums of a run of tiles: ``[M, 8]`` float32 each, and the target's ``u`` ``[M]`` (0 where it was not seen)."""
+
+    m: Array
+    total: Array
+    centred: Array
+    squares: Array
+    target: Array
+
+    @staticmethod
+    def empty(rows: int) -> Lanes:
+        def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+        m, zero = (full((rows, LANES), x, plgpu.Layout.WGMMA) for x in (LOW, 0.0))
+        return Lanes(m, zero, zero, zero, full((rows,), 0.0, plgpu.Layout.WGMMA.reduce(1)))
+
+    def leaves(self) -> tuple[Array, ...]:
+        return (self.m, self.total, self.centred, self.squares, self.target)
+
+
+def across(row: Array, columns: int) -> Array:
+    """``row [M]`` along the columns of ``[M, columns]``."""
+    return lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))
+
+
+def bend(x: Array, transform: LogitTransform) -> Array:
+    """Raw logits (float32) as the swept quantity: scale and softcap, but no temperature."""
+    return tr.forward(x, dataclasses.replace(transform, temperature=None))
+
+
+def masked(u: Array, first: Array, target: Array, vocab_size: int) -> tuple[Array, Array]:
+    """``u [M, C]``, columns ``first, first + 1, ...``, with ``LOW`` where one takes no part; the targets' ``u [M]``.
+
+    ``target [M]`` are columns; one outside the vocabulary is found nowhere.
+    """
+    rows, columns = u.shape
+    column = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 1, layout=plgpu.Layout.WGMMA)
+    is_target = column == across(target - first, columns)
+    found = jnp.sum(jnp.where(is_target, u, jnp.zeros_like(u)), axis=1)
+    low = jnp.full_like(u, LOW)
+    return jnp.where(column < vocab_size - first, jnp.where(is_target, low, u), low), found
+
+
+def accumulate(sums: Lanes, u: Array, found: Array, k: Array) -> Lanes:
+    """``sums`` with the columns of ``u [M, C]`` added; ``k [M, 8]`` (or a number) is log2(e) over the temperature."""
+    parts = [u[:, i : i + LANES] for i in range(0, u.shape[1], LANES)]
+    m = sums.m
+    for x in parts:
+        m = jnp.maximum(m, x)
+    step = (sums.m - m) * k
+    a = jnp.exp2(step)
+    total, squares = a * sums.total, a * a * sums.squares
+    centred = a * (sums.centred + step * sums.total)
+    for x in parts:
+        t = (x - m) * k  # not x k - m k: a product rounded at |m| = 1e4 would be wrong by 1e-3
+        e = jnp.exp2(t)
+        total, centred, squares = total + e, centred + e * t, squares + e * e
+    return Lanes(m, total, centred, squares, sums.target + found)
+
+
+def row_sums(sums: Lanes, k: Array) -> tuple[Array, ...]:
+    """Maximum, S, A, Q and the target's ``u``, each ``[M]``, of a run; A in units of ln 2, the maximum as swept.
+
+    A row of which nothing was seen has the maximum ``LOW``.
+    """
+    top = jnp.max(sums.m, axis=1)
+    step = (sums.m - across(top, LANES)) * k
+    a = jnp.exp2(step)
+    total = jnp.sum(a * sums.total, axis=1)
+    centred = jnp.sum(a * (sums.centred + step * sums.total), axis=1)
+    return top, total, centred, jnp.sum(a * a * sums.squares, axis=1), sums.target
+
+
+def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) -> RowSums:
+    """``stats.RowSums [padded N]`` from what the kernel wrote: ``[5, slots, padded N]``, of :func:`row_sums`.
+
+    Only the first ``parts [token tiles]`` slots of a tile of ``tokens`` tokens are read.
+    """
+    slots, padded = sums.shape[1:]
+    temperature = transform.temperature
+    if temperature is not None and jnp.ndim(temperature):
+        temperature = jnp.pad(jnp.asarray(temperature), (0, padded - jnp.shape(temperature)[0]), constant_values=1.0)
+    t = LogitTransform(temperature=temperature)
+    m, total, centred, squares, target = sums
+    written = jnp.arange(slots)[:, None] < jnp.repeat(parts, tokens, total_repeat_length=padded)
+    seen = written & ~(m <= LOW)  # a NaN is seen
+
+    def kept(x: Array, otherwise: float) -> Array:
+        return jnp.where(seen, x, otherwise)
+
+    whole = RowSums(
+        maximum=kept(tr.forward(m, t), NEG_INF),
+        total=kept(total, 0.0),
+        centred=kept(centred * (1.0 / LOG2E), 0.0),
+        squares=kept(squares, 0.0),
+        target=tr.forward(jnp.where(written, target, 0.0), t),
+    )
+    while slots > 1:  # pairwise: log2(slots) steps
+        half = slots // 2
+        first, second, odd = (_slots(whole, a, b) for a, b in ((0, half), (half, 2 * half), (2 * half, slots)))
+        whole = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), st.merge(first, second), odd)
+        slots -= half
+    return jax.tree.map(lambda x: x[0], whole)
+
+
+def _slots(sums: RowSums, first: int, last: int) -> RowSums:
+    return jax.tree.map(lambda x: x[first:last], sums)
