@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_head_estimate.py            (a few minutes; needs libtpu)
 
-Method. The compiler's simulator (``logitless.plan.tpu_cycles``) runs a few grid steps of each kernel, with the tiles
+Method. The simulator of the compiler (``planning.tpu_cycles``) runs a few grid steps of each kernel, with the tiles
 that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
 
     per step    = (cycles(4 inner steps) - cycles(2 inner steps)) / 2
@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from logitless.head import pallas_tpu
 from logitless.head.pallas_tpu_columns import COLUMNS, TOKENS
 from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.plan import tpu_aot, tpu_cycles
+from logitless.planning import tpu_aot, tpu_cycles
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 

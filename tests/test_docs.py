@@ -1,5 +1,6 @@
 """The README's example runs, and the API reference is what the docstrings say."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -28,3 +29,11 @@ def test_links_in_the_docs_exist() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_benchmark_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"

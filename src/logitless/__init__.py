@@ -9,6 +9,7 @@ from logitless.objectives.aggregate import dapo_denominator
 from logitless.objectives.api import policy_loss
 from logitless.objectives.metrics import Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
+from logitless.planning.head import plan
 from logitless.stats import TokenStats
 from logitless.validation import validate_targets
 
@@ -25,6 +26,7 @@ __all__ = [
     "linear_logprobs",
     "logprobs",
     "metric_values",
+    "plan",
     "policy_loss",
     "reduce_metrics",
     "validate_targets",

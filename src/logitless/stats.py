@@ -118,7 +118,7 @@ def merge(a: RowSums, b: RowSums) -> RowSums:
 def finish(sums: RowSums, target_valid: Array | bool = True) -> TokenStats:
     """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false."""
     z_y, m = sums.target, sums.maximum
-    others_seen = m > NEG_INF
+    others_seen = m != NEG_INF  # and not "above": a NaN must not pass for an empty row
     log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
     # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
     lead = z_y - jnp.where(others_seen, m, 0.0)
@@ -188,10 +188,8 @@ def dz(
     return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)
 
 
-def dz_line(
-    centre: Array, entropy: Array, max_logit: Array, max_logp: Array, g: StatCotangents
-) -> tuple[Array, Array]:
-    """``(a, b)`` per row such that :func:`dz` is ``exp(s) (a - b s)``, ``s = z_v - centre``, at every ``v`` but the target.
+def dz_line(centre: Array, entropy: Array, max_logit: Array, max_logp: Array, g: StatCotangents) -> tuple[Array, Array]:
+    """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)`` with ``s = z_v - centre``.
 
     Five operations an element instead of a dozen, for kernels. ``centre`` is a row's reference point, at most about 80
     above its largest logit other than the target; ``(0, 0)`` in rows whose cotangents are all zero.

@@ -61,6 +61,7 @@ def plan(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    head_layout: str | None = None,
 ) -> HeadPlan:
     """Predict the memory and the work of :func:`logitless.linear_grpo_loss` (``objective=None``: of
     :func:`logitless.linear_logprobs`) before anything runs.
@@ -79,12 +80,14 @@ def plan(
     for name in gradients:
         if name not in ("hidden", "lm_head"):
             raise ValueError(f"plan: gradients has {name!r}, expected 'hidden' and 'lm_head'.")
-    route = api.route("plan", hidden, lm_head, objective, backend, chunk_size, memory_budget, logits_dtype, False)
+    route = api.route(
+        "plan", hidden, lm_head, objective, backend, chunk_size, memory_budget, logits_dtype, False, head_layout
+    )
     width = hidden.shape[-1]
     tokens = 1
     for d in hidden.shape[:-1]:
         tokens *= d
-    vocab = lm_head.shape[0] if lm_head.shape[1] == width else lm_head.shape[1]
+    vocab = lm_head.shape[0 if head_layout == "vh" or lm_head.shape[1] == width else 1]
     live = tokens if live_tokens is None else live_tokens
     item = jnp.dtype(hidden.dtype).itemsize
     logit = jnp.dtype(logits_dtype).itemsize

@@ -1,0 +1,107 @@
+"""Compile for TPUs ahead of time, on a machine without one.
+
+libtpu holds the real compiler: it refuses what a TPU would refuse and reports HBM per chip to the byte. It takes its
+settings from the environment when it is loaded, so :func:`topology` sets them before the first load.
+
+    compiled = compile_for("v6e:2x4", f, jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16))
+    compiled.peak_bytes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # do not ask a cloud host which TPU it is
+    "TPU_ACCELERATOR_TYPE": "v6e-8",  # any; the topology's name decides what is compiled for
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a second process would abort on a lock file
+}
+
+
+class TpuCompilerMissing(RuntimeError):
+    """libtpu is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """An executable and its HBM on one chip, in bytes."""
+
+    executable: Any
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    seconds: float
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for a TPU here, or ``None``."""
+    if importlib.util.find_spec("libtpu") is None:
+        return "libtpu, the TPU compiler, is not installed: pip install 'logitless[tpu]'"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of jax and of the TPU compiler, for the record."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+
+
+def topology(name: str = "v6e:2x4") -> topologies.TopologyDescription:
+    """The chips of a slice, such as ``v6e:2x4``, ``v5e:2x4`` or ``v5p:2x2x1``."""
+    why = missing()
+    if why is not None:
+        raise TpuCompilerMissing(why)
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
+def mesh(name: str = "v6e:2x4", shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
+    """A mesh over the first chips of a slice."""
+    chips = topology(name).devices[: int(np.prod(shape))]
+    return Mesh(np.array(chips).reshape(tuple(shape)), tuple(axes))
+
+
+def compile_for(
+    where: str | Mesh, f: Callable[..., Any], *args: Any, donate: Sequence[int] = (), spec: Any = None
+) -> Compiled:
+    """Compile ``jit(f)`` for a slice's first chip, or for a mesh.
+
+    ``args`` are trees of ``jax.ShapeDtypeStruct``; those without a sharding get ``spec`` (replicated by default).
+    """
+    chips = mesh(where) if isinstance(where, str) else where
+    sharding = NamedSharding(chips, PartitionSpec() if spec is None else spec)
+
+    def placed(x: Any) -> Any:
+        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    start = time.perf_counter()
+    # Under the mesh, so that Pallas asks these chips for their kind and not the host's CPU.
+    with jax.set_mesh(chips):
+        lowered = jax.jit(f, donate_argnums=tuple(donate)).lower(*jax.tree.map(placed, args))
+    executable = lowered.compile()
+    m: Any = executable.memory_analysis()
+    return Compiled(
+        executable=executable,
+        peak_bytes=m.peak_memory_in_bytes,
+        argument_bytes=m.argument_size_in_bytes,
+        output_bytes=m.output_size_in_bytes,
+        alias_bytes=m.alias_size_in_bytes,
+        seconds=time.perf_counter() - start,
+    )

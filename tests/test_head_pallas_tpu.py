@@ -1,0 +1,256 @@
+"""Fused-head TPU kernels in the TPU interpreter, judged by the float64 oracle and by plain dense JAX (numerics.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless.head import pallas_tpu as kernels
+from logitless.head.pallas_tpu_columns import columns_at
+from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+from numerics import (
+    STATS,
+    assert_contract,
+    assert_same_bits,
+    cotangents,
+    head_case,
+    head_truth,
+    plain_head,
+    with_gradient,
+)
+
+SMALL = Tiles(tokens=128, vocab=128, vmem_limit=32 * MIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; ``tokens`` and ``vocab`` are ragged against the tiles unless a test says otherwise."""
+
+    n: int = 40
+    vocab: int = 300
+    dtype: str = "bfloat16"
+    layout: str = "vh"
+    bias: bool = False
+    temperature: float | str | None = None  # a number, or "token"
+    softcap: float | None = None
+    scale: float | None = None
+    vocab_size: int | None = None
+    n_live: int | None = None
+    logits_dtype: str = "float32"
+    lead: float = 0.0
+    tiles: Tiles | None = None
+
+    def inputs(self) -> Inputs:
+        case = head_case(0, (self.n,), 128, self.vocab, self.dtype, lead=self.lead)
+        rng = np.random.default_rng(1)
+        live = np.arange(self.n) < (self.n if self.n_live is None else self.n_live)
+        hidden, targets = case.hidden.copy(), case.targets
+        hidden[~live] = np.nan  # dead tokens may hold anything
+        if self.vocab_size is not None:
+            targets = targets % self.vocab_size
+        options: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale, "vocab_size": self.vocab_size}
+        options["temperature"] = self.temperature
+        if self.temperature == "token":
+            options["temperature"] = rng.uniform(0.5, 1.5, self.n).astype(np.float32)
+        options["bias"] = rng.standard_normal(self.vocab).astype(np.float32) if self.bias else None
+        g = cotangents(rng, (self.n,))
+        g[0][:3], g[1][:3], g[2][:3] = 0, 0, 0  # some tokens have no cotangent at all
+        return Inputs(dataclasses.replace(case, hidden=hidden, targets=targets), options, live, g)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    case: Any
+    options: dict[str, Any]
+    live: np.ndarray
+    g: tuple[np.ndarray, ...]
+
+
+def run(c: Case, i: Inputs, interpret: Any = None) -> dict[str, Any]:
+    """Every kernel on one case."""
+    h, w = i.case.parameters(c.layout)
+    o = {k: None if v is None else jnp.asarray(v, jnp.float32) for k, v in i.options.items() if k != "vocab_size"}
+    transform = LogitTransform(o["temperature"], o["softcap"], o["scale"])
+
+    @jax.jit
+    def all_kernels(h: Any, w: Any, y: Any, g: Any, n_live: Any, transform: Any, bias: Any) -> dict[str, Any]:
+        call = functools.partial(
+            dict,
+            layout=c.layout,
+            bias=bias,
+            transform=transform,
+            vocab_size=c.vocab_size,
+            n_live=None if c.n_live is None else n_live,
+            logits_dtype=jnp.dtype(c.logits_dtype),
+            interpret=interpret or pltpu.InterpretParams(),
+            tiles=c.tiles,
+        )
+        stats = kernels.token_stats(h, w, y, **call())
+        again, direction = kernels.token_stats_and_direction(h, w, y, **call())
+        cot = StatCotangents(*g)
+        dh = kernels.dhidden(h, w, y, stats, cot, **call())
+        dw, db = kernels.dhead(h, w, y, stats, cot, **call())
+        return {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(h.dtype), "dw": dw, "db": db}
+
+    g = tuple(jnp.asarray(x) for x in i.g)
+    return all_kernels(h, w, jnp.asarray(i.case.targets), g, jnp.int32(i.live.sum()), transform, o["bias"])
+
+
+def judge(c: Case, i: Inputs, out: dict[str, Any]) -> None:
+    """The contract for statistics, dH, dW, dbias and the direction; bit-equality of the two forward kernels."""
+    assert_same_bits(out["again"], out["stats"])
+    h, w = i.case.parameters(c.layout)
+    y, mask = jnp.asarray(i.case.targets), jnp.asarray(i.live)
+    bias = None if i.options["bias"] is None else jnp.asarray(i.options["bias"])
+    options = {k: v for k, v in i.options.items() if k != "bias"}
+
+    def plain(h: Any, w: Any, bias: Any) -> Any:
+        return plain_head(
+            h, w, y, bias=bias, layout=c.layout, mask=mask, logits_dtype=jnp.dtype(c.logits_dtype), **options
+        )
+
+    g = tuple(np.where(i.live, x, 0).astype(np.float32) for x in i.g)
+    values, (dh, dw, db) = with_gradient(plain, h, w, bias, g=g)
+    truth, (t_dh, t_dw, t_db) = head_truth(i.case, g, bias=i.options["bias"], layout=c.layout, mask=i.live, **options)
+    stats: TokenStats = out["stats"]
+    for name, value in zip(STATS, values, strict=True):
+        assert_contract(name, getattr(stats, name), value, getattr(truth, name))
+    np.testing.assert_array_equal(stats.is_top1, truth.is_top1)
+    assert_contract("dH", out["dh"], dh, t_dh)
+    assert_contract("dW", out["dw"], dw, t_dw)
+    assert out["dh"].dtype == h.dtype and out["dw"].dtype == w.dtype
+    if bias is None:
+        assert out["db"] is None
+    else:
+        assert_contract("dbias", out["db"], db, t_db)
+    only = (g[0], np.zeros_like(g[0]), np.zeros_like(g[0]))
+    _, (dh, _, _) = with_gradient(plain, h, w, bias, g=only)
+    t_dh = head_truth(i.case, only, bias=i.options["bias"], layout=c.layout, mask=i.live, **options)[1][0]
+    by_direction = (jnp.asarray(g[0])[:, None] * out["direction"]).astype(h.dtype)
+    assert_contract("dH by direction", by_direction, dh, t_dh)
+
+
+CASES = {
+    "bf16 vh": Case(),
+    "bf16 hv": Case(layout="hv"),
+    "f32 vh": Case(dtype="float32"),
+    "f32 hv, every option": Case(
+        dtype="float32", layout="hv", bias=True, temperature="token", softcap=5.0, scale=0.9, vocab_size=261, vocab=515
+    ),
+    "bf16 vh, every option": Case(bias=True, temperature="token", softcap=5.0, scale=0.9, vocab_size=261, vocab=515),
+    "temperature and scale": Case(temperature=0.7, scale=1.3, vocab=256),
+    "per-token temperature, bias": Case(layout="hv", temperature="token", bias=True),
+    "padding fills whole tiles": Case(vocab_size=100, vocab=515, tiles=SMALL),
+    "bf16 logits": Case(logits_dtype="bfloat16", bias=True),
+    "bf16 logits, hv, softcap": Case(logits_dtype="bfloat16", layout="hv", softcap=8.0),
+    "ragged tokens": Case(n=200, tiles=SMALL, vocab=130),
+    "ragged tokens, hv": Case(n=200, tiles=SMALL, vocab=130, layout="hv", dtype="float32"),
+    "dead tiles": Case(n=300, n_live=130, tiles=SMALL, vocab=130),
+    "dead tiles, hv": Case(n=300, n_live=100, tiles=SMALL, vocab=130, layout="hv"),
+    "one live token": Case(n_live=1),
+    "one token": Case(n=1, vocab=128),
+    "tiny vocabulary": Case(vocab=7),
+    "peaked": Case(lead=50.0, dtype="float32"),
+    "peaked bf16": Case(lead=50.0, layout="hv"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_contract(name: str) -> None:
+    c = CASES[name]
+    i = c.inputs()
+    judge(c, i, run(c, i))
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_all_dead(layout: str) -> None:
+    c = Case(n_live=0, layout=layout, bias=True)
+    out = run(c, c.inputs())
+    for leaf in jax.tree.leaves(out):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0)
+
+
+def test_collapsed_targets_keep_their_gradient() -> None:
+    """At a lead of 50 nats, 1 - p_y rounds to 0 in float32; the gradient must not."""
+    c = Case(lead=50.0, dtype="float32")
+    i = c.inputs()
+    out = run(c, i)
+    assert np.all(np.abs(np.asarray(out["direction"])).max(axis=1) > 0)
+    assert np.all(np.asarray(out["stats"].logp) < 0)
+
+
+def test_token_tile_does_not_change_a_bit() -> None:
+    base = Case(n=256, vocab=300)
+    i = base.inputs()
+    wide, narrow = (run(dataclasses.replace(base, tiles=Tiles(t, 128, 32 * MIB)), i) for t in (256, 128))
+    for name in ("stats", "direction", "dh"):
+        assert_same_bits(wide[name], narrow[name], name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_columns_at_targets_are_exact(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    for vocab, n in ((1200, 300), (1024, 128), (100, 5)):
+        w = jnp.asarray(rng.standard_normal((128, vocab)), dtype)
+        y = jnp.asarray(rng.integers(0, vocab, n).astype(np.int32)).at[0].set(vocab - 1)
+        got = jax.jit(columns_at, static_argnums=2)(w, y, pltpu.InterpretParams())
+        assert_same_bits(got, w[:, y].T)
+
+
+def test_bad_targets_are_nan_and_stay_in_their_row() -> None:
+    c = Case(vocab_size=261)
+    i = c.inputs()
+    i.case.targets[4], i.case.targets[5] = -1, 261
+    out = run(c, i)
+    bad = np.isin(np.arange(c.n), (4, 5))
+    for name in ("logp", "entropy", "lse"):
+        np.testing.assert_array_equal(np.isnan(getattr(out["stats"], name)), bad)
+    np.testing.assert_array_equal(np.isnan(np.asarray(out["dh"], np.float32)).any(axis=1), bad)
+
+
+def test_no_races() -> None:
+    c = Case(n=140, vocab=200, tiles=SMALL, n_live=139, bias=True)
+    i = c.inputs()
+    judge(c, i, run(c, i, pltpu.InterpretParams(detect_races=True, random_seed=3)))
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = getattr(interpret_pallas_call, "races", None)
+    assert races is None or not races.races_found
+
+
+def test_refusals_say_why() -> None:
+    h, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((300, 128), jnp.bfloat16)
+    kernels.check(h, w, layout="vh")
+    for reason, args, layout in (
+        ("does not cast", (h, w.astype(jnp.float32)), "vh"),
+        ("multiple of 128", (h[:, :96], w[:, :96]), "vh"),
+        ("is not hv", (h, w), "hv"),
+        ("no tokens", (h[:0], w), "vh"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            kernels.check(*args, layout=layout)
+
+
+def test_tiles_are_deterministic_and_fit() -> None:
+    for kernel in ("forward", "dhidden", "dhead"):
+        for hidden in (1024, 2304, 4096, 8192, 12288):
+            for vmem in (64 * MIB, 128 * MIB):
+                tiles = [choose(kernel, n, hidden, 151936, 2, "hv", vmem) for n in (1, 100, 8192, 70000)]
+                assert len({t.vocab for t in tiles}) == 1, "the vocabulary tile must not depend on the number of tokens"
+                assert all(t.vmem_limit <= vmem for t in tiles)
+    text = kernels.describe(jnp.zeros((8, 128)), jnp.zeros((300, 128)), layout="vh")
+    assert [text[k]["matmuls"] for k in ("token_stats", "token_stats_and_direction", "dhidden", "dhead")] == [
+        1,
+        2,
+        2,
+        2,
+    ]

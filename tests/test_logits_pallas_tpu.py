@@ -1,0 +1,253 @@
+"""Logits-level TPU kernels in the TPU interpreter, judged by the float64 oracle and by plain JAX (numerics.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless import oracle
+from logitless.logits import chunked, pallas_tpu, reference
+from logitless.logits.pallas_tpu_rows import step_columns
+from logitless.logits.pallas_tpu_tiles import VMEM_BUDGET, tiles_for, vmem_limit
+from logitless.objectives.inputs import prepare
+from logitless.objectives.objective import Objective
+from logitless.objectives.token_program import TokenProgram, token_program
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+from numerics import EXTRAS, FAMILIES, STATS, assert_contract, assert_same_bits, f64
+
+ROWS = ("ordinary", "collapsed", "extreme", "-inf columns", "shifted up", "peaked")
+"""Families of logits that every case mixes, in this order, row by row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of arguments. Row 4 has no valid target; dead rows are NaN throughout."""
+
+    n: int
+    v: int
+    dtype: str = "float32"
+    temperature: float | str | None = None  # a number, or "token"
+    softcap: float | None = None
+    scale: float | None = None
+    vocab_size: int | None = None
+    dead: bool = False
+    width: int | None = None  # forces vocabulary tiles
+
+    def __str__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return "-".join(f"{k}{v}" for k, v in shown.items())
+
+    @property
+    def columns(self) -> int:
+        return self.vocab_size or self.v
+
+    def tiles(self) -> pallas_tpu.Tiles:
+        return tiles_for(self.n, self.v, jnp.dtype(self.dtype), width=self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the kernels take, and the oracle's options for the same."""
+
+    x: jax.Array
+    y: jax.Array
+    transform: LogitTransform
+    vocab_size: int
+    live: jax.Array | None
+    g: StatCotangents
+    options: dict[str, Any]
+
+    def args(self) -> tuple[Any, ...]:
+        return self.x, self.y, self.transform, self.vocab_size, self.live
+
+
+def inputs_of(case: Case) -> Inputs:
+    rng = np.random.default_rng(case.n * 7919 + case.v)
+    x = np.empty((case.n, case.v))
+    y = np.empty(case.n, np.int32)
+    for i, name in enumerate(ROWS):
+        at = np.arange(i, case.n, len(ROWS))
+        if at.size:
+            rows = FAMILIES[name](rng, max(at.size, 2), case.columns)
+            x[at, : case.columns], y[at] = rows.logits[: at.size], rows.targets[: at.size]
+    x[:, case.columns :] = 77.0  # padding columns may hold anything
+    if case.n > 6:
+        y[4] = case.columns
+    live = None
+    if case.dead:
+        live = np.arange(case.n) % 3 != 1
+        x[~live] = np.nan
+    temperature: Any = case.temperature
+    if temperature == "token":
+        temperature = rng.uniform(0.5, 2, case.n).astype(np.float32)
+    numbers = {"temperature": temperature, "softcap": case.softcap, "scale": case.scale}
+    numbers = {k: np.asarray(v, np.float32) for k, v in numbers.items() if v is not None}
+    g = [rng.standard_normal(case.n).astype(np.float32) for _ in range(3)]
+    if case.n > 6:
+        for c in g:
+            c[5] = 0.0
+    return Inputs(
+        jnp.asarray(x, case.dtype),
+        jnp.asarray(y),
+        LogitTransform(**{k: jnp.asarray(v) for k, v in numbers.items()}),
+        case.columns,
+        None if live is None else jnp.asarray(live),
+        StatCotangents(*map(jnp.asarray, g)),
+        dict(numbers, vocab_size=case.columns, mask=live),
+    )
+
+
+def given_cotangents(g: StatCotangents) -> TokenProgram:
+    """An objective whose cotangents are the given ones."""
+    return TokenProgram((jnp.float32(2.0),), (g.logp, g.entropy), lambda s, c, lp, h: (s[0] * c[0] / 2, c[1]))
+
+
+@functools.partial(jax.jit, static_argnums=(3,))
+def dense(x: jax.Array, y: jax.Array, t: LogitTransform, v: int, live: Any, g: StatCotangents) -> Any:
+    """``(statistics, dlogits)`` by ``stats.py`` in plain JAX."""
+    s = reference.token_stats(x, y, t, v, live)
+    return s, chunked.dlogits(x, y, t, v, live, s, g)
+
+
+def check_stats(got: TokenStats, plain: TokenStats, truth: Any) -> None:
+    max_logp = np.where(truth.is_top1, truth.logp, truth.max_logit - truth.lse)
+    for i, family in enumerate(ROWS):
+        at = slice(i, None, len(ROWS))
+        for name in STATS + EXTRAS:
+            wanted = max_logp if name == "max_logp" else getattr(truth, name)
+            if wanted[at].size:
+                assert_contract(f"{family} {name}", getattr(got, name)[at], getattr(plain, name)[at], wanted[at])
+    np.testing.assert_array_equal(np.asarray(got.is_top1), truth.is_top1)
+
+
+def check_dlogits(case: Case, got: Any, plain: Any, truth: np.ndarray) -> None:
+    assert got.dtype == jnp.dtype(case.dtype)
+    for i, family in enumerate(ROWS):
+        at = (slice(i, None, len(ROWS)), slice(case.columns))
+        if truth[at].size:
+            assert_contract(f"{family} dlogits", got[at], plain[at], truth[at])
+    np.testing.assert_array_equal(f64(got)[truth == 0], 0.0)
+
+
+CASES = [
+    Case(7, 300),
+    Case(33, 1187, "bfloat16", dead=True),
+    Case(16, 4096 + 77, temperature=0.7, softcap=30.0, scale=0.5, vocab_size=4100),
+    Case(16, 4096 + 77, "bfloat16", temperature="token", vocab_size=4000, dead=True),
+    Case(7, 12365),  # two whole steps and a ragged rest
+    Case(33, 1187, temperature="token", softcap=20.0, vocab_size=1000, dead=True, width=256),  # last tile: padding
+    Case(7, 300, "bfloat16", width=128),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case) -> None:
+    i = inputs_of(case)
+    tiles = case.tiles()
+    plain, plain_d = dense(*i.args(), i.g)
+    truth = oracle.token_stats(f64(i.x), np.asarray(i.y), **i.options)
+    got = pallas_tpu.token_stats(*i.args(), tiles=tiles, interpret=True)
+    check_stats(got, plain, truth)
+    d = pallas_tpu.dlogits(*i.args(), got, i.g, tiles=tiles, interpret=True)
+    g = (i.g.logp, i.g.entropy, i.g.lse)
+    check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g), **i.options))
+
+    two = dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse))
+    fused, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(two), tiles=tiles, interpret=True)
+    assert_same_bits(fused, got, "statistics with and without dlogits: ")
+    _, plain_d = dense(*i.args(), two)
+    check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options))
+
+
+@pytest.mark.parametrize("v", [1, 127, 128])
+def test_tiny_vocabularies(v: int) -> None:
+    case = Case(1, v)
+    i = inputs_of(case)
+    plain, plain_d = dense(*i.args(), dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse)))
+    got, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), interpret=True)
+    check_stats(got, plain, oracle.token_stats(f64(i.x), np.asarray(i.y)))
+    truth = oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), f64(i.g.logp), f64(i.g.entropy))
+    check_dlogits(case, d, plain_d, truth)
+
+
+def test_nan_shows_only_where_it_counts() -> None:
+    """A NaN or an infinity in a live row: NaN statistics; its dlogits are zero where its cotangents are."""
+    i = inputs_of(Case(8, 300))
+    x = i.x.at[1, 7].set(jnp.nan).at[2, 9].set(jnp.nan).at[3, 11].set(jnp.inf)
+    still = jnp.arange(8) != 2
+    g = StatCotangents(jnp.where(still, 1.0, 0.0), jnp.where(still, 0.5, 0.0), jnp.zeros(8))
+    stats, d = pallas_tpu.stats_and_dlogits(x, i.y, i.transform, 300, None, given_cotangents(g), interpret=True)
+    separate = pallas_tpu.dlogits(x, i.y, i.transform, 300, None, stats, g, interpret=True)
+    assert np.isnan(np.asarray(stats.logp)[1:4]).all()
+    for rows in (np.asarray(d), np.asarray(separate)):
+        assert np.isnan(rows[1]).any() and np.isnan(rows[3]).any()
+        np.testing.assert_array_equal(rows[2], 0.0)
+        assert np.isfinite(rows[[0, 5, 6, 7]]).all()
+
+
+def test_objective_in_the_kernel() -> None:
+    """A GRPO objective with KL and entropy bonus, traced into the kernel, gives what plain JAX gives."""
+    i = inputs_of(Case(6, 300))
+    y = jnp.minimum(i.y, 299)
+    rng = np.random.default_rng(0)
+    old, ref, advantages = (jnp.asarray(rng.standard_normal((1, 6)), jnp.float32) for _ in range(3))
+    objective = Objective(beta=0.04, entropy_coef=0.01)
+    mask = jnp.asarray([[True, True, False, True, True, True]])
+    inputs = prepare(objective, mask, advantages, old - 3, ref - 3, None, None, None, None)
+    program = token_program(objective, jax.tree.map(lambda a: a.reshape(-1), inputs))
+    args = (i.x, y, i.transform, 300, mask[0], program)
+    stats, d = pallas_tpu.stats_and_dlogits(*args, interpret=True)
+    plain_stats, plain = chunked.stats_and_dlogits(*args)
+    np.testing.assert_allclose(stats.logp, plain_stats.logp, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(d, plain, rtol=2e-5, atol=1e-7)
+    assert np.abs(np.asarray(d)).max() > 1e-3
+
+
+@pytest.mark.parametrize("width", [None, 128])
+def test_no_races(width: int | None) -> None:
+    """State carried over a parallel axis shows only when the grid is visited in a random order."""
+    i = inputs_of(Case(9, 300, width=width))
+    tiles = tiles_for(8, 300, jnp.float32, width=width)  # two blocks of rows
+    params = pltpu.InterpretParams(detect_races=True, random_seed=3, num_cores_or_threads=2)
+    plain, _ = dense(*i.args(), i.g)
+    got, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), tiles=tiles, interpret=params)
+    np.testing.assert_allclose(got.logp, plain.logp, rtol=2e-5)
+    assert np.isfinite(np.asarray(d)[0]).all()
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    assert interpreter.races is not None and not interpreter.races.races_found
+
+
+def test_donated_logits_give_the_same() -> None:
+    i = inputs_of(Case(32, 256, "bfloat16"))  # the interpreter aliases whole blocks only
+    call = functools.partial(pallas_tpu.stats_and_dlogits, program=given_cotangents(i.g), interpret=True)
+    assert_same_bits(call(*i.args(), donate=True), call(*i.args()))
+
+
+def test_refusals() -> None:
+    with pytest.raises(NotImplementedError, match="float16"):
+        pallas_tpu.check(8, 300, jnp.float16)
+    assert not pallas_tpu.supports(8, 300, jnp.float16)
+    assert pallas_tpu.supports(1, 1, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("v", [1, 128, 32000, 50257, 128256, 151643, 151936, 256000, 262144, 1 << 20])
+def test_tiles(v: int, dtype: str) -> None:
+    """Whole rows wherever they fit; blocks within VMEM; steps that leave little over."""
+    t = tiles_for(4096, v, dtype)
+    assert (t.tiles == 1) == (v <= 262144)
+    assert t.tiles * t.width >= v > (t.tiles - 1) * t.width
+    assert vmem_limit(t, dtype) <= VMEM_BUDGET + (4 << 20)
+    step = step_columns(v)
+    assert step <= 80 * 128 and (v < 128 or v - v // step * step <= 1024)
+    about = pallas_tpu.describe(4096, v, dtype)
+    assert about["hbm_bytes"] == (2 if t.tiles == 1 else 3) * 4096 * v * jnp.dtype(dtype).itemsize

@@ -1,0 +1,78 @@
+"""The public losses compiled for a TPU v6e by libtpu: the default is the kernel, and it fits.
+
+One process for all programs: libtpu keeps its settings for a process's life.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitless.planning import tpu_aot
+
+needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGY = "v6e:2x4"
+
+
+def programs() -> dict[str, Any]:
+    """Peak bytes of value_and_grad of both losses at true shapes, and which kernels are in them."""
+    import jax
+    import jax.numpy as jnp
+
+    import logitless
+
+    s = jax.ShapeDtypeStruct
+    tokens = s((1, 8192), jnp.int32)
+    h, w = s((1, 8192, 4096), jnp.bfloat16), s((151936, 4096), jnp.bfloat16)
+    a, old = s((1,), jnp.float32), s((1, 8192), jnp.float32)
+
+    def head(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
+        return logitless.linear_grpo_loss(h, w, y, advantages=a, old_logp=old)
+
+    def logits(x: Any, y: Any, a: Any, old: Any) -> Any:
+        return logitless.grpo_loss(x, y, advantages=a, old_logp=old)
+
+    out = {}
+    x = s((1, 4096, 151936), jnp.bfloat16)
+    small = s((1, 4096), jnp.int32), a, s((1, 4096), jnp.float32)
+    for name, f, args in (
+        ("head", jax.value_and_grad(head, argnums=(0, 1), has_aux=True), (h, w, tokens, a, old)),
+        ("logits", jax.value_and_grad(logits, has_aux=True), (x, *small)),
+    ):
+        compiled = tpu_aot.compile_for(TOPOLOGY, f, *args)
+        text = compiled.executable.as_text()
+        out[name] = {
+            "peak": compiled.peak_bytes,
+            "outside": compiled.argument_bytes + compiled.output_bytes,
+            "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        }
+    with jax.set_mesh(tpu_aot.mesh(TOPOLOGY)):
+        out["default"] = logitless.explain(logitless.linear_grpo_loss, h, w).backend
+    return out
+
+
+@needs_libtpu
+def test_public_losses_compile_and_fit() -> None:
+    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert got["default"] == "pallas_tpu"
+    assert got["head"]["kernels"] == 2
+    assert got["head"]["peak"] <= 2.75e9, got
+    assert got["logits"]["kernels"] == 1
+    assert got["logits"]["peak"] <= 1.01 * 2 * 4096 * 151936 * 2, got
+
+
+if __name__ == "__main__":
+    print(json.dumps(programs()))
