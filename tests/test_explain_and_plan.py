@@ -1,6 +1,7 @@
 """Which way a call goes, whether it says so, and whether the plan agrees with the compiler."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_what_a_kernel_cannot_serve_is_refused_even_in_the_interpreter() -> None
             jnp.zeros((4, 128)), jnp.zeros((256, 128)), jnp.zeros(4, jnp.int32),
             lora=(jnp.zeros((256, 2)), jnp.zeros((2, 128))), backend="pallas_tpu", interpret=True,
         )  # fmt: skip
+
+
+def test_a_kernel_whose_modules_do_not_import_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "logitless.logits.mosaic_gpu", None)
+    monkeypatch.delattr("logitless.logits.mosaic_gpu", raising=False)
+    with pytest.raises(NotImplementedError, match=r"cannot be loaded.*logitless\[gpu\]"):
+        logitless.logprobs(jnp.zeros((4, 256)), jnp.zeros(4, jnp.int32), backend="mosaic_gpu", interpret=True)
 
 
 def test_explain_tells_backend_way_tiles_bytes_and_matmuls() -> None:

@@ -223,8 +223,8 @@ def test_no_races() -> None:
     judge(c, i, run(c, i, pltpu.InterpretParams(detect_races=True, random_seed=3)))
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    races = getattr(interpret_pallas_call, "races", None)
-    assert races is None or not races.races_found
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
 
 
 def test_refusals_say_why() -> None:

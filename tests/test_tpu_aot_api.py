@@ -69,7 +69,9 @@ def test_public_losses_compile_and_fit() -> None:
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["default"] == "pallas_tpu"
     assert got["head"]["kernels"] == 2
-    assert got["head"]["peak"] <= 2.75e9, got
+    # The compilers that come with jax 0.11 and 0.12 keep the forward sweep's accumulator beside the outputs.
+    limit = 2.75e9 if tpu_aot.versions()["jax"].startswith("0.10.") else 2.85e9
+    assert got["head"]["peak"] <= limit, got
     assert got["logits"]["kernels"] == 1
     assert got["logits"]["peak"] <= 1.01 * 2 * 4096 * 151936 * 2, got
 

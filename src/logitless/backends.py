@@ -70,6 +70,9 @@ def choose(
             check(kernel)
         except NotImplementedError as error:
             return f"{call}: backend={kernel!r} cannot serve this call: {error}"
+        except ImportError as error:
+            extra = "gpu" if kernel == "mosaic_gpu" else "tpu"
+            return f"{call}: backend={kernel!r} cannot be loaded ({error}); pip install 'logitless[{extra}]'"
         return None
 
     if backend is not None:

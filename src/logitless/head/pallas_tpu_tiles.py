@@ -36,7 +36,7 @@ LEAST_LIMIT = 16 * MIB
 VMEM_SHARE, VMEM_MOST, SLACK = 0.85, 0.88, 1.1
 """Tiles are chosen to need 0.85 of a core's VMEM at most; the compiler is granted 1.1 times the need, and at most 0.88
 of the VMEM: its spilled registers (18 MiB were seen) and small operands do not count against the grant."""
-FLOAT32_SHARE = 0.75
+FLOAT32_SHARE = 0.85
 """Of that, for float32: full-precision matmuls spill more."""
 
 
@@ -56,7 +56,7 @@ def need(kernel: Kernel, tokens: int, vocab: int, hidden: int, itemsize: int, la
     plane = tokens * vocab * (4 + 4 + itemsize)  # logits, a temporary, rounded probabilities or dlogits
     rows = tokens * LANES * 4 * 10  # per-token columns occupy whole lanes
     if itemsize == 4:
-        plane += h + 2 * w + plane // 2  # a float32 matmul works on bfloat16 parts of its operands
+        plane += 2 * h + 3 * w + plane // 2  # a float32 matmul works on bfloat16 parts of its operands
     if kernel == "dhead":
         # Double-buffered hidden states (and their transpose), W and dW; the accumulator and what is added to it.
         return (2 if layout == "vh" else 4) * h + 4 * w + 2 * vocab * hidden * 4 + plane + rows
