@@ -26,7 +26,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 -m slow || [ $$? -eq 5 ]  # 5: there are none yet
 
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md

@@ -19,7 +19,7 @@ from logitless.head import chunked
 from logitless.head.chunked import SweepConfig, Wanted
 from logitless.head.operator import Head, HeadGrads
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.loss import contributions
+from logitless.objectives.loss import total_loss
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats
 from logitless.transform import LogitTransform
@@ -83,18 +83,13 @@ def _stats_bwd(c: HeadCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
 
 
-def _loss(objective: Objective, out: TokenStats, inputs: LossInputs) -> Array:
-    out = jax.lax.optimization_barrier(out)
-    return jnp.sum(contributions(objective, out.logp, out.entropy, inputs))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def token_loss(
     c: HeadCall, h: Array, head: Head, targets: Array, t: LogitTransform, objective: Objective, inputs: LossInputs
 ) -> tuple[Array, TokenStats]:
     """``(loss, statistics)`` of an uncoupled objective; see :func:`logitless.logits.vjp.token_loss`."""
     out = chunked.stats_in_gradient_order(c.sweep, h, head, targets, t, objective, inputs)
-    return _loss(objective, out, inputs), out
+    return total_loss(objective, out.logp, out.entropy, inputs), out
 
 
 def _token_loss_fwd(
@@ -104,7 +99,7 @@ def _token_loss_fwd(
     want = _wanted(h, head)
     h, head, targets, t, objective, inputs = derivatives.values((h, head, targets, t, objective, inputs))
     out, dh, grads = chunked.stats_and_gradients(c.sweep, want, h, head, targets, t, objective, inputs)
-    return (_loss(objective, out, inputs), out), (dh, _as_head(head, grads))
+    return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, _as_head(head, grads))
 
 
 def _token_loss_bwd(c: HeadCall, saved: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:

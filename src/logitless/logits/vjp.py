@@ -17,7 +17,7 @@ from jax import Array
 from logitless import derivatives
 from logitless.logits import chunked
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.loss import contributions
+from logitless.objectives.loss import total_loss
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import token_program
 from logitless.stats import StatCotangents, TokenStats
@@ -104,13 +104,7 @@ def token_loss(
     ``stop_gradient``.
     """
     out = _token_stats(c, logits, targets, t, inputs.mask)
-    return _loss(objective, out, inputs), out
-
-
-def _loss(objective: Objective, out: TokenStats, inputs: LossInputs) -> Array:
-    # Behind a barrier, so that the sum is the same to the bit with and without a gradient.
-    out = jax.lax.optimization_barrier(out)
-    return jnp.sum(contributions(objective, out.logp, out.entropy, inputs))
+    return total_loss(objective, out.logp, out.entropy, inputs), out
 
 
 def _token_loss_fwd(
@@ -123,12 +117,12 @@ def _token_loss_fwd(
     logits, targets, t, objective, inputs = derivatives.values((logits, targets, t, objective, inputs))
     if not needed:
         out = _token_stats(c, logits, targets, t, inputs.mask)
-        return (_loss(objective, out, inputs), out), None
+        return (total_loss(objective, out.logp, out.entropy, inputs), out), None
     program = token_program(objective, inputs)
     out, d = c.module().stats_and_dlogits(
         logits, targets, t, c.vocab_size, inputs.mask, program, **c.options(writes=True)
     )
-    return (_loss(objective, out, inputs), out), d
+    return (total_loss(objective, out.logp, out.entropy, inputs), out), d
 
 
 def _token_loss_bwd(c: LogitsCall, d: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:
