@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,30 +60,39 @@ def _demo(args: argparse.Namespace) -> int:
     return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
 
 
-def _gradcheck(args: argparse.Namespace) -> int:
+def _over_configs(
+    command: str, args: argparse.Namespace, schema: type, run: Callable[[Any], dict], show: Callable[[dict], None]
+) -> int:
+    """Load, run, record and show each configuration; 2 for a bad one, 1 if a record did not pass."""
     import dataclasses
 
-    from logitless.bench import config, gradcheck
+    from logitless.bench import config
     from logitless.bench.tracking import Tracker
 
     missed = 0
     for path in args.config or [None]:
         try:
-            c = config.load(gradcheck.GradcheckConfig, path, args.overrides)
-            record = gradcheck.run(c)
+            c: Any = config.load(schema, path, args.overrides)
+            record = run(c)
         except config.ConfigError as error:
-            print(f"logitless gradcheck: {error}", file=sys.stderr)
+            print(f"logitless {command}: {error}", file=sys.stderr)
             return 2
         tracker = Tracker(c.out, mode=c.wandb_mode, project=c.wandb_project, name=c.name, config=dataclasses.asdict(c))
         tracker.log(record)
         tracker.close()
-        _print_record(c.name, record)
+        show(record)
         missed += not record["passed"]
     return 1 if missed else 0
 
 
-def _print_record(name: str, record: dict[str, Any]) -> None:
-    print(f"{name}: {record['device']}, jax {record['jax']}")
+def _gradcheck(args: argparse.Namespace) -> int:
+    from logitless.bench import gradcheck
+
+    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, gradcheck.run, _print_record)
+
+
+def _print_record(record: dict[str, Any]) -> None:
+    print(f"{record['config/name']}: {record['device']}, jax {record['jax']}")
     for key, value in record.items():
         if isinstance(value, float):
             print(f"  {key:32s} {value:.6g}")
@@ -92,10 +101,7 @@ def _print_record(name: str, record: dict[str, Any]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    import dataclasses
-
     from logitless.bench import config, microbench
-    from logitless.bench.tracking import Tracker
 
     if args.overrides[:1] == ["compare"]:
         try:
@@ -106,22 +112,16 @@ def _bench(args: argparse.Namespace) -> int:
             print(f"logitless bench: {error}", file=sys.stderr)
             return 2
         return 0
-    missed = 0
-    for path in args.config or [None]:
-        try:
-            c = config.load(microbench.BenchConfig, path, args.overrides)
-            record = microbench.run(c, say=lambda text: print(f"  ... {text}", file=sys.stderr, flush=True))
-        except config.ConfigError as error:
-            print(f"logitless bench: {error}", file=sys.stderr)
-            return 2
-        tracker = Tracker(c.out, mode=c.wandb_mode, project=c.wandb_project, name=c.name, config=dataclasses.asdict(c))
-        tracker.log(record)
-        tracker.close()
+
+    def run(c: microbench.BenchConfig) -> dict[str, Any]:
+        return microbench.run(c, say=lambda text: print(f"  ... {text}", file=sys.stderr, flush=True))
+
+    def show(record: dict[str, Any]) -> None:
         print(microbench.table(record))
         if not record["passed"]:
-            missed += 1
             print("  FAIL: the arms disagree, or the kernel did not verify; see the record")
-    return 1 if missed else 0
+
+    return _over_configs("bench", args, microbench.BenchConfig, run, show)
 
 
 def _plan(args: argparse.Namespace) -> int:

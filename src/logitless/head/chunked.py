@@ -66,10 +66,6 @@ class Wanted:
     bias: bool
     lora: bool
 
-    @property
-    def any(self) -> bool:
-        return self.hidden or self.weight or self.bias or self.lora
-
 
 def _chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
     t = transform.temperature

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from logitless import derivatives
 from logitless.head import pallas_tpu
 from logitless.head.operator import Head
-from logitless.stats import StatCotangents, TokenStats
+from logitless.stats import TokenStats
 from logitless.transform import LogitTransform
 
 
@@ -116,7 +116,7 @@ def _stats_bwd(c: TpuCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
     f = front(g.any_nonzero())
     dweight = dbias = None
     if (want_hidden and dh is None) or want_weight or want_bias:
-        args = (f.take(h), head.weight, f.take(targets), jax.tree.map(f.take, out), _take(f, g))
+        args = (f.take(h), head.weight, f.take(targets), jax.tree.map(f.take, out), jax.tree.map(f.take, g))
         options = c.options(head, f.transform(t), f.count)
         if want_hidden and dh is None:
             dh = f.put_back(pallas_tpu.dhidden(*args, **options)).astype(h.dtype)
@@ -129,10 +129,6 @@ def _stats_bwd(c: TpuCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
         layout=head.layout,
     )
     return dh, d_head, None, None, None
-
-
-def _take(f: Front, g: StatCotangents) -> StatCotangents:
-    return jax.tree.map(f.take, g)
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)

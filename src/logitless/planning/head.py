@@ -100,8 +100,6 @@ def plan(
     arguments = tokens * width * item + vocab * width * item + 3 * per_token
     outputs = wants_hidden * tokens * width * item + wants_head * vocab * width * item
     dense = tokens * vocab * (logit + (item if backward else 0))
-    if not backward:
-        dense = tokens * vocab * logit
     chunk = route.tiles.get("chunk", tokens)
     temporaries = dense
     if route.backend != "reference":
