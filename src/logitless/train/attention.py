@@ -1,0 +1,79 @@
+"""Grouped-query attention in two forms: over a whole row (training), and of new tokens over a cache (sampling).
+
+Both take ``q [B, T, N, hd]`` and ``k, v [B, S, KV, hd]``. cuDNN's flash attention keeps no ``[B, N, T, S]`` array; the
+XLA form builds the scores of one block of queries at a time and keeps none of them for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+IMPLEMENTATIONS = ("auto", "cudnn", "xla")
+_QUERY_BLOCK = 256
+
+
+def causal_attention(
+    q: Float[Array, "B T N hd"],
+    k: Float[Array, "B T KV hd"],
+    v: Float[Array, "B T KV hd"],
+    implementation: str = "auto",
+) -> Float[Array, "B T N hd"]:
+    """Each token over itself and all tokens before it."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}.")
+    length = q.shape[1]
+    if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
+        # cuDNN's backward pass wants an even length; a token at the end is one that no other sees.
+        odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
+        q, k, v = (jnp.pad(x, odd) for x in (q, k, v)) if length % 2 else (q, k, v)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
+    return _blocked(q, k, v, jnp.tril(jnp.ones((1, 1, length, length), bool)))
+
+
+def cached_attention(
+    q: Float[Array, "B T N hd"],
+    k: Float[Array, "B S KV hd"],
+    v: Float[Array, "B S KV hd"],
+    valid: Bool[Array, "B S"],
+    start: Int[Array, ""],
+) -> Float[Array, "B T N hd"]:
+    """Tokens that stand in the slots from ``start`` on, over the valid slots up to their own."""
+    slots = jnp.arange(k.shape[1])
+    before = slots[None, :] <= start + jnp.arange(q.shape[1])[:, None]
+    return _blocked(q, k, v, (before[None] & valid[:, None, :])[:, None])
+
+
+def _cudnn_serves(q: Array) -> bool:
+    # What jax asks of cuDNN beyond the dtype: a head of at most 128 (256 from Hopper on), a multiple of 8.
+    return (
+        jax.default_backend() == "gpu"
+        and "cuda" in jax.extend.backend.get_backend().platform_version
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+    )
+
+
+def _blocked(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """Masked attention, block by block over the queries where there are many of them."""
+
+    def attend(q_and_mask: tuple[Array, Array]) -> Any:
+        return jax.nn.dot_product_attention(q_and_mask[0], k, v, mask=q_and_mask[1], implementation="xla")
+
+    length = q.shape[1]
+    block = next((n for n in range(min(_QUERY_BLOCK, length), 0, -1) if length % n == 0), 1)
+    if block == length or block < _QUERY_BLOCK // 4:  # short rows; or a length that has no divisor of a useful size
+        return attend((q, mask))
+
+    def split(x: Array, axis: int) -> Array:
+        blocks = x.reshape(*x.shape[:axis], length // block, block, *x.shape[axis + 1 :])
+        return jnp.moveaxis(blocks, axis, 0)
+
+    out = jax.lax.map(jax.checkpoint(attend), (split(q, 1), split(mask, 2)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)

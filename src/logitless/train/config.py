@@ -1,0 +1,256 @@
+"""The configuration of a training run: one YAML, every key checked by name before anything compiles.
+
+The defaults are the ``tiny`` run: two-number addition, learned in about two minutes on two cores, with no file needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from logitless.backends import KERNELS
+from logitless.bench.config import ConfigError
+from logitless.bench.config import load as load_schema
+from logitless.objectives.objective import Objective
+from logitless.tiles import platform
+
+__all__ = ["ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]
+
+
+@dataclasses.dataclass
+class Lora:
+    """Train low-rank additions to the layers' maps instead of the weights; rank 0 turns it off."""
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: list[str] = dataclasses.field(default_factory=lambda: ["q", "k", "v", "o", "gate", "up", "down"])
+
+
+@dataclasses.dataclass
+class Model:
+    """Which model, in which precision."""
+
+    weights: str = ""  # a hub folder, a .gguf file, or a name that can be fetched; empty: random weights
+    architecture: str = "tiny"  # shape of random weights
+    tokenizer: str = ""  # a folder with tokenizer.json, a .gguf, or "char"; empty: the one that belongs to the weights
+    cache_dir: str = ""  # where fetched weights and data are kept; empty: ~/.cache/logitless
+    master_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    remat: bool = False
+    lora: Lora = dataclasses.field(default_factory=Lora)
+
+
+@dataclasses.dataclass
+class Data:
+    """Which problems."""
+
+    kind: str = "arithmetic"  # arithmetic | gsm8k | reasoning_gym
+    path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: fetched
+    task: str = ""  # reasoning_gym: the name of the task
+    limit: int = 20  # arithmetic: both numbers are below it
+    form: str = "bare"  # how a problem becomes a prompt: bare text, or a chat message
+    system: str = ""  # system message of a chat; empty: the template's own
+    instruction: str = ""  # text after the question of a chat message
+
+
+@dataclasses.dataclass
+class Reward:
+    """What a completion earns: ``weight`` times the reward, ``format_weight`` times that of the right form."""
+
+    kind: str = "exact_match"  # a name of logitless.train.reward, or package.module:function of your own
+    weight: float = 1.0
+    format_weight: float = 0.0
+
+
+@dataclasses.dataclass
+class Rollout:
+    """How completions are made."""
+
+    kind: str = "sample"  # sample from the policy, or "random" tokens and lengths (for time and memory)
+    max_prompt_tokens: int = 6
+    max_completion_tokens: int = 3
+    temperature: float = 1.0
+    top_p: float = 1.0
+    rows: int = 0  # completions sampled at a time; 0: all of a step
+
+
+@dataclasses.dataclass
+class Loss:
+    """How the loss is computed; ``backend`` is the one line that differs between the arms of an A/B."""
+
+    backend: str = "auto"  # reference | chunked | pallas_tpu | mosaic_gpu | pallas (this platform's kernels) | auto
+    logits_dtype: str = "float32"
+    head_grad_dtype: str = "float32"  # float32 | param
+    chunk_size: int = 0  # tokens; 0: the library's choice
+    memory_budget: int = 0  # bytes, in place of chunk_size
+
+
+@dataclasses.dataclass
+class Train:
+    """The update."""
+
+    steps: int = 100
+    prompts_per_step: int = 64
+    group_size: int = 8
+    inner_epochs: int = 2  # passes over a step's completions
+    minibatches: int = 1  # optimiser updates in one pass
+    microbatch: int = 0  # rows of one gradient; 0: all rows of an update
+    learning_rate: float = 3e-4
+    warmup_steps: int = 10
+    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    clip_norm: float = 1.0
+    weight_decay: float = 0.0
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    adam_eps: float = 1e-8
+    preset: str = ""  # an objective preset: trl | liger | verl | tunix | mllm-jax
+    objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
+    kl_beta: float | None = None  # pull towards the initial policy
+    kl_report: bool = True  # measure the KL to the initial policy even without the pull
+    advantage_scale: str = "group"  # group | batch | none
+    advantage_eps: float = 1e-4
+    max_skipped: int = 5  # stop after so many steps in a row whose loss or gradient is not finite
+    loss: Loss = dataclasses.field(default_factory=Loss)
+
+
+@dataclasses.dataclass
+class WarmStart:
+    """Supervised steps before the first rollout, on answers of which some are wrong: something to improve on."""
+
+    steps: int = 300
+    batch: int = 64
+    learning_rate: float = 1e-3
+    wrong_fraction: float = 0.5
+    cache: str = ""  # folder of the result; empty: in the run's folder
+
+
+@dataclasses.dataclass
+class Mesh:
+    """Devices per axis: batch, batch and parameters, matrices and vocabulary."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass
+class Eval:
+    """Greedy completions of held-out problems."""
+
+    every: int = 25  # steps; 0: never
+    problems: int = 64
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """What survives a kill."""
+
+    every: int = 20  # steps; 0: none at all
+    keep: int = 2
+
+
+@dataclasses.dataclass
+class Kernel:
+    """``enabled: false`` is ``train.loss.backend: reference``, ``true`` is ``auto``."""
+
+    enabled: bool | None = None
+
+
+@dataclasses.dataclass
+class AB:
+    """The two arms of ``logitless ab``, and how they are compared (docs/training.md)."""
+
+    baseline: str = "reference"
+    kernel: str = ""  # empty: train.loss.backend
+    loss_steps: int = 20
+    loss_tolerance: float = 0.0  # 0: 1e-4 in float32, 2e-2 in bfloat16
+    reward_sigmas: float = 3.0
+    reward_tolerance: float = 0.02
+    timeout_s: int = 7200  # of one arm
+    parallel: bool = False  # both arms at the same time: sooner done on a CPU, but their times disturb each other
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """Keys of a training configuration."""
+
+    name: str = "tiny"
+    run_dir: str = ""  # empty: runs/<name>
+    seed: int = 0
+    model: Model = dataclasses.field(default_factory=Model)
+    data: Data = dataclasses.field(default_factory=Data)
+    reward: Reward = dataclasses.field(default_factory=Reward)
+    rollout: Rollout = dataclasses.field(default_factory=Rollout)
+    train: Train = dataclasses.field(default_factory=Train)
+    warm_start: WarmStart = dataclasses.field(default_factory=WarmStart)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    kernel: Kernel = dataclasses.field(default_factory=Kernel)
+    ab: AB = dataclasses.field(default_factory=AB)
+    samples: int = 4  # completions written to samples.jsonl at each evaluation
+    wandb_mode: str = "disabled"
+    wandb_project: str = "logitless"
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A checked configuration from a file (``None``: the tiny run) and ``key=value`` overrides."""
+    from logitless.train.config_check import check
+
+    config = load_schema(TrainConfig, path, overrides)
+    check(config)
+    return config
+
+
+def save(config: TrainConfig, path: Path) -> None:
+    """The resolved configuration as YAML that :func:`load` reads back."""
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def loss_backend(c: TrainConfig) -> str | None:
+    """What to pass as ``backend=``: ``train.loss.backend`` and its alias ``kernel.enabled`` resolved.
+
+    Not part of :func:`check`: it may have to look for the device, which the parent of an A/B leaves to its arms.
+    """
+    backend = c.train.loss.backend
+    if c.kernel.enabled is False:
+        return "reference"
+    if backend == "auto":
+        return None
+    if backend == "pallas":
+        here = platform()
+        if here not in KERNELS:
+            raise ConfigError(f"train.loss.backend: pallas has no kernels for a {here.upper()}; use auto or chunked")
+        return KERNELS[here]
+    return backend
+
+
+def objective_of(c: TrainConfig) -> Objective:
+    """The objective: preset, overrides, ``kl_beta`` and the temperature that completions are sampled with."""
+    fields = dict(c.train.objective)
+    for key, owner in (("beta", "train.kl_beta"), ("temperature", "rollout.temperature")):
+        if key in fields:
+            raise ConfigError(f"train.objective.{key}: set {owner} instead, which the rest of the run follows too")
+    try:
+        objective = Objective.preset(c.train.preset, **fields) if c.train.preset else Objective(**fields)
+        if objective.temperature not in (None, c.rollout.temperature):
+            raise ConfigError(
+                f"train.preset: {c.train.preset} is for completions sampled at temperature {objective.temperature}; "
+                f"set rollout.temperature to it (it is {c.rollout.temperature})"
+            )
+        if c.train.kl_beta is not None:
+            objective = objective.replace(beta=c.train.kl_beta)
+        return objective.replace(temperature=None if c.rollout.temperature == 1.0 else c.rollout.temperature)
+    except (TypeError, ValueError) as error:
+        names = [f.name for f in dataclasses.fields(Objective)]
+        unknown = [k for k in fields if k not in names]
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], names, n=1)
+            hint = f" Did you mean 'train.objective.{close[0]}'?" if close else ""
+            raise ConfigError(f"train.objective.{unknown[0]} is not known.{hint}") from None
+        raise ConfigError(f"train.objective: {error}") from None

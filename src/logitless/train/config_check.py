@@ -1,0 +1,185 @@
+"""What a training configuration may hold; see :mod:`logitless.train.config`. Nothing here looks for a device."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from logitless.backends import HEAD_BACKENDS
+from logitless.bench.config import ConfigError
+from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
+from logitless.train.config import TrainConfig, objective_of
+
+DTYPES = ("float32", "bfloat16")
+_CHOICES = {
+    "model.master_dtype": DTYPES,
+    "model.compute_dtype": DTYPES,
+    "data.kind": ("arithmetic", "gsm8k", "reasoning_gym"),
+    "data.form": ("bare", "chat"),
+    "rollout.kind": ("sample", "random"),
+    "train.schedule": ("constant", "linear", "cosine"),
+    "train.advantage_scale": ("group", "batch", "none"),
+    "train.loss.backend": ("auto", "pallas", *HEAD_BACKENDS),
+    "train.loss.logits_dtype": DTYPES,
+    "train.loss.head_grad_dtype": ("float32", "param"),
+    "train.preset": ("", *OBJECTIVE_PRESETS),
+    "ab.baseline": ("auto", "pallas", *HEAD_BACKENDS),
+    "ab.kernel": ("", "auto", "pallas", *HEAD_BACKENDS),
+    "wandb_mode": ("disabled", "offline", "online"),
+}
+_AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "samples": 0,
+    "model.lora.rank": 0,
+    "data.limit": 2,
+    "reward.weight": 0,
+    "reward.format_weight": 0,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_completion_tokens": 1,
+    "rollout.rows": 0,
+    "train.steps": 1,
+    "train.prompts_per_step": 1,
+    "train.group_size": 1,
+    "train.inner_epochs": 1,
+    "train.minibatches": 1,
+    "train.microbatch": 0,
+    "train.warmup_steps": 0,
+    "train.weight_decay": 0,
+    "train.max_skipped": 1,
+    "train.loss.chunk_size": 0,
+    "train.loss.memory_budget": 0,
+    "warm_start.steps": 0,
+    "warm_start.batch": 1,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "eval.every": 0,
+    "eval.problems": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "ab.loss_steps": 1,
+    "ab.loss_tolerance": 0,
+    "ab.reward_tolerance": 0,
+    "ab.timeout_s": 1,
+}
+_ABOVE_ZERO = (
+    "model.lora.alpha",
+    "rollout.temperature",
+    "train.learning_rate",
+    "train.clip_norm",
+    "train.adam_eps",
+    "train.advantage_eps",
+    "warm_start.learning_rate",
+    "ab.reward_sigmas",
+)
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def check(c: TrainConfig) -> None:
+    """Refuse by key what cannot be run."""
+    for key, allowed in _CHOICES.items():
+        value = _get(c, key)
+        if value not in allowed:
+            close = difflib.get_close_matches(str(value), allowed, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{key}: {value!r}, expected one of {', '.join(a or 'nothing' for a in allowed)}.{hint}")
+    for key, least in _AT_LEAST.items():
+        if not _get(c, key) >= least:
+            raise ConfigError(f"{key}: {_get(c, key)}, expected at least {least:g}")
+    for key in _ABOVE_ZERO:
+        if not 0 < _get(c, key) < float("inf"):
+            raise ConfigError(f"{key}: {_get(c, key)}, expected a finite number above 0")
+    if not 0 < c.rollout.top_p <= 1:
+        raise ConfigError(f"rollout.top_p: {c.rollout.top_p}, expected a share in (0, 1]")
+    if not 0 <= c.warm_start.wrong_fraction <= 1:
+        raise ConfigError(f"warm_start.wrong_fraction: {c.warm_start.wrong_fraction}, expected a share in [0, 1]")
+    for key in ("train.adam_b1", "train.adam_b2"):
+        if not 0 <= _get(c, key) < 1:
+            raise ConfigError(f"{key}: {_get(c, key)}, expected a number in [0, 1)")
+    if c.train.kl_beta is not None and not 0 <= c.train.kl_beta < float("inf"):
+        raise ConfigError(f"train.kl_beta: {c.train.kl_beta}, expected a number >= 0, or null for no KL term")
+    if c.train.warmup_steps >= c.train.steps and c.train.schedule != "constant":
+        raise ConfigError(
+            f"train.warmup_steps: {c.train.warmup_steps} of {c.train.steps} steps leave nothing for the "
+            f"{c.train.schedule} schedule"
+        )
+    _check_rows(c)
+    _check_task(c)
+    _check_kernel_switch(c)
+    objective = objective_of(c)
+    if objective.top_entropy is not None and c.train.microbatch:
+        raise ConfigError(
+            "train.objective.top_entropy takes a quantile over the whole update, which micro-batches do not see; "
+            "set train.microbatch to 0"
+        )
+
+
+def _check_rows(c: TrainConfig) -> None:
+    t = c.train
+    rows = t.prompts_per_step * t.group_size
+    if t.group_size < 2 and t.advantage_scale == "group":
+        raise ConfigError("train.group_size: 1 completion a prompt has no group to compare with, expected at least 2")
+    if t.prompts_per_step % t.minibatches:
+        raise ConfigError(f"train.minibatches: {t.prompts_per_step} prompts do not split into {t.minibatches}")
+    update_rows = rows // t.minibatches
+    if t.microbatch and update_rows % t.microbatch:
+        raise ConfigError(
+            f"train.microbatch: {update_rows} rows of an update (prompts_per_step x group_size / minibatches) "
+            f"do not split into micro-batches of {t.microbatch}"
+        )
+    if c.rollout.rows and (c.rollout.rows % t.group_size or rows % c.rollout.rows):
+        raise ConfigError(
+            f"rollout.rows: {c.rollout.rows}, expected a multiple of train.group_size ({t.group_size}) that divides "
+            f"the {rows} rows of a step"
+        )
+    shards = c.mesh.data * c.mesh.fsdp
+    gradient_rows = t.microbatch or update_rows
+    if gradient_rows % shards:
+        raise ConfigError(f"mesh: data x fsdp = {shards} does not divide the {gradient_rows} rows of a gradient")
+    if t.loss.chunk_size and t.loss.memory_budget:
+        raise ConfigError("train.loss: give chunk_size or memory_budget, not both")
+
+
+def _check_task(c: TrainConfig) -> None:
+    if not c.name or "/" in c.name:
+        raise ConfigError(f"name: {c.name!r}, expected a name that can be part of a path")
+    if c.data.kind == "reasoning_gym" and not c.data.task:
+        raise ConfigError("data.task: empty, expected the name of a reasoning-gym task")
+    if c.data.path and c.data.kind != "gsm8k":
+        raise ConfigError(f"data.path: belongs to data.kind gsm8k and would be ignored with {c.data.kind}")
+    from logitless.train.reward import RewardError, load_reward
+
+    try:
+        load_reward(c.reward.kind)
+    except RewardError as error:
+        raise ConfigError(f"reward.kind: {error}") from None
+    if c.reward.weight + c.reward.format_weight == 0:
+        raise ConfigError("reward: weight and format_weight are both 0: nothing can be learned")
+    if c.warm_start.steps and (c.model.weights or c.data.kind != "arithmetic"):
+        raise ConfigError(
+            "warm_start.steps: the supervised start is for random weights on the built-in arithmetic; "
+            "set it to 0 with other weights or data"
+        )
+    if not c.model.weights:
+        from logitless.train.architectures import PRESETS
+
+        name = c.model.architecture
+        if name not in PRESETS:
+            close = difflib.get_close_matches(name, PRESETS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"model.architecture: {name!r}, expected one of {', '.join(PRESETS)}.{hint}")
+        if not c.model.tokenizer and name != "tiny" and c.rollout.kind == "sample":
+            raise ConfigError("model.tokenizer: random weights bring no tokenizer; give a folder, a .gguf or 'char'")
+
+
+def _check_kernel_switch(c: TrainConfig) -> None:
+    backend = c.train.loss.backend
+    if c.kernel.enabled is False and backend not in ("auto", "reference"):
+        raise ConfigError(f"kernel.enabled: false means train.loss.backend reference, but that is {backend!r}")
+    if c.kernel.enabled and backend == "reference":
+        raise ConfigError("kernel.enabled: true, but train.loss.backend is 'reference'; set one of them only")

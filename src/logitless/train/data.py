@@ -1,0 +1,161 @@
+"""Problems to train on: GSM8K from JSONL, built-in addition, and reasoning-gym's tasks.
+
+A dataset is a sequence of :class:`Problem`. Which of them a step sees is a function of the seed and the step alone
+(:func:`batch`), so that a run that is resumed at step n sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SPLITS = ("train", "test")
+FORMS = ("bare", "chat")
+INSTRUCTION = "Reason step by step, and end with the answer as a number after ####."
+"""What is asked of a chat model by default; it is what ``reward.extract_answer`` looks for."""
+
+
+class DataError(ValueError):
+    """Problems that cannot be read or made as asked; the message says where and what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem. ``prompt`` is the plain text; a chat template is put around it by the tokenizer."""
+
+    prompt: str
+    answer: str
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def batch(dataset: Sequence[Problem], seed: int, step: int, size: int) -> list[Problem]:
+    """Problems of ``step``: a shuffled pass over the dataset after the other, each in an order of its own."""
+    if not dataset:
+        raise DataError("batch: the dataset is empty.")
+    if size < 1 or step < 0:
+        raise DataError(f"batch: size {size} at step {step}, expected a positive size and a step from 0 on.")
+    chosen: list[Problem] = []
+    first = step * size
+    while len(chosen) < size:
+        epoch, start = divmod(first + len(chosen), len(dataset))
+        order = np.random.default_rng([seed, epoch]).permutation(len(dataset))
+        chosen += [dataset[i] for i in order[start : start + size - len(chosen)]]
+    return chosen
+
+
+def gsm8k(path: str | Path, split: str = "train", instruction: str = INSTRUCTION) -> list[Problem]:
+    """GSM8K's problems from a JSONL file, or from ``train.jsonl`` or ``test.jsonl`` of a folder.
+
+    Each line has ``question`` and ``answer``, whose number stands after ``####``. The instruction follows the question.
+    """
+    from logitless.train.reward import extract_answer
+
+    _check("split", split, SPLITS)
+    path = Path(path).expanduser()
+    file = path / f"{split}.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise DataError(f"{file}: no such file; expected GSM8K as JSONL.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text: {error}") from None
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON: {error}.") from None
+        for key in ("question", "answer"):
+            if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
+                raise DataError(f"{where}: expected an object with the text {key!r}, got {line[:80]!r}.")
+        answer = extract_answer(row["answer"]) if "####" in row["answer"] else None
+        if answer is None:
+            raise DataError(f"{where}: the answer has no number after ####: {row['answer'][-80:]!r}.")
+        prompt = f"{row['question']}\n{instruction}" if instruction else row["question"]
+        problems.append(Problem(prompt, str(answer), {"solution": row["answer"], "line": number}))
+    if not problems:
+        raise DataError(f"{file}: holds no problem.")
+    return problems
+
+
+def arithmetic(
+    limit: int,
+    split: str = "train",
+    *,
+    seed: int = 0,
+    form: str = "bare",
+    held_out: float = 0.1,
+    count: int = 10_000,
+    instruction: str = "",
+) -> list[Problem]:
+    """At most ``count`` sums ``a + b`` with ``0 <= a, b < limit``, in an order that the seed decides.
+
+    ``held_out`` of the pairs make the test split. They are set aside in both orders: if 3+4 is tested, 4+3 was not
+    trained on. ``form``: ``bare`` (``"3+4="``) or ``chat`` (``"What is 3 + 4?"`` and the instruction).
+    """
+    _check("split", split, SPLITS)
+    _check("form", form, FORMS)
+    if limit < 2 or limit > 2000:
+        raise DataError(f"arithmetic: limit is {limit}, expected 2 to 2000.")
+    if not 0.0 < held_out < 1.0:
+        raise DataError(f"arithmetic: held_out is {held_out}, expected a fraction between 0 and 1.")
+    if count < 1:
+        raise DataError(f"arithmetic: count is {count}, expected at least 1.")
+    low, high = np.triu_indices(limit)
+    rng = np.random.default_rng([seed, limit])
+    order = rng.permutation(len(low))
+    tested = max(1, round(held_out * len(low)))
+    chosen = order[:tested] if split == "test" else order[tested:]
+    pairs = np.stack([low[chosen], high[chosen]], axis=1)
+    pairs = np.concatenate([pairs, pairs[pairs[:, 0] != pairs[:, 1], ::-1]])
+    pairs = pairs[rng.permutation(len(pairs))][:count]
+    return [_sum(int(a), int(b), form, instruction) for a, b in pairs]
+
+
+def reasoning_gym(
+    task: str, split: str = "train", *, seed: int = 0, count: int = 1000, instruction: str = "", **options: Any
+) -> list[Problem]:
+    """Problems of a reasoning-gym task; the two splits have different seeds. Score with ``reward: reasoning_gym``."""
+    _check("split", split, SPLITS)
+    module = reasoning_gym_module()
+    try:
+        entries = module.create_dataset(task, size=count, seed=2 * seed + SPLITS.index(split), **options)
+    except Exception as error:  # its own checks of names and options
+        raise DataError(f"reasoning_gym: task {task!r} with {options}: {error}") from None
+    return [
+        Problem(
+            f"{entry['question']}\n{instruction}" if instruction else entry["question"],
+            str(entry["answer"]),
+            {"task": task, "entry": entry},
+        )
+        for entry in entries
+    ]
+
+
+def reasoning_gym_module() -> Any:
+    """The package, or a word on how to get it."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise DataError("this task needs reasoning-gym: pip install 'logitless[reasoning]'") from None
+    return reasoning_gym
+
+
+def _sum(a: int, b: int, form: str, instruction: str) -> Problem:
+    bare = form == "bare"
+    question = f"{a}+{b}=" if bare else f"What is {a} + {b}?"
+    prompt = f"{question}\n{instruction}" if instruction and not bare else question
+    return Problem(prompt, str(a + b), {"a": a, "b": b})
+
+
+def _check(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise DataError(f"{name} is {value!r}, expected one of {', '.join(allowed)}.")

@@ -1,0 +1,195 @@
+"""Models out of GGUF files: the weights dequantised, the shape and the tokenizer from the metadata.
+
+A GGUF of the llama architecture stores the rows of q and k in another order: its runtime rotates neighbouring pairs
+``(2i, 2i + 1)`` where the hub's weights (and this model) rotate ``(i, i + hd/2)``. They are put back. Qwen2's are
+stored as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.train.model import ModelConfig, ModelError, Params
+from logitless.train.weights import TensorNames, assemble
+
+GGUF_NAMES = TensorNames(
+    top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
+    layer={
+        "attention_norm": "attn_norm.weight",
+        "q": "attn_q.weight",
+        "k": "attn_k.weight",
+        "v": "attn_v.weight",
+        "o": "attn_output.weight",
+        "q_bias": "attn_q.bias",
+        "k_bias": "attn_k.bias",
+        "v_bias": "attn_v.bias",
+        "mlp_norm": "ffn_norm.weight",
+        "gate": "ffn_gate.weight",
+        "up": "ffn_up.weight",
+        "down": "ffn_down.weight",
+    },
+    prefix="blk.{i}.",
+)
+_SAME_MATRIX = 0.2  # relative difference of two quantisations of it; 4 against 6 bits is about 0.07
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False) -> tuple[ModelConfig, Params]:
+    """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype``.
+
+    Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model. With
+    ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike.
+    """
+    reader = _reader(path)
+    config = _config(path, reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if tie_head and not config.tie_word_embeddings:
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+        tensors[GGUF_NAMES.top["embed"]] = _tied(path, tensors)
+    permuted = {}
+    if _field(path, reader, "general.architecture") == "llama":
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
+        permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
+
+    def read(name: str) -> np.ndarray:
+        full = _dequantised(path, tensors[name])
+        return unpermute(full, permuted[name]) if name in permuted else full
+
+    return config, assemble(str(path), config, GGUF_NAMES, tensors, read, dtype)
+
+
+def _tied(path: str | Path, tensors: dict[str, Any]) -> Any:
+    """Take the output's tensor out and return it, if its first rows are those of the embedding but for quantisation."""
+    head, embed = tensors.pop(GGUF_NAMES.top["lm_head"]), tensors[GGUF_NAMES.top["embed"]]
+    rows = [_dequantised(path, tensor, rows=1024) for tensor in (head, embed)]
+    error = np.linalg.norm(rows[0] - rows[1]) / np.linalg.norm(rows[0])
+    if not error < _SAME_MATRIX:
+        raise ModelError(f"{path}: tie_head, but output and embedding differ by {error:.0%}: they are two matrices.")
+    return head
+
+
+def _dequantised(path: str | Path, tensor: Any, rows: int | None = None) -> np.ndarray:
+    from gguf import quants
+
+    try:
+        return quants.dequantize(tensor.data[:rows], tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name}: {error}") from None
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows ``[heads * hd, in]`` from the order of neighbouring pairs to that of halves."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
+    """``(tokenizers.Tokenizer, settings)``: the byte-level BPE in the file's metadata.
+
+    The settings are those of a hub folder's ``tokenizer_config.json``: the special tokens and the chat template.
+    """
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, normalizers, pre_tokenizers
+    except ImportError:
+        raise ModelError("tokenizers are missing: pip install 'logitless[train]'") from None
+    reader = _reader(path)
+    kind = _field(path, reader, "tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(f"{path}: tokenizer.ggml.model is {kind!r}; supported is byte-level BPE ('gpt2').")
+    pre = _field(path, reader, "tokenizer.ggml.pre")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "qwen2")
+    if pre == "qwen2":
+        split: Any = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated")
+    elif pre == "smollm":
+        split = pre_tokenizers.Digits(individual_digits=True)
+    else:
+        raise ModelError(
+            f"{path}: tokenizer.ggml.pre is {pre!r}, supported are 'qwen2' and 'smollm'. "
+            "Use a hub folder's tokenizer.json instead."
+        )
+    words = _field(path, reader, "tokenizer.ggml.tokens")
+    kinds = _field(path, reader, "tokenizer.ggml.token_type")
+    merges = [tuple(pair.split(" ", 1)) for pair in _field(path, reader, "tokenizer.ggml.merges")]
+    built = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    if pre == "qwen2":
+        built.normalizer = normalizers.NFC()
+    built.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    built.decoder = decoders.ByteLevel()
+    control, user_defined = 3, 4  # gguf.TokenType
+    for wanted in (control, user_defined):
+        of_kind = [word for word, one in zip(words, kinds, strict=True) if one == wanted]
+        special = wanted == control
+        added = [tokenizers.AddedToken(w, special=special, normalized=False) for w in of_kind]
+        if special:
+            built.add_special_tokens(added)
+        else:
+            built.add_tokens(added)
+    settings = {"chat_template": _field(path, reader, "tokenizer.chat_template", None)}
+    for ours, theirs in (("eos_token", "eos"), ("pad_token", "padding"), ("bos_token", "bos")):
+        token_id = _field(path, reader, f"tokenizer.ggml.{theirs}_token_id", None)
+        settings[ours] = None if token_id is None else words[token_id]
+    return built, settings
+
+
+def _config(path: str | Path, reader: Any) -> ModelConfig:
+    kind = _field(path, reader, "general.architecture")
+    if kind not in ("qwen2", "llama"):
+        raise ModelError(f"{path}: the architecture is {kind!r}; supported are 'qwen2' and 'llama'.")
+
+    def get(key: str, *default: Any) -> Any:
+        return _field(path, reader, f"{kind}.{key}", *default)
+
+    scaling = get("rope.scaling.type", "none")
+    if scaling != "none":
+        raise ModelError(f"{path}: rotary scaling {scaling!r} is not supported, only plain rotary positions.")
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    embed = tensors.get(GGUF_NAMES.top["embed"])
+    if embed is None:
+        raise ModelError(f"{path}: tensor {GGUF_NAMES.top['embed']!r} missing.")
+    return ModelConfig(
+        vocab_size=int(embed.shape[-1]),  # GGUF lists dimensions fastest first
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_layers=get("block_count"),
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=get("attention.key_length", hidden // heads),
+        rope_theta=float(get("rope.freq_base", 10_000.0)),
+        rms_norm_eps=float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),  # stored in 32 bits
+        tie_word_embeddings=GGUF_NAMES.top["lm_head"] not in tensors,
+        attention_bias=kind == "qwen2",
+        max_position=get("context_length"),
+    )
+
+
+def _reader(path: str | Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'") from None
+    if not Path(path).is_file():
+        raise ModelError(f"{path}: no such file.")
+    try:
+        return GGUFReader(str(path))
+    except Exception as error:  # its errors are of many kinds: a short file is an IndexError or a ValueError
+        raise ModelError(f"{path}: not readable as GGUF: {error}") from None
+
+
+_REQUIRED = object()
+
+
+def _field(path: str | Path, reader: Any, key: str, default: Any = _REQUIRED) -> Any:
+    field = reader.get_field(key)
+    if field is not None:
+        return field.contents()
+    if default is _REQUIRED:
+        raise ModelError(f"{path}: the metadata has no {key!r}.")
+    return default

@@ -1,0 +1,304 @@
+"""The decoder of Qwen2/Qwen2.5 and of Llama (SmolLM2), as plain functions over a dictionary of arrays.
+
+    x = embed[tokens]
+    for each layer:   x = x + attention(rms_norm(x)) W_o         grouped-query, causal, rotary positions
+                      h = rms_norm(x);  x = x + (silu(h W_gate) * (h W_up)) W_down
+    hidden = rms_norm(x)                                          and logits = hidden @ lm_head.T, built by nobody here
+
+The two families differ in the biases of q, k and v alone (``attention_bias``). The weights of all layers are stacked on
+a leading axis and the layers are a ``lax.scan``, so that compile time does not grow with depth. Weights are kept in
+their own ("master") dtype and cast to ``compute_dtype`` one layer at a time; norms, rotations and softmax are float32.
+
+Float32 matmuls follow ``jax_default_matmul_precision``: the accelerators' default is less than float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from logitless.pytree import register
+from logitless.train.attention import cached_attention, causal_attention
+
+if TYPE_CHECKING:
+    from logitless.train.lora import LoRA
+
+Params = dict[str, Any]
+"""``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` where it is not tied."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be built, read or run as asked; the message is for the person who asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model; hashable, so that it can be a static argument of ``jax.jit``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    """Biases of q, k and v: True for Qwen2, False for Llama."""
+    max_position: int = 32_768
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ModelError(f"ModelConfig: {field.name} is {value!r}, expected a positive integer.")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"ModelConfig: {self.num_heads} heads over {self.num_kv_heads} key-value heads, expected a multiple."
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"ModelConfig: head_dim is {self.head_dim}, expected an even number (rotary pairs).")
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+        """The model of a hub folder's ``config.json``; what this decoder does not compute is refused by name."""
+        from logitless.train.architectures import config_from_hf
+
+        return config_from_hf(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` that ``transformers`` reads this model with."""
+        from logitless.train.architectures import config_to_hf
+
+        return config_to_hf(self)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens so far. Slot ``s`` holds the ``s``-th token that was fed, in every row."""
+
+    k: Float[Array, "L B S KV hd"]
+    v: Float[Array, "L B S KV hd"]
+    valid: Bool[Array, "B S"]
+    """False where nothing was written yet, and at padding."""
+    length: Int[Array, ""]
+    """The next free slot, the same for all rows."""
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any = jnp.float32) -> KVCache:
+    """A cache with room for ``length`` tokens in each of ``batch`` rows."""
+    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+    return KVCache(
+        k=jnp.zeros(shape, dtype),
+        v=jnp.zeros(shape, dtype),
+        valid=jnp.zeros((batch, length), bool),
+        length=jnp.zeros((), jnp.int32),
+    )
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each array of one layer; maps are ``[in, out]``, so that they apply as ``x @ w``."""
+    h, f = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    biases = {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)} if config.attention_bias else {}
+    return {
+        "attention_norm": (h,),
+        "q": (h, q),
+        "k": (h, kv),
+        "v": (h, kv),
+        "o": (q, h),
+        "mlp_norm": (h,),
+        "gate": (h, f),
+        "up": (h, f),
+        "down": (f, h),
+        **biases,
+    }
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """Shapes of the whole tree, with the layer axis."""
+    shapes: Params = {
+        "embed": (config.vocab_size, config.hidden_size),
+        "layers": {name: (config.num_layers, *shape) for name, shape in layer_shapes(config).items()},
+        "norm": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Params:
+    """Random weights: normal with variance 1/fan-in, norms 1, biases 0.
+
+    The maps that write to the residual stream are smaller by ``sqrt(2 L)``: its variance does not grow with depth.
+    """
+
+    def leaf(path: Any, shape: tuple[int, ...], key: Array) -> Array:
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(shape, dtype)
+        fan_in = config.hidden_size if name in ("embed", "lm_head") else shape[-2]
+        std = fan_in**-0.5 / (math.sqrt(2 * config.num_layers) if name in ("o", "down") else 1.0)
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(std, dtype)
+
+    shapes = param_shapes(config)
+    leaves, tree = jax.tree_util.tree_flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.tree_util.tree_unflatten(tree, list(jax.random.split(key, len(leaves))))
+    return jax.tree_util.tree_map_with_path(leaf, shapes, keys, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def positions_of(valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Position of each token among the real ones of its row (0 at left padding)."""
+    return jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    *,
+    cache: KVCache | None = None,
+    lora: LoRA | None = None,
+    compute_dtype: Any = jnp.float32,
+    remat: bool = False,
+    attention: str = "auto",
+) -> tuple[Float[Array, "B T H"], KVCache | None]:
+    """Hidden states after the final norm, in ``compute_dtype``; with ``cache``, the cache with these tokens added.
+
+    A token sees itself and the valid tokens before it; its rotation is by ``positions``. Where ``valid`` is False the
+    token is padding, wherever it stands: no real token's result depends on it, and its own result means nothing.
+
+    Without a cache (training), the real tokens of each row are moved to its front for the time being. Causality then
+    hides the padding by itself, and no ``[B, T, T]`` mask exists. With a cache, tokens are written to slots
+    ``[cache.length, cache.length + T)``; the caller sees to it that they exist (a traced length cannot be checked).
+
+    ``remat`` recomputes each layer in the backward pass and keeps its input alone. ``attention``: ``"cudnn"`` (flash
+    attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve.
+    """
+    _check(config, tokens, positions, valid, cache)
+    # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
+    tokens = jnp.where(valid, tokens, 0)
+    if cache is None:
+        front = jnp.argsort(~valid, axis=1, stable=True)
+        tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
+    else:
+        slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
+    rotation = _rotation(config, positions)
+
+    def layer(x: Array, kv: tuple[Array, Array] | None, weights: Params, index: Array) -> tuple[Array, Any]:
+        base, adapters = jax.tree.map(lambda a: a.astype(compute_dtype), (weights["base"], weights["lora"]))
+
+        def linear(name: str, h: Array) -> Array:
+            y = h @ base[name]
+            if f"{name}_bias" in base:
+                y = y + base[f"{name}_bias"]
+            if lora is not None and name in adapters:
+                y = y + (h @ adapters[name]["a"]) @ adapters[name]["b"] * jnp.asarray(lora.scale, y.dtype)
+            return y
+
+        def heads(y: Array) -> Array:
+            return y.reshape(*y.shape[:2], -1, config.head_dim)
+
+        h = _rms_norm(x, weights["base"]["attention_norm"], config.rms_norm_eps)
+        q, k, v = (heads(linear(name, h)) for name in ("q", "k", "v"))
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        if cache is None or kv is None:
+            mixed = causal_attention(q, k, v, implementation=attention)
+        else:
+            start = (index, 0, cache.length, 0, 0)
+            kv = (
+                jax.lax.dynamic_update_slice(kv[0], k[None].astype(kv[0].dtype), start),
+                jax.lax.dynamic_update_slice(kv[1], v[None].astype(kv[1].dtype), start),
+            )
+            k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
+            mixed = cached_attention(q, k, v, slots_valid, cache.length)
+        x = x + linear("o", mixed.reshape(*mixed.shape[:2], -1))
+        h = _rms_norm(x, weights["base"]["mlp_norm"], config.rms_norm_eps)
+        return x + linear("down", jax.nn.silu(linear("gate", h)) * linear("up", h)), kv
+
+    body = jax.checkpoint(layer) if remat else layer
+    x = params["embed"].at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)
+    stacked = {"base": params["layers"], "lora": {} if lora is None else lora.layers}
+    # The cache is carried, not scanned over: a step writes its own slots in place and copies nothing else.
+    kv = None if cache is None else (cache.k, cache.v)
+    (x, kv), _ = jax.lax.scan(
+        lambda carry, wi: (body(*carry, *wi), None),
+        (x.astype(compute_dtype), kv),
+        (stacked, jnp.arange(config.num_layers)),
+    )
+    x = _rms_norm(x, params["norm"], config.rms_norm_eps)
+    if cache is None or kv is None:
+        return jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1), None
+    return x, KVCache(*kv, valid=slots_valid, length=cache.length + tokens.shape[1])
+
+
+def lm_head(params: Params, config: ModelConfig) -> Float[Array, "V H"]:
+    """The output head in the master dtype: the embedding where it is tied."""
+    return params["embed"] if config.tie_word_embeddings else params["lm_head"]
+
+
+def num_params(params: Params) -> int:
+    """How many numbers the tree holds."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
+def matmul_flops(config: ModelConfig, tokens: int, context: float) -> float:
+    """FLOPs of one forward pass's matmuls over ``tokens`` tokens that attend to ``context`` tokens on average.
+
+    The head is counted. A backward pass costs twice as much; rematerialisation adds the layers' forward once more.
+    """
+    maps = sum(math.prod(shape) for shape in layer_shapes(config).values() if len(shape) == 2)
+    head = config.vocab_size * config.hidden_size
+    attention = 2 * context * config.num_heads * config.head_dim
+    return 2.0 * tokens * (config.num_layers * (maps + attention) + head)
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotation(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """Cosine and sine ``[B, T, 1, hd/2]`` of the rotary angles, float32."""
+    frequencies = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+
+
+def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+    """Rotate the pairs ``(i, i + hd/2)`` of each head, as the hub's weights are laid out."""
+    cos, sin = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _check(config: ModelConfig, tokens: Array, positions: Array, valid: Array, cache: KVCache | None) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ModelError(f"hidden_states: tokens is {tokens.dtype}{list(tokens.shape)}, expected integers [B, T].")
+    if positions.shape != tokens.shape or not jnp.issubdtype(positions.dtype, jnp.integer):
+        got = f"{positions.dtype}{list(positions.shape)}"
+        raise ModelError(f"hidden_states: positions is {got}, expected integers {list(tokens.shape)} like tokens.")
+    if valid.shape != tokens.shape or valid.dtype != jnp.bool_:
+        got = f"{valid.dtype}{list(valid.shape)}"
+        raise ModelError(f"hidden_states: valid is {got}, expected bool {list(tokens.shape)} like tokens.")
+    if cache is None:
+        return
+    slots = (config.num_layers, tokens.shape[0], cache.k.shape[2], config.num_kv_heads, config.head_dim)
+    if cache.k.shape != slots:
+        raise ModelError(f"hidden_states: the cache's k is {list(cache.k.shape)}, expected {list(slots)}.")
+    if tokens.shape[1] > slots[2]:
+        raise ModelError(f"hidden_states: {tokens.shape[1]} tokens into a cache of {slots[2]} slots; make it longer.")

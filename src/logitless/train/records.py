@@ -1,0 +1,66 @@
+"""A step's completions with what they earned, and the record that is kept of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import numpy as np
+
+from logitless.objectives.metrics import metric_values
+from logitless.train.rollout import Completions
+from logitless.train.task import Prompts
+
+NAMES = {"kl_k3": "kl"}
+"""Metrics of the loss that have another name in the record."""
+
+
+@dataclasses.dataclass
+class Rollouts:
+    """A step's completions with what they earned; on the host."""
+
+    prompts: Prompts
+    completions: Completions
+    rewards: np.ndarray  # [B]
+    parts: dict[str, float]  # mean of each part of the reward
+    texts: list[str]
+
+
+def step_record(
+    rolled: Rollouts, updates: list[dict[str, Any]], group_size: int, eos_ids: tuple[int, ...]
+) -> dict[str, Any]:
+    """The step's numbers that do not depend on the clock: the same bits after a resume (docs/training.md)."""
+    done = rolled.completions
+    tokens, mask = np.asarray(done.tokens), np.asarray(done.mask)
+    groups = rolled.rewards.reshape(-1, group_size)
+    first, last = (metric_values(u["metrics"]) for u in (updates[0], updates[-1]))
+    record: dict[str, Any] = {
+        "train/loss": float(np.mean([u["loss"] for u in updates])),
+        "train/losses": [float(u["loss"]) for u in updates],
+        "train/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
+        "train/skipped": sum(not u["finite"] for u in updates),
+        "train/reward": float(rolled.rewards.mean()),
+        "train/ratio_first": first["ratio"],
+        **{f"train/{NAMES.get(k, k)}": v for k, v in last.items() if k != "ratio_squared"},
+        "reward/std": float(rolled.rewards.std()),
+        "reward/mixed_groups": float((groups.min(axis=1) != groups.max(axis=1)).mean()),
+        **{f"reward/{name}": value for name, value in rolled.parts.items()},
+        "rollout/length_mean": float(mask.sum(axis=1).mean()),
+        "rollout/truncated": float((~ended(tokens, mask, eos_ids)).mean()),
+        "rollout/tokens_crc32": zlib.crc32(np.ascontiguousarray(tokens).tobytes()),
+    }
+    return {k: json_number(v) for k, v in record.items()}
+
+
+def ended(tokens: np.ndarray, mask: np.ndarray, eos_ids: tuple[int, ...]) -> np.ndarray:
+    """Rows whose last live token is an end token."""
+    last = np.maximum(mask.sum(axis=1) - 1, 0)
+    return np.isin(np.take_along_axis(tokens, last[:, None], axis=1)[:, 0], eos_ids)
+
+
+def json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, list):
+        return [json_number(v) for v in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,146 @@
+"""What a completion earns. Answers are found by pattern and compared as exact numbers; nothing is ever evaluated.
+
+A reward is a function ``(completion: str, problem: Problem) -> float``. :func:`load_reward` takes the name of one from
+here, or ``"package.module:function"`` or ``"path/to/file.py:function"`` of one's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from logitless.train.data import Problem
+
+Reward = Callable[[str, Problem], float]
+
+# A sign counts where it touches its number and cannot be a difference ("10-3") or a bullet ("- 3"); commas count where
+# they group thousands.
+_SIGN = r"(?:(?<![0-9A-Za-z)\]])-)?(?:\$\s?-?)?"
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z])\.[0-9]+)"
+_NUMBER = rf"{_SIGN}{_DIGITS}(?:/[0-9]+)?"
+_ANYWHERE = re.compile(_NUMBER)
+_MARKED = re.compile(rf"####\s*({_NUMBER})")
+_FORMATTED = re.compile(rf"####[ ]?{_NUMBER}\Z")
+_LONGEST = 64  # characters of a number: a model can write any number of digits
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be used, or that returned no number."""
+
+
+def parse_number(text: str) -> Fraction | None:
+    """``"1,234"``, ``"-$5.50"``, ``"3/4"`` as an exact number, or ``None``."""
+    plain = re.sub(r"[\s$,]", "", text)
+    if len(plain) > _LONGEST or not re.fullmatch(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)(/[0-9]+)?", plain):
+        return None
+    numerator, _, denominator = plain.partition("/")
+    if denominator and int(denominator) == 0:
+        return None
+    return Fraction(numerator) / Fraction(denominator or "1")
+
+
+def extract_answer(text: str) -> Fraction | None:
+    """The number after the first ``####`` that has one, else the last number in the text, else ``None``."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    marked = _MARKED.search(text)
+    if marked:
+        return parse_number(marked.group(1))
+    numbers = _ANYWHERE.findall(text)
+    return parse_number(numbers[-1]) if numbers else None
+
+
+def exact_match(completion: str, problem: Problem) -> float:
+    """1 where the completion's number is the problem's answer, else 0."""
+    expected = parse_number(problem.answer)
+    if expected is None:
+        raise RewardError(
+            f"exact_match: the answer {problem.answer!r} is not a number; use exact_text or a reward of your own."
+        )
+    return float(extract_answer(completion) == expected)
+
+
+def exact_text(completion: str, problem: Problem) -> float:
+    """1 where the completion, without the blanks around it, is the answer and nothing else."""
+    return float(completion.strip() == problem.answer.strip())
+
+
+def format_reward(completion: str, problem: Problem) -> float:
+    """1 where the completion ends with its only ``####`` and a number after it, else 0."""
+    text = completion.strip()
+    return float(text.count("####") == 1 and _FORMATTED.search(text) is not None)
+
+
+def reasoning_gym_score(completion: str, problem: Problem) -> float:
+    """The task's own scorer on the text after the last ``####`` (or all of it); 1 at a full score alone.
+
+    Its scorers give part of the points for an answer that is merely contained in a longer text.
+    """
+    from logitless.train.data import reasoning_gym_module
+
+    score = reasoning_gym_module().get_score_answer_fn(problem.meta["task"])
+    answer = completion.rpartition("####")[2].strip()
+    return float(score(answer, problem.meta["entry"]) >= 1.0)
+
+
+REWARDS: dict[str, Reward] = {
+    "exact_match": exact_match,
+    "exact_text": exact_text,
+    "format": format_reward,
+    "reasoning_gym": reasoning_gym_score,
+}
+
+
+def load_reward(spec: str) -> Reward:
+    """A reward by name, or a function of one's own as ``"package.module:function"`` or ``"file.py:function"``.
+
+    The function takes ``(completion: str, problem: Problem)`` and returns a finite number; both are checked, the
+    signature here and the number at each call. The module's code runs: name only code you trust.
+    """
+    if spec in REWARDS:
+        return REWARDS[spec]
+    module_name, colon, name = spec.rpartition(":")
+    if not colon or not module_name or not name:
+        close = difflib.get_close_matches(spec, REWARDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise RewardError(f"reward {spec!r}: expected {', '.join(REWARDS)} or 'package.module:function'.{hint}")
+    module = _module(spec, module_name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"reward {spec!r}: {module_name} has no function {name!r}.")
+    try:
+        inspect.signature(function).bind("completion", "problem")
+    except TypeError as error:
+        raise RewardError(f"reward {spec!r}: cannot be called as {name}(completion, problem): {error}.") from None
+
+    def checked(completion: str, problem: Problem) -> float:
+        value = function(completion, problem)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise RewardError(f"reward {spec!r} returned {value!r}, expected a finite number.")
+        return number
+
+    return checked
+
+
+def _module(spec: str, name: str) -> Any:
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        found = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        return module
+    except Exception as error:  # whatever the user's module raises
+        raise RewardError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,228 @@
+"""Text to token ids and back, and chats to text.
+
+:class:`Tokenizer` wraps the ``tokenizers`` library, from a hub folder or a GGUF file. :class:`CharTokenizer` has one
+token per character, for the built-in arithmetic. Both have the same members, which are all that a trainer uses:
+``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``, ``decode`` and ``encode_prompt``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from logitless.train.model import ModelError
+
+SYSTEM_PROMPTS = (
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+)
+"""Default system messages of Qwen2.5 and of SmolLM2; both write chats as ChatML."""
+Messages = Sequence[dict[str, str]]
+"""A chat: ``{"role": "system" | "user" | "assistant", "content": text}`` each."""
+
+
+class TextTokenizer(Protocol):
+    """What the trainer asks of a tokenizer."""
+
+    vocab_size: int
+    eos_id: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion, ``eos_id`` among them."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with no token added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+
+    def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
+        """Ids of a prompt: the bare text, or a user's message up to where the assistant's answer starts."""
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer with its special tokens and its chat template."""
+
+    def __init__(self, backend: Any, settings: dict[str, Any], source: str, stop_ids: Sequence[int] = ()) -> None:
+        """``backend`` is a ``tokenizers.Tokenizer``, ``settings`` a hub folder's ``tokenizer_config.json``."""
+        self._backend, self._settings, self._source = backend, settings, source
+        self.vocab_size: int = backend.get_vocab_size()
+        eos = self._special("eos_token")
+        if eos is None:
+            raise ModelError(f"{source}: no eos_token, so that no completion would ever end.")
+        pad = self._special("pad_token")
+        self.eos_id: int = eos
+        self.pad_id: int = eos if pad is None else pad
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))
+        self.chat_template: str | None = _default_template(settings.get("chat_template"))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """From ``tokenizer.json``, ``tokenizer_config.json`` and, where there are any, the chat template's and
+        the generation settings' own files."""
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(f"{folder}: holds no tokenizer.json.")
+        try:
+            backend = _tokenizers().Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise ModelError(f"{file}: not readable as a tokenizer: {error}") from None
+        settings = _json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        if template.is_file():
+            settings["chat_template"] = template.read_text()
+        stop = _json(folder / "generation_config.json").get("eos_token_id", [])
+        return cls(backend, settings, str(folder), [stop] if isinstance(stop, int) else stop)
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """From the metadata of a GGUF file."""
+        from logitless.train.gguf import tokenizer_from_gguf
+
+        return cls(*tokenizer_from_gguf(path), str(path))
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, so that a folder of weights is complete."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json.partial"))
+        os.replace(folder / "tokenizer.json.partial", folder / "tokenizer.json")
+        kept = {key: value for key, value in self._settings.items() if value is not None}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **kept}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens written in it are recognised, none is added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of some ids."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
+        """See :class:`TextTokenizer`. Without ``system``, a chat begins with the template's own system message."""
+        if not chat:
+            if system is not None:
+                raise ModelError("a system message needs a chat: a bare prompt has no place for it.")
+            return self.encode(prompt)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return self.encode(self.chat([*messages, {"role": "user", "content": prompt}]))
+
+    def chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """A chat as text, by the tokenizer's own template: rendered with jinja2, or ChatML without it."""
+        if self.chat_template is None:
+            raise ModelError(f"{self._source}: has no chat template; use bare prompts, or an instruction-tuned model.")
+        try:
+            import jinja2  # noqa: F401
+        except ImportError:
+            system = next((s for s in SYSTEM_PROMPTS if s in self.chat_template), None)
+            if system is None or "<|im_start|>" not in self.chat_template:
+                raise ModelError(f"{self._source}: its chat template needs jinja2: pip install jinja2") from None
+            return chatml(messages, system, add_generation_prompt)
+        return render(self.chat_template, messages, add_generation_prompt, self._special_texts())
+
+    def _special(self, key: str) -> int | None:
+        text = self._special_texts().get(key)
+        if text is None:
+            return None
+        token_id = self._backend.token_to_id(text)
+        if token_id is None:
+            raise ModelError(f"{self._source}: {key} is {text!r}, which is not in the vocabulary.")
+        return token_id
+
+    def _special_texts(self) -> dict[str, str]:
+        found = {key: self._settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in found.items()}
+        return {key: text for key, text in texts.items() if text is not None}
+
+
+class CharTokenizer:
+    """One token per character of ``"0123456789+-= "``, and two more for the end and for padding: 16."""
+
+    CHARACTERS = "0123456789+-= "
+
+    def __init__(self) -> None:
+        self.vocab_size = len(self.CHARACTERS) + 2
+        self.eos_id, self.pad_id = self.vocab_size - 2, self.vocab_size - 1
+        self.stop_ids: tuple[int, ...] = (self.eos_id,)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; a character outside the alphabet is an error."""
+        unknown = sorted(set(text) - set(self.CHARACTERS))
+        if unknown:
+            raise ModelError(f"CharTokenizer: {text!r} holds {unknown}, which are not among {self.CHARACTERS!r}.")
+        return [self.CHARACTERS.index(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, end and padding left out."""
+        return "".join(self.CHARACTERS[i] for i in ids if i < len(self.CHARACTERS))
+
+    def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
+        """Ids of a bare prompt; 16 characters have no chat."""
+        if chat or system is not None:
+            raise ModelError("CharTokenizer has no chat template; use bare prompts.")
+        return self.encode(prompt)
+
+
+def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> TextTokenizer:
+    """The tokenizer at ``source``: a folder, a ``.gguf``, a name that can be fetched, or ``"char"``."""
+    if str(source) == "char":
+        return CharTokenizer()
+    from logitless.train.fetch import local_source
+
+    path = local_source(source, cache_dir)
+    return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
+
+
+def chatml(messages: Messages, default_system: str | None, add_generation_prompt: bool = True) -> str:
+    """A chat as ChatML; ``default_system`` speaks first where the chat has no system message."""
+    if default_system is not None and (not messages or messages[0]["role"] != "system"):
+        messages = [{"role": "system", "content": default_system}, *messages]
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+def render(template: str, messages: Messages, add_generation_prompt: bool, special: dict[str, str]) -> str:
+    """A chat by a jinja2 template, in jinja2's sandbox: templates come with weights, from strangers."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise ModelError(f"the chat template refuses these messages: {message}")
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(template).render(
+            messages=list(messages), add_generation_prompt=add_generation_prompt, **special
+        )
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template cannot be rendered: {error}") from None
+
+
+def _default_template(template: Any) -> str | None:
+    """A template's text; some folders keep several by name."""
+    if isinstance(template, list):
+        return next((one["template"] for one in template if one.get("name") == "default"), None)
+    return template
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ModelError("tokenizers need the tokenizers package: pip install 'logitless[train]'") from None
+    return tokenizers
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A folder's optional settings; empty where the file is not there."""
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}") from None

@@ -1,0 +1,289 @@
+"""One training step: problems, completions, rewards, advantages, and the updates that they are good for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.explain import explain
+from logitless.head.api import linear_grpo_loss
+from logitless.objectives.advantages import group_advantages
+from logitless.train import sharding
+from logitless.train.config import TrainConfig, loss_backend, objective_of
+from logitless.train.lora import init_lora
+from logitless.train.programs import Program
+from logitless.train.records import Rollouts, step_record
+from logitless.train.rollout import Completions, Sampling, generate, in_compute_dtype
+from logitless.train.task import Prompts, Task
+from logitless.train.update import (
+    Batch,
+    Policy,
+    State,
+    learning_rate,
+    make_optimizer,
+    make_score,
+    make_update,
+    whole_policy,
+)
+
+_ROLLOUT, _LORA = 1, 2  # what the seed's key is folded with
+
+
+class Trainer:
+    """Everything that a step needs, compiled once. It keeps no state of a run: that is in :class:`State`."""
+
+    def __init__(self, config: TrainConfig, task: Task):
+        self.config, self.task = config, task
+        self.objective = objective_of(config)
+        self.mesh = sharding.make_mesh(config) if sharding.devices_needed(config) > 1 else None
+        self.backend = self._backend_name()
+        self.key = jax.random.key(config.seed)
+        self.times: dict[str, float] = {}
+        optimizer = make_optimizer(config)
+        self._rate = learning_rate(config)
+        self._init_optimizer = jax.jit(optimizer.init)
+        update = make_update(config, task.model, self.objective, optimizer)
+
+        def update_in_place(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
+            state, info = update(state, frozen, batch)
+            return sharding.keep_layout(state, self.mesh), info
+
+        self.update_program = Program("update", update_in_place, donate=(0,))
+        self.score_program = Program("score", make_score(config, task.model, self.objective))
+        r = config.rollout
+        dtype = jnp.dtype(config.model.compute_dtype)
+        sampling = Sampling(
+            r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id
+        )
+        greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, group_size=1)
+        make = partial(generate, config=task.model, compute_dtype=dtype)
+        self.rollout_program = Program("rollout", partial(make, sampling=sampling))
+        self.eval_program = Program("eval", partial(make, sampling=greedy))
+        updates = config.train.inner_epochs * config.train.minibatches
+        self._needs_old = updates > 1
+        self._needs_ref = self.objective.beta is not None or config.train.kl_report
+
+    def _backend_name(self) -> str:
+        """Which backend the losses of this run take, ``auto`` resolved."""
+        c, m = self.config, self.task.model
+        rows = c.train.microbatch or c.train.prompts_per_step * c.train.group_size // c.train.minibatches
+        dtype = jnp.dtype(c.model.compute_dtype)
+        loss = c.train.loss
+        return explain(
+            linear_grpo_loss,
+            jax.ShapeDtypeStruct((rows, c.rollout.max_completion_tokens, m.hidden_size), dtype),
+            jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
+            objective=self.objective,
+            backend=loss_backend(c),
+            chunk_size=loss.chunk_size or None,
+            memory_budget=loss.memory_budget or None,
+            logits_dtype=loss.logits_dtype,
+            head_layout="vh",
+        ).backend
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def initial(self, params: Any) -> tuple[State, Policy]:
+        """State and frozen part at step 0. The frozen part also serves as the reference policy, so that without LoRA
+        it is a second copy of the weights, kept only where the KL is asked for."""
+        lora_config = self.config.model.lora
+        if lora_config.rank:
+            lora = init_lora(
+                self.task.model,
+                lora_config.rank,
+                jax.random.fold_in(self.key, _LORA),
+                targets=lora_config.targets,
+                alpha=lora_config.alpha,
+            )
+            trained = Policy(None, sharding.place_weights(lora, self.mesh))
+            frozen = Policy(sharding.place_weights(params, self.mesh), None)
+        else:
+            # A state is donated to its update: what is trained must not share memory with what is kept.
+            trained = Policy(jax.tree.map(jnp.copy, sharding.place_weights(params, self.mesh)), None)
+            dtype = jnp.dtype(self.config.model.compute_dtype)
+            reference = in_compute_dtype(params, dtype) if self._needs_ref else None
+            frozen = Policy(None if reference is None else sharding.place_weights(reference, self.mesh), None)
+        return State(trained, sharding.place_weights(self._init_optimizer(trained), self.mesh)), frozen
+
+    def compile(self, state: State, frozen: Policy) -> None:
+        """Compile every program of a step, side by side: what cannot be compiled fails before the first rollout.
+
+        Over a mesh it is left to the first calls, whose arguments know their layouts.
+        """
+        if self.mesh is not None:
+            return
+        t, r = self.config.train, self.config.rollout
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, frozen))
+        state, frozen = like
+        params, lora = whole_policy(state.trained, frozen)
+        jobs: list[tuple[Any, ...]] = []
+        rows = t.prompts_per_step * t.group_size
+
+        def batch(count: int, **logp: Any) -> Batch:
+            of: Any = jax.ShapeDtypeStruct
+            prompt, wide = (count, r.max_prompt_tokens), (count, r.max_completion_tokens)
+            return Batch(
+                prompt=of(prompt, jnp.int32),
+                prompt_valid=of(prompt, bool),
+                completion=of(wide, jnp.int32),
+                mask=of(wide, bool),
+                advantages=of((count,), jnp.float32),
+                **{k: of(wide, jnp.float32) for k, wanted in logp.items() if wanted},
+            )
+
+        sampled = r.kind == "sample"
+        if sampled:
+            at_once = (r.rows or rows) // t.group_size
+            key = jax.ShapeDtypeStruct(self.key.shape, self.key.dtype)
+            shape, first = (at_once, r.max_prompt_tokens), jax.ShapeDtypeStruct((), jnp.int32)
+            prompts = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+            jobs.append((self.rollout_program, params, lora, *prompts, key, first))
+        scored = batch(rows, rollout_logp=sampled)
+        if self._needs_old:
+            jobs.append((self.score_program, params, lora, scored))
+        if self._needs_ref:
+            jobs.append((self.score_program, frozen.params, None, scored))
+        base = frozen if state.trained.params is None else Policy(None, None)
+        for old in (False, True)[: 1 + self._needs_old]:
+            part = batch(rows // t.minibatches, rollout_logp=sampled, old_logp=old, ref_logp=self._needs_ref)
+            jobs.append((self.update_program, state, base, part))
+        with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
+            for done in [pool.submit(program.compile, *args) for program, *args in jobs]:
+                done.result()
+
+    # -- phases -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start, compiled = time.perf_counter(), self._compile_seconds()
+        yield
+        seconds = time.perf_counter() - start - (self._compile_seconds() - compiled)
+        self.times[phase] = self.times.get(phase, 0.0) + seconds
+
+    def rollouts(self, state: State, frozen: Policy, step: int) -> Rollouts:
+        """A step's problems with their completions and rewards; the same for the same state, seed and step."""
+        c = self.config
+        if c.rollout.kind == "random":
+            return self._random_rollouts(step)
+        problems = self.task.problems(c.seed, step, c.train.prompts_per_step)
+        prompts = self.task.encode(problems)
+        params, lora = whole_policy(state.trained, frozen)
+        key = jax.random.fold_in(jax.random.fold_in(self.key, _ROLLOUT), step)
+        with self._timed("rollout"):
+            at_once = (c.rollout.rows or c.train.prompts_per_step * c.train.group_size) // c.train.group_size
+            parts = []
+            for start in range(0, c.train.prompts_per_step, at_once):
+                rows = slice(start, start + at_once)
+                first = jnp.int32(start * c.train.group_size)
+                tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
+                parts.append(self.rollout_program(params, lora, tokens, valid, key, first))
+            host = [jax.device_get(p) for p in parts]
+            completions = jax.tree.map(lambda *x: np.concatenate(x), *host)
+        with self._timed("reward"):
+            texts = self.task.decode(completions)
+            rewards, shares = self.task.rewards(texts, [p for p in problems for _ in range(c.train.group_size)])
+        return Rollouts(prompts.repeat(c.train.group_size), completions, rewards, shares, texts)
+
+    def _random_rollouts(self, step: int) -> Rollouts:
+        """Random tokens and rewards, for measuring time and memory without a task.
+
+        Of the kind that RL makes (``bench.shapes.rl_batch``): lognormal lengths, and every third group's rewards equal.
+        """
+        c, rng = self.config, np.random.default_rng((self.config.seed, step))
+        rows, width = c.train.prompts_per_step * c.train.group_size, c.rollout.max_completion_tokens
+        with self._timed("rollout"):
+            vocab = self.task.model.vocab_size
+            prompt = rng.integers(0, vocab, (rows // c.train.group_size, c.rollout.max_prompt_tokens), dtype=np.int32)
+            tokens = rng.integers(0, vocab, (rows, width), dtype=np.int32)
+            lengths = np.clip(rng.lognormal(np.log(width * 0.4), 0.6, (rows, 1)).astype(int), 1, width)
+            mask = np.arange(width) < lengths
+            prompts = Prompts(prompt, np.ones(prompt.shape, bool)).repeat(c.train.group_size)
+            completions = Completions(np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32))  # type: ignore[arg-type]
+            rewards = rng.integers(0, 2, rows).astype(np.float32)
+            rewards[np.arange(rows) // c.train.group_size % 3 == 2] = 1.0
+        return Rollouts(prompts, completions, rewards, {}, [])
+
+    def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
+        """Step number ``step`` (from 1): the new state, its record, and the completions behind it."""
+        c, t = self.config, self.config.train
+        self.times = {}
+        begin = time.perf_counter()
+        compiled = self._compile_seconds()
+        rolled = self.rollouts(state, frozen, step)
+        done = rolled.completions
+        advantages = np.asarray(
+            group_advantages(jnp.asarray(rolled.rewards), t.group_size, scale=t.advantage_scale, eps=t.advantage_eps)  # type: ignore[arg-type]
+        )
+        host = Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, advantages)  # type: ignore[arg-type]
+        if c.rollout.kind == "sample":
+            host = dataclasses.replace(host, rollout_logp=done.logp)
+        batch = sharding.place_rows(host, self.mesh)
+        record: dict[str, Any] = {"step": step}
+        with self._timed("score"):
+            params, lora = whole_policy(state.trained, frozen)
+            old = self.score_program(params, lora, batch) if self._needs_old else None
+            if self._needs_ref:
+                reference = frozen.params if frozen.params is not None else params
+                batch = batch.with_logp(ref_logp=self.score_program(reference, None, batch))
+            jax.block_until_ready((old, batch.ref_logp))
+        if old is not None and c.rollout.kind == "sample" and self.objective.temperature_on == "logits":
+            gap = np.abs(np.where(done.mask, np.asarray(old) - done.logp, 0.0))
+            record["rollout/logp_gap_max"] = float(gap.max())
+        state, updates = self._updates(state, frozen, batch, old)
+        record.update(step_record(rolled, updates, t.group_size, self.task.eos_ids))
+        record["train/learning_rate"] = float(self._rate(np.int32((step - 1) * len(updates))))
+        seconds = time.perf_counter() - begin
+        compiled = self._compile_seconds() - compiled
+        for phase, value in self.times.items():
+            record[f"time/{phase}_s"] = value
+        record["time/train/step_s"] = seconds - compiled
+        live = float(done.mask.sum())
+        record["throughput/completion_tokens_per_s"] = live / record["time/train/step_s"]
+        record["throughput/update_tokens_per_s"] = live * len(updates) / self.times["update"]
+        return state, record, rolled
+
+    def _updates(self, state: State, frozen: Policy, batch: Batch, old: Any) -> tuple[State, list[dict[str, Any]]]:
+        """All optimiser updates of a step. The first one has no old log-probabilities: it is on-policy."""
+        t = self.config.train
+        rows = t.prompts_per_step * t.group_size // t.minibatches
+        updates = []
+        with self._timed("update"):
+            # The reference policy, where there is one, is no part of the update.
+            base = frozen if state.trained.params is None else Policy(None, None)
+            for i in range(t.inner_epochs * t.minibatches):
+                part = batch if i == 0 else batch.with_logp(old_logp=old)
+                if t.minibatches > 1:
+                    part = part.rows(i % t.minibatches * rows, rows)
+                state, info = self.update_program(state, base, part)
+                updates.append(info)
+            updates = jax.device_get(updates)
+        return state, updates
+
+    def evaluate(self, state: State, frozen: Policy) -> tuple[dict[str, Any], Rollouts]:
+        """Greedy completions of the held-out problems."""
+        start, compiled = time.perf_counter(), self._compile_seconds()
+        problems = self.task.held_out
+        prompts = self.task.encode(problems)
+        params, lora = whole_policy(state.trained, frozen)
+        tokens, valid = sharding.place_rows((prompts.tokens, prompts.valid), self.mesh)
+        completions = jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0)))
+        texts = self.task.decode(completions)
+        rewards, parts = self.task.rewards(texts, problems)
+        record = {"eval/reward": float(rewards.mean()), "eval/length_mean": float(completions.mask.sum(1).mean())}
+        record.update({f"eval/{name}": value for name, value in parts.items()})
+        record["time/eval_s"] = time.perf_counter() - start - (self._compile_seconds() - compiled)
+        return record, Rollouts(prompts, completions, rewards, parts, texts)
+
+    def _compile_seconds(self) -> float:
+        programs = (self.rollout_program, self.eval_program, self.score_program, self.update_program)
+        return sum(p.compile_s for p in programs)

@@ -1,0 +1,219 @@
+"""The policy update: loss, gradients summed over micro-batches, and one optimiser step, as one jitted function.
+
+    hidden = model(prompt + completion)                only the positions that predict completion tokens go on
+    loss   = sum over micro-batches of linear_grpo_loss(..., denominator = the whole update's)
+    theta  = AdamW(clip(d loss / d theta))             unchanged where the loss or the gradient is not finite
+
+Every micro-batch is divided by the counts of the whole update, so that its split changes nothing. On the first update
+after a rollout ``old_logp`` is ``None``: the ratio is the policy over itself, 1 to the bit. Later ones compare with the
+log-probabilities that :func:`make_score` gave before the first update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from logitless.head.api import linear_grpo_loss, linear_logprobs
+from logitless.objectives.aggregate import default_denominator
+from logitless.objectives.api import statistics_temperature
+from logitless.objectives.metrics import Metrics, reduce_metrics
+from logitless.objectives.objective import Objective
+from logitless.objectives.sequences import sequences_of
+from logitless.pytree import register
+from logitless.train.config import TrainConfig, loss_backend
+from logitless.train.lora import LoRA
+from logitless.train.model import ModelConfig, Params, hidden_states, lm_head, positions_of
+from logitless.train.sharding import loss_sharding
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of one update. Prompts are padded on the left to ``P`` columns, completions on the right to ``C``."""
+
+    prompt: Int[Array, "B P"]
+    prompt_valid: Bool[Array, "B P"]
+    completion: Int[Array, "B C"]
+    mask: Bool[Array, "B C"]
+    advantages: Float[Array, "B"]
+    rollout_logp: Float[Array, "B C"] | None = None
+    old_logp: Float[Array, "B C"] | None = None
+    ref_logp: Float[Array, "B C"] | None = None
+
+    def rows(self, start: int, count: int) -> Batch:
+        """``count`` rows from ``start`` on."""
+        return jax.tree.map(lambda x: x[start : start + count], self)
+
+    def with_logp(self, **logp: Array | None) -> Batch:
+        """A copy with other ``old_logp`` or ``ref_logp``."""
+        return dataclasses.replace(self, **logp)  # type: ignore[arg-type]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The weights, split into what is trained and what is not: with LoRA, the low-rank maps and the base."""
+
+    params: Params | None
+    lora: LoRA | None
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What an update changes, and all that a checkpoint must hold."""
+
+    trained: Policy
+    optimizer: Any
+
+
+def whole_policy(trained: Policy, frozen: Policy) -> tuple[Params, LoRA | None]:
+    """Base weights and LoRA of the policy."""
+    params = trained.params if trained.params is not None else frozen.params
+    assert params is not None
+    return params, trained.lora
+
+
+def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
+    """The rate of the n-th optimiser update: it is the training step that counts, not the updates inside one."""
+    t = config.train
+    inner = t.inner_epochs * t.minibatches
+    decays = {
+        "constant": lambda x: 1.0,
+        "linear": lambda x: 1.0 - x,
+        "cosine": lambda x: 0.5 * (1.0 + jnp.cos(jnp.pi * x)),
+    }
+
+    def rate(count: Any) -> Any:
+        step = count // inner
+        warm = jnp.minimum((step + 1) / max(t.warmup_steps, 1), 1.0)
+        progress = jnp.clip((step - t.warmup_steps) / max(t.steps - t.warmup_steps, 1), 0.0, 1.0)
+        return t.learning_rate * warm * decays[t.schedule](progress)
+
+    return rate
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's global norm; its moments are in the master weights' dtype."""
+    t = config.train
+    return optax.chain(
+        optax.clip_by_global_norm(t.clip_norm),
+        optax.adamw(learning_rate(config), b1=t.adam_b1, b2=t.adam_b2, eps=t.adam_eps, weight_decay=t.weight_decay),
+    )
+
+
+def completion_hidden(
+    params: Params, lora: LoRA | None, model: ModelConfig, batch: Batch, compute_dtype: Any, remat: bool
+) -> Float[Array, "B C H"]:
+    """Hidden states that predict the completion's tokens: those of the last prompt token and of all but the last."""
+    tokens = jnp.concatenate([batch.prompt, batch.completion[:, :-1]], axis=1)
+    valid = jnp.concatenate([batch.prompt_valid, batch.mask[:, :-1]], axis=1)
+    hidden, _ = hidden_states(
+        params, model, tokens, positions_of(valid), valid, lora=lora, compute_dtype=compute_dtype, remat=remat
+    )
+    return hidden[:, batch.prompt.shape[1] - 1 :]
+
+
+def _head_options(config: TrainConfig) -> dict[str, Any]:
+    """How both calls at the head are to be carried out."""
+    loss = config.train.loss
+    return dict(
+        backend=loss_backend(config),
+        logits_dtype=loss.logits_dtype,
+        head_grad_dtype=loss.head_grad_dtype,
+        chunk_size=loss.chunk_size or None,
+        memory_budget=loss.memory_budget or None,
+        head_layout="vh",
+        **loss_sharding(config),
+    )
+
+
+def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
+    """``(n, batch)`` with the rows as ``[n, rows / n, ...]``."""
+    rows = batch.mask.shape[0]
+    n = rows // (config.train.microbatch or rows)
+    return n, jax.tree.map(lambda x: x.reshape(n, rows // n, *x.shape[1:]), batch)
+
+
+def make_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
+    """``score(params, lora, batch)``: log-probabilities ``[B, C]`` of the completions, as the loss computes them."""
+    options = _head_options(config)
+    dtype = jnp.dtype(config.model.compute_dtype)
+    temperature = statistics_temperature(objective)
+
+    def score(params: Params, lora: LoRA | None, batch: Batch) -> Array:
+        def one(part: Batch) -> Array:
+            hidden = completion_hidden(params, lora, model, part, dtype, remat=False)
+            head = lm_head(params, model).astype(dtype)
+            t = 1.0 if temperature is None else temperature
+            return linear_logprobs(hidden, head, part.completion, mask=part.mask, temperature=t, **options).logp
+
+        n, parts = _micro_batches(config, batch)
+        logp = one(batch) if n == 1 else jax.lax.map(one, parts).reshape(batch.mask.shape)
+        if objective.temperature_on == "logp" and objective.temperature is not None:
+            logp = logp / objective.temperature
+        return logp
+
+    return score
+
+
+def make_update(
+    config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[State, dict[str, Any]]]:
+    """``update(state, frozen, batch)`` gives the new state, and loss, gradient norm, metrics and ``finite``."""
+    options = _head_options(config)
+    dtype = jnp.dtype(config.model.compute_dtype)
+    needs_rollout = objective.correction is not None or objective.off_policy_threshold is not None
+
+    def loss_of(trained: Policy, frozen: Policy, part: Batch, counts: dict[str, Any]) -> tuple[Array, Metrics]:
+        params, lora = whole_policy(trained, frozen)
+        hidden = completion_hidden(params, lora, model, part, dtype, config.model.remat)
+        return linear_grpo_loss(
+            hidden,
+            lm_head(params, model).astype(dtype),
+            part.completion,
+            advantages=part.advantages,
+            mask=part.mask,
+            old_logp=part.old_logp,
+            ref_logp=part.ref_logp,
+            rollout_logp=part.rollout_logp if needs_rollout else None,
+            objective=objective,
+            **counts,
+            **options,
+        )
+
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
+
+    def update(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
+        counts: dict[str, Any] = {
+            "denominator": default_denominator(objective, sequences_of(batch.mask, None)),
+            "entropy_denominator": jnp.maximum(jnp.sum(batch.mask, dtype=jnp.float32), 1.0),
+        }
+        n, parts = _micro_batches(config, batch)
+        if n == 1:
+            (loss, metrics), grads = gradient(state.trained, frozen, batch, counts)
+        else:
+
+            def add(total: tuple[Array, Policy], part: Batch) -> tuple[tuple[Array, Policy], Metrics]:
+                (value, metrics), grads = gradient(state.trained, frozen, part, counts)
+                return (total[0] + value, jax.tree.map(jnp.add, total[1], grads)), metrics
+
+            zero = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.trained))
+            (loss, grads), stacked = jax.lax.scan(add, zero, parts)
+            metrics = reduce_metrics([jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(n)])
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        steps, moments = optimizer.update(grads, state.optimizer, state.trained)
+        new = State(optax.apply_updates(state.trained, steps), moments)  # type: ignore[arg-type]
+        state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return state, dict(loss=loss, grad_norm=norm, finite=finite, metrics=metrics)
+
+    return update

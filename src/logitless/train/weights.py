@@ -1,0 +1,241 @@
+"""Weights in and out: hub folders (``config.json`` and safetensors, in one or several files), and GGUF by name.
+
+Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
+``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
+each tensor is read, checked and copied to its place, so that the peak is the model plus one stack of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
+
+SHARD_BYTES = 4 << 30
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """How a file format names the tensors of the model."""
+
+    top: dict[str, str]
+    layer: dict[str, str]
+    prefix: str
+    """Of a layer's tensors, with ``{i}`` for its index."""
+
+    def of_layer(self, name: str, i: int) -> str:
+        """The name of one tensor of layer ``i``."""
+        return self.prefix.format(i=i) + self.layer[name]
+
+
+HF_NAMES = TensorNames(
+    top={"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"},
+    layer={
+        "attention_norm": "input_layernorm.weight",
+        "q": "self_attn.q_proj.weight",
+        "k": "self_attn.k_proj.weight",
+        "v": "self_attn.v_proj.weight",
+        "o": "self_attn.o_proj.weight",
+        "q_bias": "self_attn.q_proj.bias",
+        "k_bias": "self_attn.k_proj.bias",
+        "v_bias": "self_attn.v_proj.bias",
+        "mlp_norm": "post_attention_layernorm.weight",
+        "gate": "mlp.gate_proj.weight",
+        "up": "mlp.up_proj.weight",
+        "down": "mlp.down_proj.weight",
+    },
+    prefix="model.layers.{i}.",
+)
+
+
+def assemble(
+    source: str,
+    config: ModelConfig,
+    names: TensorNames,
+    available: Collection[str],
+    read: Callable[[str], np.ndarray],
+    dtype: Any = jnp.float32,
+) -> Params:
+    """The parameter tree from tensors that ``read`` returns by their names in the file ``source``."""
+    shapes = param_shapes(config)
+    top = {name: names.top[name] for name in shapes if name != "layers"}
+    layers = {name: [names.of_layer(name, i) for i in range(config.num_layers)] for name in layer_shapes(config)}
+    wanted = [*top.values(), *(one for all_ in layers.values() for one in all_)]
+    _check_names(source, wanted, available, ignored=_ignored(config, names))
+
+    def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        tensor = read(name)
+        if tensor.shape != shape:
+            raise ModelError(f"{source}: tensor {name!r} has shape {tensor.shape}, the configuration asks for {shape}.")
+        return tensor
+
+    def stacked(name: str) -> Any:
+        shape = shapes["layers"][name]
+        out = np.empty(shape, dtype)
+        for i, tensor_name in enumerate(layers[name]):
+            out[i] = checked(tensor_name, shape[:0:-1]).T
+        return jnp.asarray(out)
+
+    params: Params = {name: jnp.asarray(checked(top[name], shapes[name]).astype(dtype)) for name in top}
+    head = names.top["lm_head"]
+    if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(top["embed"])):
+        # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
+        raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
+    params["layers"] = {name: stacked(name) for name in layers}
+    return params
+
+
+def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+    """The model of a hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
+    folder = Path(folder)
+    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    with _open_shards(folder) as tensors:
+        params = assemble(str(folder), config, HF_NAMES, tensors, lambda name: tensors[name].get_tensor(name), dtype)
+    return config, params
+
+
+def save_safetensors(
+    folder: str | Path, config: ModelConfig, params: Params, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write a folder that ``transformers`` loads, in the dtype of ``params``; returns the weight files.
+
+    Everything is written under other names first and then moved into place, ``config.json`` last.
+    """
+    save_file = _safetensors().numpy.save_file
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = total = 0
+    for name, tensor in _hf_tensors(config, params):
+        if size + tensor.nbytes > shard_bytes and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    count = len(shards)
+    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        files = [_SINGLE]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / f"{file}.partial", metadata={"format": "pt"})
+    for old in [*folder.glob("model*.safetensors"), folder / _INDEX]:  # of another number of shards
+        old.unlink(missing_ok=True)
+    for file in files:
+        os.replace(folder / f"{file}.partial", folder / file)
+    if count > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": str(params["embed"].dtype)})
+    return [folder / file for file in files]
+
+
+def load_model(
+    source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None, *, tie_head: bool = False
+) -> tuple[ModelConfig, Params]:
+    """The model at ``source``: a hub folder, a ``.gguf`` file, or a name that ``fetch.fetch`` knows.
+
+    ``tie_head`` is for GGUF files that hold a tied head twice; see :func:`logitless.train.gguf.load_gguf`.
+    """
+    from logitless.train.fetch import local_source
+    from logitless.train.gguf import load_gguf
+
+    path = local_source(source, cache_dir)
+    if path.suffix == ".gguf":
+        return load_gguf(path, dtype, tie_head)
+    if tie_head:
+        raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
+    return load_safetensors(path, dtype)
+
+
+def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    for name in param_shapes(config):
+        if name != "layers":
+            yield HF_NAMES.top[name], np.asarray(params[name])
+    for name in layer_shapes(config):
+        host = np.asarray(params["layers"][name])
+        for i in range(config.num_layers):
+            yield HF_NAMES.of_layer(name, i), np.ascontiguousarray(host[i].T)
+
+
+def _ignored(config: ModelConfig, names: TensorNames) -> set[str]:
+    """Tensors a file may hold and the model does not need: a tied head, and buffers that older exports wrote."""
+    buffers = {names.prefix.format(i=i) + "self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
+    return buffers | ({names.top["lm_head"]} if config.tie_word_embeddings else set())
+
+
+def _check_names(source: str, wanted: Collection[str], available: Collection[str], ignored: set[str]) -> None:
+    missing = [name for name in wanted if name not in available]
+    unknown = sorted(set(available) - set(wanted) - ignored)
+    for names, what in ((missing, "missing from it"), (unknown, "that this architecture has no place for")):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"{source}: tensors {what}: {', '.join(names[:3])}{more}.")
+
+
+@contextlib.contextmanager
+def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
+    """Each tensor's name with the open file that holds it."""
+    safe_open = _safetensors().safe_open
+    index, single = folder / _INDEX, folder / _SINGLE
+    if index.exists():
+        where = _read_json(index).get("weight_map", {})
+    elif single.exists():
+        where = None
+    else:
+        raise ModelError(f"{folder}: holds neither {single.name} nor {index.name}.")
+    with contextlib.ExitStack() as stack:
+
+        def opened(file: str) -> Any:
+            try:
+                return stack.enter_context(safe_open(folder / file, framework="np"))
+            except FileNotFoundError:
+                raise ModelError(f"{folder}: {index.name} names {file}, which is not there.") from None
+            except Exception as error:
+                raise ModelError(f"{folder / file}: not readable as safetensors: {error}") from None
+
+        if where is None:
+            file = opened(single.name)
+            yield {name: file for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+            return
+        files = {name: opened(name) for name in sorted(set(where.values()))}
+        for name, file_name in where.items():
+            if name not in files[file_name].keys():  # noqa: SIM118
+                raise ModelError(f"{folder}: {index.name} says that {file_name} holds {name!r}; it does not.")
+        yield {name: files[file_name] for name, file_name in where.items()}
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ModelError("safetensors files need the safetensors package: pip install 'logitless[train]'") from None
+    return safetensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, path)

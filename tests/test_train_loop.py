@@ -1,0 +1,314 @@
+"""Rollouts, updates and whole runs of the trainer."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless import cli
+from logitless.train import ab, loop
+from logitless.train.config import load, objective_of
+from logitless.train.model import init
+from logitless.train.rollout import Sampling, generate, nucleus
+from logitless.train.task import build_task, pad_left
+from logitless.train.trainer import Trainer
+from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
+from train_micro import MICRO, compile_cache, logitless, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+PARAMS = init(MICRO, jax.random.key(1))
+EOS, PAD = 14, 15
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+
+
+def sampled(width: int = 4, rows: Any = slice(None), first: int = 0, **options: Any) -> Any:
+    """Completions of ``PROMPTS`` padded to ``width``."""
+    settings: dict[str, Any] = dict(max_new=6, temperature=0.7, top_p=1.0, group_size=2, eos_ids=(EOS,), pad_id=PAD)
+    prompts = pad_left(PROMPTS[rows], width, PAD)
+    s = Sampling(**{**settings, **options})
+    return jax.jit(lambda p, t, v, k: generate(p, None, t, v, k, first, config=MICRO, sampling=s))(
+        PARAMS, prompts.tokens, prompts.valid, jax.random.key(5)
+    )
+
+
+def batch_of(done: Any, width: int = 4, group_size: int = 2) -> Batch:
+    prompts = pad_left(PROMPTS, width, PAD).repeat(group_size)
+    rows = len(prompts.tokens)
+    advantages = np.linspace(-1, 1, rows, dtype=np.float32)
+    return Batch(prompts.tokens, prompts.valid, done.tokens, done.mask, advantages)  # type: ignore[arg-type]
+
+
+SETTINGS = ["train.prompts_per_step=3", "train.group_size=2", "rollout.temperature=0.7"]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_rollout_log_probabilities_are_the_trainers(top_p: float) -> None:
+    done = sampled(top_p=top_p)
+    c = load(None, SETTINGS)
+    old = jax.jit(make_score(c, MICRO, objective_of(c)))(PARAMS, None, batch_of(done))
+    assert bool(jnp.any(done.mask[:, 3])) and float(jnp.min(done.logp)) < -1.0
+    np.testing.assert_allclose(done.logp, old, atol=1e-4, rtol=0)
+
+
+def test_padding_and_neighbours_do_not_change_a_completion() -> None:
+    plain = sampled()
+    for other in (sampled(width=9), sampled(rows=slice(1, 3), first=2)):
+        skip = plain.tokens.shape[0] - other.tokens.shape[0]
+        np.testing.assert_array_equal(plain.tokens[skip:], other.tokens)
+        np.testing.assert_array_equal(plain.mask[skip:], other.mask)
+        np.testing.assert_allclose(plain.logp[skip:], other.logp, atol=1e-5)
+    c = load(None, SETTINGS)
+    score = jax.jit(make_score(c, MICRO, objective_of(c)))
+    np.testing.assert_allclose(
+        score(PARAMS, None, batch_of(plain)), score(PARAMS, None, batch_of(plain, width=9)), atol=1e-5
+    )
+
+
+def test_a_row_ends_at_its_end_token_and_the_loop_when_all_rows_have() -> None:
+    done = sampled(max_new=6)
+    tokens, mask = np.asarray(done.tokens), np.asarray(done.mask)
+    for row, live in zip(tokens, mask, strict=True):
+        end = np.flatnonzero(row == EOS)
+        length = end[0] + 1 if len(end) else len(row)
+        assert live.sum() == length and live[:length].all() and (row[length:] == PAD).all()
+    # Every token ends a row: 200,000 steps would take minutes, one takes none.
+    short = sampled(max_new=200_000, eos_ids=tuple(range(16)))
+    assert np.asarray(short.mask).sum(axis=1).tolist() == [1] * 6
+
+
+def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
+    first = sampled(temperature=0.0, group_size=1, max_new=1)
+    prompts = pad_left(PROMPTS, 4, PAD)
+    c = load(None, ["train.prompts_per_step=3"])
+    score = jax.jit(make_score(c, MICRO, objective_of(c)))
+    every = jnp.stack(
+        [
+            score(
+                PARAMS,
+                None,
+                Batch(prompts.tokens, prompts.valid, jnp.full((3, 1), v), jnp.ones((3, 1), bool), jnp.zeros(3)),  # type: ignore[arg-type]
+            )[:, 0]
+            for v in range(16)
+        ]
+    )
+    np.testing.assert_array_equal(first.tokens[:, 0], jnp.argmax(every, axis=0))
+    logp = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
+    kept = np.isfinite(nucleus(logp, 0.75))
+    assert kept.tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+@functools.cache
+def update_of(*overrides: str) -> tuple[Any, Any]:
+    c = load(None, [*SETTINGS, *overrides])
+    optimizer = make_optimizer(c)
+    return jax.jit(make_update(c, MICRO, objective_of(c), optimizer)), optimizer
+
+
+def updated(batch: Batch, *overrides: str) -> tuple[State, dict[str, Any]]:
+    update, optimizer = update_of(*overrides)
+    trained = Policy(PARAMS, None)
+    return update(State(trained, optimizer.init(trained)), Policy(None, None), batch)
+
+
+@pytest.mark.parametrize("objective", ["{aggregation: grpo, entropy_coef: 0.01}", "{aggregation: dapo}"])
+def test_micro_batches_add_up_to_one_batch(objective: str) -> None:
+    batch = batch_of(sampled())
+    batch = batch.with_logp(old_logp=sampled().logp + 0.1 * (np.arange(36).reshape(6, 6) % 5 - 2))
+    one, a = updated(batch, f"train.objective={objective}")
+    three, b = updated(batch, f"train.objective={objective}", "train.microbatch=2")
+    assert abs(float(a["loss"])) > 1e-3
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(three.optimizer), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+    for name in a["metrics"]:
+        np.testing.assert_allclose(a["metrics"][name].sum, b["metrics"][name].sum, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    batch = batch_of(sampled()).with_logp(old_logp=jnp.full((6, 6), jnp.nan))
+    state, info = updated(batch, "train.objective={aggregation: dapo}")
+    assert not bool(info["finite"])
+    fresh = make_optimizer(load(None)).init(Policy(PARAMS, None))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves((PARAMS, fresh)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def make_trainer(settings: list[str]) -> tuple[Trainer, State, Policy]:
+    c = load(None, settings)
+    task = build_task(c)
+    trainer = Trainer(c, task)
+    state, frozen = trainer.initial(task.load_params())
+    return trainer, state, frozen
+
+
+def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(
+    micro: list[str],  # noqa: F811
+) -> None:
+    trainer, state, frozen = make_trainer([*micro, "train.inner_epochs=2", "train.kl_beta=0.05"])
+    trainer.compile(state, frozen)
+    infos: list[Any] = []
+    right = trainer.update_program
+
+    def spy(*args: Any) -> Any:
+        out = right(*args)
+        infos.append(out[1])
+        return out
+
+    trainer.update_program = spy  # type: ignore[assignment]
+    trainer._compile_seconds = lambda: 0.0  # type: ignore[method-assign]
+    state, record, _ = trainer.step(state, frozen, 1)
+    first, second = (i["metrics"] for i in infos)
+    assert float(first["ratio_min"].sum) == float(first["ratio_max"].sum) == 1.0 == record["train/ratio_first"]
+    assert float(second["ratio_min"].sum) < 1.0 < float(second["ratio_max"].sum)
+    # The reference policy is the initial one: no distance at the first update, some at the second.
+    assert abs(float(first["kl_k3"].sum)) < 1e-6 < record["train/kl"]
+    assert record["rollout/logp_gap_max"] < 1e-4
+
+
+def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:  # noqa: F811
+    trainer, state, frozen = make_trainer([*micro, "model.lora.rank=2"])
+    assert state.trained.params is None
+    before = jax.tree.map(np.asarray, (state.trained.lora, frozen.params))
+    state, record, _ = trainer.step(state, frozen, 1)
+    assert record["train/grad_norm"] > 0
+    changed = [np.any(a != b) for a, b in zip(jax.tree.leaves(before[0]), jax.tree.leaves(state.trained), strict=True)]
+    assert any(changed)
+    for a, b in zip(jax.tree.leaves(before[1]), jax.tree.leaves(frozen.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_tiny_run_learns_and_its_arms_agree(tmp_path: Path) -> None:
+    """30 steps of the shipped task, smaller: reward rises, and both losses say the same at each of 20 steps."""
+    small = [
+        "train.steps=30",
+        "train.prompts_per_step=16",
+        "train.learning_rate=1e-3",
+        "train.inner_epochs=1",
+        "train.kl_report=false",
+        "warm_start.steps=150",
+        "warm_start.learning_rate=5e-4",
+        "checkpoint.every=0",
+        "eval.every=0",
+    ]
+    records, said = [], []
+    for backend in ("reference", "chunked"):
+        folder = tmp_path / backend
+        c = load(None, [*small, f"train.loss.backend={backend}", f"run_dir={folder}", f"warm_start.cache={tmp_path}"])
+        summary = loop.run(c, say=said.append)
+        assert summary["loss_backend"] == backend
+        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert sum("supervised" in s for s in said) == 1  # the second arm finds the first one's warm start
+    for x, y in zip(*(r[:20] for r in records), strict=True):
+        np.testing.assert_allclose(x["train/losses"], y["train/losses"], atol=1e-4, rtol=0)
+    rewards = [r["train/reward"] for r in records[1]]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+    agreement = ab.agreement(c, *records)
+    assert agreement["agree"] and agreement["loss_steps"] == 20, agreement
+    assert {r["train/skipped"] for r in records[1]} == {0}
+    last = records[1][-1]
+    mean = np.mean([r["time/train/step_s"] for r in records[1][-10:]])
+    assert last["time/train/step_avg_last10_s"] == pytest.approx(mean)
+    for key in ("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "train/entropy"):
+        assert last[key] >= 0
+    assert 0 < last["train/live_tokens"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
+
+
+def _records(rewards: Any, losses: Any, tokens: Any = None) -> list[dict[str, Any]]:
+    tokens = range(len(rewards)) if tokens is None else tokens
+    return [
+        {"step": i + 1, "train/loss": x, "train/losses": [x], "train/reward": float(r), "rollout/tokens_crc32": t}
+        for i, (r, x, t) in enumerate(zip(rewards, losses, tokens, strict=True))
+    ]
+
+
+def test_the_agreement_test_can_fail() -> None:
+    c, n = load(None), 100
+    noise = np.random.default_rng(0).normal(0, 0.03, (2, n))
+    rise, losses = np.linspace(0.2, 0.9, n), np.linspace(0.1, -0.1, n)
+    a, same = _records(rise + noise[0], losses), _records(rise + noise[1], losses + 5e-5)
+    assert ab.agreement(c, a, same)["agree"]
+    worse = ab.agreement(c, a, _records(rise + noise[1] - 0.1, losses))
+    assert not worse["agree"] and worse["losses_agree"] and not worse["rewards_agree"]
+    off = ab.agreement(c, a, _records(rise + noise[0], losses + 2e-4 * (np.arange(n) == 19)))
+    assert not off["losses_agree"] and off["loss_difference"] == pytest.approx(2e-4)
+    # After rounding has flipped a token the losses are those of other completions: compared no more.
+    tokens = [i if i < 12 else -i for i in range(n)]
+    apart = ab.agreement(c, a, _records(rise + noise[0], losses + 1.0 * (np.arange(n) >= 12), tokens))
+    assert apart["agree"] and apart["loss_steps"] == 12 and apart["first_difference"] == 13
+    nan = ab.agreement(c, a, _records(rise, [None, *losses[1:]]))
+    assert not nan["losses_agree"]
+
+
+def test_ab_runs_both_arms_in_processes_of_their_own(
+    tmp_path: Path,
+    micro: list[str],  # noqa: F811
+    compile_cache: Path,  # noqa: F811
+) -> None:
+    settings = [*micro, "train.steps=3", "checkpoint.every=0", f"run_dir={tmp_path / 'ab'}", "ab.parallel=true"]
+    done = logitless(compile_cache, "ab", *settings)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "the arms agree" in done.stdout and "baseline (reference)" in done.stdout and "kernel (chunked)" in done.stdout
+    )
+    result = json.loads((tmp_path / "ab" / "ab.json").read_text())
+    assert result["kind"] == "ab" and set(result["arms"]) == {"baseline", "kernel"}
+    for arm in result["arms"].values():
+        assert [r["step"] for r in arm["metrics"]] == [1, 2, 3]
+        assert arm["summary"]["time/train/step_avg_last10_s"] > 0
+    assert result["agreement"]["agree"] and result["ratios"]["step_time"] > 0
+    done = logitless(compile_cache, "ab", *settings)
+    assert done.returncode == 2 and "holds an A/B already" in done.stderr
+
+
+def test_arms_that_disagree_are_exit_code_1_and_a_failed_arm_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c = load(None)
+    a, b = _records([0.1] * 20, [0.0] * 20), _records([0.1] * 20, [1.0] * 20)
+    summary = {"loss_backend": "x"}
+    arms = {"baseline": {"metrics": a, "summary": summary}, "kernel": {"metrics": b, "summary": summary}}
+    result = {"name": "x", "arms": arms, "agreement": ab.agreement(c, a, b)}
+    monkeypatch.setattr(ab, "run", lambda *_, **__: result)
+    assert cli.main(["ab"]) == 1
+    assert "THE ARMS DISAGREE" in capsys.readouterr().out
+
+    def failed(*_: Any, **__: Any) -> None:
+        raise ab.ArmFailed("kernel", 143, "")
+
+    monkeypatch.setattr(ab, "run", failed)
+    assert cli.main(["ab"]) == 143
+
+
+def test_a_mesh_gives_the_numbers_of_one_device(micro: list[str]) -> None:  # noqa: F811
+    """Two steps over data x fsdp x tensor = 2 x 2 x 2 virtual devices."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 (virtual) devices")
+    losses = []
+    for mesh in ([], ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]):
+        trainer, state, frozen = make_trainer([*micro, *mesh])
+        steps = []
+        for step in (1, 2):
+            state, record, _ = trainer.step(state, frozen, step)
+            steps.append((record["train/loss"], record["train/grad_norm"], record["train/reward"]))
+        losses.append(steps)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-6)
+
+
+def test_random_rollouts_are_a_function_of_seed_and_step() -> None:
+    c = load(None, ["rollout.kind=random", "warm_start.steps=0", "rollout.max_completion_tokens=50"])
+    trainer = Trainer(c, build_task(c))
+    a, again, b = (trainer._random_rollouts(step) for step in (1, 1, 2))
+    np.testing.assert_array_equal(a.completions.tokens, again.completions.tokens)
+    np.testing.assert_array_equal(a.rewards, again.rewards)
+    assert np.any(a.completions.tokens != b.completions.tokens)
+    lengths = np.asarray(a.completions.mask).sum(axis=1)
+    assert lengths.min() >= 1 and lengths.max() <= 50 and len(set(lengths)) > 10
+    assert a.prompts.tokens.shape == (512, 6) and set(a.rewards) == {0.0, 1.0}

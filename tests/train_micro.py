@@ -1,0 +1,85 @@
+"""A model of a few thousand parameters and a reward without a task, for tests of the trainer; no tests here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from logitless.train.model import ModelConfig, init
+from logitless.train.weights import save_safetensors
+
+MICRO = ModelConfig(16, 16, 32, 1, 2, 1, 8, max_position=4096)
+
+# Sevens are rewarded. KILL_AT=<step>:<signal> ends the process in the middle of that step.
+REWARD = """
+import os
+
+calls = 0
+
+def sevens(completion, problem):
+    global calls
+    calls += 1
+    step, _, number = os.environ.get("KILL_AT", "0:0").partition(":")
+    if (calls - 1) // 8 + int(os.environ.get("FIRST_STEP", "1")) == int(step) and (calls - 1) % 8 == 3:
+        os.kill(os.getpid(), int(number))
+    return completion.count("7") / 3
+"""
+
+
+def micro_settings(folder: Path) -> list[str]:
+    """Overrides for a run of 8 completions a step whose weights and reward live in ``folder``."""
+    if not (folder / "weights").exists():
+        save_safetensors(folder / "weights", MICRO, init(MICRO, jax.random.key(0)))
+        (folder / "sevens.py").write_text(REWARD)
+    return [
+        f"model.weights={folder / 'weights'}",
+        "model.tokenizer=char",
+        f"reward.kind={folder / 'sevens.py'}:sevens",
+        "warm_start.steps=0",
+        "train.prompts_per_step=2",
+        "train.group_size=4",
+        "train.inner_epochs=1",
+        "train.kl_report=false",
+        "train.learning_rate=1e-2",
+        "train.warmup_steps=0",
+        "train.steps=6",
+        "eval.every=0",
+        "checkpoint.every=2",
+    ]
+
+
+@pytest.fixture(scope="session")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of the micro run."""
+    return micro_settings(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for compiled programs: runs of the same shape, here and in processes of their own, compile once."""
+    folder = tmp_path_factory.mktemp("compiled")
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+def logitless(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        **environment,
+    }
+    command = [sys.executable, "-m", "logitless", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
