@@ -46,7 +46,7 @@ def head_tables() -> list[str]:
         "",
     ]
     peers = read("gpu_h200_head_peers.json") or {"shapes": {}, "torch": ""}
-    for file in ("gpu_h200_head.json", "gpu_h200_head_whole_chunks.json"):
+    for file in ("gpu_h200_head.json", "gpu_h200_head_more_shapes.json"):
         result = read(file)
         if result is None:
             continue
@@ -72,6 +72,65 @@ def head_tables() -> list[str]:
         ]
         for name, row in forward["rule"]["times"].items():
             out.append(f"| {name} | {row['ms']:.2f} | {row['temporaries_mib']:.1f} |")
+        out.append("")
+    return out
+
+
+def sparse_tables() -> list[str]:
+    result = read("gpu_h200_sparse.json")
+    if result is None:
+        return []
+    e = result["environment"]
+    out = [
+        "## The sparse backward on one GPU",
+        "",
+        f"{e['device']}, jax {e['jax']}; inputs of a trained policy's kind (`logitless.bench.realistic`),",
+        'tolerance "auto". `exact` is the fused head without it, `flat` flat random logits, `rl` a real RL batch.',
+        f"Note: {result['note']}",
+        "",
+        "    python benchmarks/gpu_sparse.py --out results.json",
+        "",
+    ]
+    for run in result["runs"]:
+        tokens, hidden, vocab = run["shape"].split(",")
+        out += [f"### Sparse, T={tokens} H={hidden} V={vocab}", "", "| case | ms | temporaries MiB |", "|---|---|---|"]
+        out += [f"| {name} | {case_value(row)} |" for name, row in run["cases"].items()]
+        out += ["", *gate_rows(run["gates"])]
+    out += ["Errors against float64 at 256 tokens, V=16384 (relative Frobenius norms):", "", "| | |", "|---|---|"]
+    return [*out, *(f"| {name} | {value:.2e} |" for name, value in result["errors"].items()), ""]
+
+
+def training_tables() -> list[str]:
+    out: list[str] = []
+    for file, case, title in (
+        ("train_h200_random.json", "random", "Training, Qwen2.5-1.5B shape, random weights"),
+        ("train_h200_smollm2_arithmetic.json", "arithmetic", "Training, SmolLM2-135M-Instruct on sums below 100"),
+    ):
+        result = read(file)
+        if result is None:
+            continue
+        out += [
+            f"## {title}",
+            "",
+            f"`benchmarks/results/{file}`; {result['agreement']['test']}.",
+            "",
+            f"    python benchmarks/train_h200.py {case} --out results",
+            "",
+            "| | " + " | ".join(f"{k} ({a['summary']['loss_backend']})" for k, a in result["arms"].items()) + " |",
+            "|---|" + "---|" * len(result["arms"]),
+        ]
+        for key, label, scale in (
+            ("steps", "steps", 1),
+            ("train/reward_first10", "sampled reward, first 10 steps", 1),
+            ("train/reward_last10", "sampled reward, last 10 steps", 1),
+            ("eval/last", "held-out reward at the end", 1),
+            ("time/train/step_avg_last10_s", "step, mean of the last 10 (s)", 1),
+            ("time/update_s/last10", "update phase, last 10 (s)", 1),
+            ("memory/device_peak_bytes", "device peak (GiB)", 2**30),
+        ):
+            values = [a["summary"].get(key) for a in result["arms"].values()]
+            if all(v is not None for v in values):
+                out.append(f"| {label} | " + " | ".join(f"{v / scale:.4g}" for v in values) + " |")
         out.append("")
     return out
 
@@ -141,6 +200,43 @@ def cpu_tables() -> list[str]:
     return [*out, ""]
 
 
+def suite_tables() -> list[str]:
+    out: list[str] = []
+    for suite, title in (("h200", "The suite on one H200"), ("cpu", "The suite on a CPU")):
+        result = read(f"{suite}_suite.json")
+        if result is None:
+            continue
+        rows = [(r, arm, row) for r in result["records"] for arm, row in r["arms"].items()]
+        where = next((row["environment"] for _, _, row in rows if "error" not in row), {"device": "", "jax": ""})
+        out += [
+            f"## {title}",
+            "",
+            f"{where['device']}, jax {where['jax']}, {result['seconds']:.0f} s in all. Each arm in a fresh process,",
+            "inputs made on the host; `naive` and `strong` are dense. Temporaries on the device are its allocator's",
+            "peak less inputs and outputs (an upper bound, marked +, where autotuning had reached that peak before).",
+            "The roofline is that of three matmuls over live tokens, or of one read and one write of the logits.",
+            "",
+            f"    logitless bench --suite {suite} --out benchmarks/results/{suite}_suite.json",
+            "",
+            "| case | arm | ms | p10 to p90 | temporaries MiB: compiler | device | TFLOP/s | GB/s | x roofline |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for r, arm, row in rows:
+            if "error" in row:
+                out.append(f"| {r['name']} | {arm} | {row['error'][:90]} | | | | | | |")
+                continue
+            device = row["mem/device"]
+            on_device = "" if not device else mib(device["temporaries"]) + ("+" if device["from_compile"] else "")
+            ratio = "" if not row["roofline_ratio"] else f"{row['roofline_ratio']:.2f}"
+            out.append(
+                f"| {r['name']} | {arm} | {row['median_ms']:.2f} | {row['p10_ms']:.2f} to {row['p90_ms']:.2f} | "
+                f"{mib(row['mem/compiler']['temporaries'])} | {on_device} | {row['tflops']:.1f} | "
+                f"{row['gb_per_s']:,.0f} | {ratio} |"
+            )
+        out.append("")
+    return out
+
+
 def render() -> str:
     head = [
         "# Benchmarks",
@@ -149,7 +245,21 @@ def render() -> str:
         "command that made its file.",
         "",
     ]
-    return "\n".join([*head, *logits_tables(), *head_tables(), *cpu_tables(), *tpu_tables()]).rstrip() + "\n"
+    return (
+        "\n".join(
+            [
+                *head,
+                *suite_tables(),
+                *logits_tables(),
+                *head_tables(),
+                *sparse_tables(),
+                *training_tables(),
+                *cpu_tables(),
+                *tpu_tables(),
+            ]
+        ).rstrip()
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

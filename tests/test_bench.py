@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from logitless import cli
-from logitless.bench import microbench, shapes
+from logitless.bench import arm, child, microbench, shapes, suites
 from logitless.bench.config import load
 from logitless.logits import chunked
 
@@ -39,12 +40,127 @@ def test_logits_level_with_the_jax_backward(tmp_path: Path) -> None:
     assert list(json.loads(out.read_text())["arms"]) == ["strong", "kernel (jax backward)"]
 
 
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run jobs without a fresh process, which the tests of everything else do not need; returns what ran."""
+    seen: list[str] = []
+
+    def ask(job: dict[str, Any], timeout_s: int, environment: Any = None) -> dict[str, Any]:
+        seen.append("check" if "gradcheck" in job else job["arm"].get("baseline", "kernel"))
+        return json.loads(json.dumps(arm.check(job["gradcheck"]) if "gradcheck" in job else arm.run(job)))
+
+    monkeypatch.setattr(child, "ask", ask)
+    return seen
+
+
 def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    c = load(microbench.BenchConfig, None, [*TINY, "level=logits", "baselines=[]"])
+    assert microbench.run(c)["passed"]
     right = chunked.pull_back
     monkeypatch.setattr(chunked, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
-    monkeypatch.setattr(microbench, "_run_arm", lambda c, arm: dict(error="not run"))
-    record = microbench.run(load(microbench.BenchConfig, None, TINY))
-    assert not record["passed"]
+    record = microbench.run(c)
+    assert not record["verify"]["passed"] and not record["passed"]
+
+
+def test_an_arm_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbench, "_run_arm", lambda c, arm: dict(error="exit 1: boom"))
+    record = microbench.run(load(microbench.BenchConfig, None, [*TINY, "verify=false"]))
+    assert not record["passed"] and "boom" in microbench.table(record)
+
+
+def test_roofline_and_what_is_achieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a chip of the table: H200, one step of 50 ms at T=8192 H=4096 V=151936."""
+    part = dict(
+        times_ms=[49.0, 50.0, 51.0], live=8192, compiler={}, loss=1.0, grad_norms=[],
+        device=dict(peak=10, inputs=4, outputs=4, temporaries=2, from_compile=False),
+        environment=dict(device="NVIDIA H200", platform="gpu"),
+    )  # fmt: skip
+    sizes = ["tokens=8192", "hidden=4096", "vocab=151936", "dtype=bfloat16"]
+    row = microbench._summarise(load(microbench.BenchConfig, None, sizes), [part])
+    flops = 6 * 8192 * 4096 * 151936
+    assert row["tflops"] == pytest.approx(flops / 0.05 / 1e12)
+    assert row["gb_per_s"] == pytest.approx(2 * 2 * (8192 + 151936) * 4096 / 0.05 / 1e9)
+    assert row["roofline_ms"] == pytest.approx(1e3 * flops / 989e12)
+    assert row["roofline_ratio"] == pytest.approx(50 / row["roofline_ms"])
+    assert row["mem/peak_bytes_in_use_max"] == 10 and row["mem/device"]["temporaries"] == 2
+    level = load(microbench.BenchConfig, None, ["level=logits", "tokens=4096", "vocab=151936"])
+    row = microbench._summarise(level, [part])
+    assert row["roofline_ms"] == pytest.approx(1e3 * 2 * 2 * 4096 * 151936 / 4.8e12)
+    float32 = load(microbench.BenchConfig, None, [*sizes, "dtype=float32"])
+    assert microbench._summarise(float32, [part])["roofline_ms"] is None  # the table has bfloat16's speed
+
+
+def test_device_memory_is_split() -> None:
+    import numpy as np
+
+    memory = arm._device_memory(1000, 700, [np.zeros(50, np.float32)], (np.zeros(25, np.float32),))
+    assert memory == dict(peak=1000, inputs=200, outputs=100, temporaries=700, from_compile=False)
+    assert arm._device_memory(700, 700, [], [])["from_compile"]  # type: ignore[index]
+    assert arm._device_memory(None, None, [], []) is None
+
+
+def test_a_suite_writes_one_file_and_survives_a_case_without_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = in_this_process(monkeypatch)
+    small = dict(tokens=16, rows=2, hidden=16, vocab=64, repeats=2, warmup=1, dtype="float32")
+    cases = [
+        microbench.BenchConfig(name="one", baselines=["strong"], **small),
+        microbench.BenchConfig(name="no room", baselines=["naive"], **small),
+        microbench.BenchConfig(name="rl", batch_kind="rl", baselines=[], **small),
+    ]
+    monkeypatch.setattr(suites, "suites", lambda: {"x": cases})
+    real = microbench._run_arm
+
+    def starved(c: microbench.BenchConfig, arm: dict[str, Any]) -> dict[str, Any]:
+        return dict(error="out of memory") if arm.get("baseline") == "naive" else real(c, arm)
+
+    monkeypatch.setattr(microbench, "_run_arm", starved)
+    out = tmp_path / "a" / "x.json"
+    assert cli.main(["bench", "--suite", "x", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [r["name"] for r in result["records"]] == ["one", "no room", "rl"] and result["passed"]
+    assert result["records"][1]["arms"]["naive"] == {"error": "out of memory"}
+    assert seen.count("check") == 1  # the same kernel is verified once
+    progress = capsys.readouterr()
+    assert "case 2/3: no room" in progress.err and "3 cases in" in progress.out
+    assert cli.main(["bench", "compare", str(out), str(out)]) == 0
+    assert "out of memory -> out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--suite", "tpu"], "suite 'tpu' is not known; expected one of cpu, h200"),
+        (["--suite", "cpu", "seed=1"], "takes no configuration"),
+        (["--suite", "cpu", "--only", "nothing"], "no case with 'nothing' in its name"),
+        (["--out", "x.json"], "are for --suite"),
+    ],
+)
+def test_bad_use_of_suites_exits_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_case_of_every_suite_can_be_run() -> None:
+    known = suites.suites()
+    assert set(known) == {"cpu", "h200"}
+    for cases in known.values():
+        assert len({c.name for c in cases}) == len(cases)
+        for c in cases:
+            microbench.check(c)
+            assert c.kernel.enabled and c.tokens // c.rows > 0
+        assert any(c.batch_kind == "rl" for c in cases)
+
+
+def test_host_arrays_are_what_the_baselines_expect() -> None:
+    import numpy as np
+
+    (x,) = shapes.host_arrays("logits", 64, 1, 5000, np.float32, np.random.default_rng(0), 4)
+    assert x.shape == (4, 16, 5000) and x.std() == pytest.approx(3.0, rel=0.05)
+    h, w = shapes.host_arrays("head", 64, 256, 300, np.float32, np.random.default_rng(0), 4)
+    assert (h.reshape(64, 256) @ w.T).std() == pytest.approx(3.0, rel=0.1)
+    assert len(np.unique(w[:, 0])) > 290  # rows are different ones
 
 
 def test_running_out_of_memory_is_recorded_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +196,7 @@ def test_compare_refuses_what_is_not_a_result(tmp_path: Path, capsys: pytest.Cap
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
     assert cli.main(["bench", "compare", str(bad), str(bad)]) == 2
+    assert "not a result of" in capsys.readouterr().err
     assert cli.main(["bench", "compare", str(tmp_path / "none"), str(bad)]) == 2
     assert "no such file" in capsys.readouterr().err
 

@@ -41,7 +41,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--tokens", "64", "--hidden", "16", "--vocab", "128"]) == 0
+    assert main(["demo", "--quick", "--tokens", "64", "--hidden", "16", "--vocab", "128"]) == 0
     out = capsys.readouterr().out
     for word in ("linear_grpo_loss: backend chunked", "reference", "chunked", "MiB", "ratio", "the two agree"):
         assert word in out
@@ -49,7 +49,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_demo_where_hidden_is_as_wide_as_the_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
     """The head's shape alone does not tell its layout then."""
-    assert main(["demo", "--tokens", "8", "--hidden", "8", "--vocab", "8"]) == 0
+    assert main(["demo", "--quick", "--tokens", "8", "--hidden", "8", "--vocab", "8"]) == 0
     assert "the two agree" in capsys.readouterr().out
 
 

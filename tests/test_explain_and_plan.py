@@ -76,6 +76,13 @@ def test_explain_tells_backend_way_tiles_bytes_and_matmuls() -> None:
     assert with_entropy.matmuls.startswith("5")
     logits = logitless.explain(logitless.grpo_loss, struct(1, 64, 4096), backend="pallas_tpu", interpret=True)
     assert "one pass" in logits.way and "read 1x" in logits.bytes_moved
+    for v, reads in ((280_000, 1), (290_000, 2)):  # a row of more columns does not fit VMEM at once
+        wide = logitless.explain(
+            logitless.grpo_loss, struct(1, 64, v, dtype=BF16), backend="pallas_tpu", interpret=True
+        )
+        assert f"read {reads}x" in wide.bytes_moved
+        assert wide.tiles["hbm_bytes"] == (reads + 1) * 64 * v * 2
+        assert ("one pass" in wide.way) == (reads == 1)
     two = logitless.explain(logitless.logprobs, struct(1, 64, 4096))
     assert "read 2x" in two.bytes_moved
     assert "chunked" in str(two) and "bytes" in str(two)
@@ -138,7 +145,7 @@ def test_plan_agrees_with_what_the_gpu_compiler_said(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planner, "platform", lambda: "gpu")
     monkeypatch.setattr(planner, "column_tile", lambda: None)
     monkeypatch.setattr(tiles, "platform", lambda: "gpu")
-    files = [json.loads((RESULTS / f"gpu_h200_head{f}.json").read_text()) for f in ("", "_whole_chunks")]
+    files = [json.loads((RESULTS / f"gpu_h200_head{f}.json").read_text()) for f in ("", "_more_shapes")]
     recorded = [item for f in files for item in f["shapes"].items()]
     assert len(recorded) >= 3
     for shape, result in recorded:
@@ -152,6 +159,79 @@ def test_plan_agrees_with_what_the_gpu_compiler_said(monkeypatch: pytest.MonkeyP
             expected = logitless.plan(h, w, **options)
             peak = row["arguments"] + row["outputs"] + row["temporaries"]
             assert abs(expected.peak / peak - 1) < 0.05, (shape, name, expected.peak / peak)
+
+
+TPU_PEAKS = [
+    # tokens, hidden, vocab, gradients, masked, entropy bonus, dtype, peak bytes that libtpu 0.0.48 reports for v6e
+    # (logitless tpu compile --topology v6e:2x4 --hidden 4096 --vocab 151936, and so on)
+    (8192, 4096, 151936, ("hidden", "lm_head"), False, False, "bfloat16", 2824980096),
+    (8192, 4096, 151936, ("hidden", "lm_head"), True, False, "bfloat16", 2959293568),
+    (8192, 4096, 151936, ("hidden",), False, False, "bfloat16", 1513178208),
+    (8192, 4096, 151936, ("hidden",), True, False, "bfloat16", 1647458400),
+    (8192, 4096, 151936, (), False, False, "bfloat16", 1320238688),
+    (8192, 4096, 151936, (), True, False, "bfloat16", 1379056224),
+    (8192, 4096, 151936, ("hidden", "lm_head"), False, True, "bfloat16", 2959523968),
+    (8192, 4096, 151936, ("hidden", "lm_head"), True, True, "bfloat16", 2959555200),
+    (65536, 3584, 152064, ("hidden", "lm_head"), False, False, "bfloat16", 4596713088),
+    (65536, 3584, 152064, ("hidden", "lm_head"), True, False, "bfloat16", 5471222400),
+    (8192, 1536, 151936, ("hidden", "lm_head"), False, False, "bfloat16", 1059439744),
+    (8192, 1536, 151936, ("hidden", "lm_head"), False, False, "float32", 2068432000),
+]
+
+
+@pytest.mark.parametrize("case", TPU_PEAKS, ids=lambda c: f"{c[0]}x{c[1]}-{'-'.join(c[3])}-{c[4:7]}")
+def test_plan_agrees_with_what_the_tpu_compiler_said(case: Any) -> None:
+    n, hidden, vocab, gradients, masked, entropy, dtype, peak = case
+    p = logitless.plan(
+        struct(1, n, hidden, dtype=dtype), struct(vocab, hidden, dtype=dtype), gradients=gradients, chip="v6e",
+        live_tokens=n if masked else None, objective=Objective(entropy_coef=0.01 if entropy else None),
+    )  # fmt: skip
+    assert p.backend == "pallas_tpu" and p.chunk is None
+    assert abs(p.peak / peak - 1) < 0.05, p.peak / peak
+
+
+def test_the_dense_plan_agrees_with_the_tpu_compiler() -> None:
+    h, w = struct(1, 8192, 4096, dtype=BF16), struct(151936, 4096, dtype=BF16)
+    for dtype, peak in (("bfloat16", 5.113e9), ("float32", 10.092e9)):  # logitless tpu compile, v6e, jax 0.10 and 0.11
+        assert abs(logitless.plan(h, w, chip="v6e", logits_dtype=dtype).dense_peak / peak - 1) < 0.02
+
+
+def test_plan_counts_the_matmuls_of_the_tpu_kernels() -> None:
+    h, w = struct(1, 1024, 256, dtype=BF16), struct(32000, 256, dtype=BF16)
+
+    def matmuls(**options: Any) -> int:
+        p = logitless.plan(h, w, chip="v6e", **options)
+        assert p.flops == 2 * 1024 * 256 * 32000 * p.matmuls
+        return p.matmuls
+
+    assert matmuls() == 4
+    assert matmuls(gradients=("hidden",)) == 2
+    assert matmuls(gradients=("lm_head",)) == 3
+    assert matmuls(gradients=()) == 1
+    assert matmuls(objective=Objective(entropy_coef=0.1)) == 5
+    assert matmuls(objective=Objective(entropy_coef=0.1), gradients=("hidden",)) == 3
+    assert matmuls(objective=Objective(level="sequence")) == 4  # recompute is nothing new here
+    assert matmuls(objective=None) == 4
+    assert logitless.plan(h, w, chip="v6e", backend="chunked").matmuls == 3
+
+
+def test_plan_for_a_chip_that_is_not_here() -> None:
+    h, w = struct(1, 8192, 4096, dtype=BF16), struct(151936, 4096, dtype=BF16)
+    v6e, v5p = (logitless.plan(h, w, chip=c) for c in ("v6e", "v5p"))
+    assert v6e.tiles["dhead"] == "1024x1024" and v5p.tiles["dhead"] == "512x512"  # by the chip's VMEM
+    assert v6e.seconds == pytest.approx(4 * 2 * 8192 * 4096 * 151936 / 918e12)
+    assert v6e.dense_seconds == pytest.approx(3 * 2 * 8192 * 4096 * 151936 / 918e12)
+    h200 = logitless.plan(h, w, chip="h200", logits_dtype="bfloat16", head_grad_dtype="param")
+    assert h200.chunk == 2048 and h200.matmuls == 3
+    assert "h200 roofline" in str(h200) and "compute" in str(h200)
+    assert logitless.plan(h, w, chip="b200").backend == "chunked"  # no kernel of ours serves it
+    few = logitless.plan(struct(1, 8, 4096, dtype=BF16), w, chip="h200")
+    assert "(memory)" in str(few)  # a handful of tokens only reads the head
+    assert logitless.plan(h, w).seconds is None
+    with pytest.raises(ValueError, match=r"chip 'h20' is not known.*Did you mean 'h200'"):
+        logitless.plan(h, w, chip="h20")
+    with pytest.raises(ValueError, match="live_tokens=9000, expected 0 to 8192"):
+        logitless.plan(h, w, live_tokens=9000)
 
 
 def test_plan_counts_matmuls_and_live_tokens() -> None:

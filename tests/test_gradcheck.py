@@ -1,6 +1,7 @@
 """The gradcheck command: it passes on right code, fails on wrong code, and says what is wrong with a configuration."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -32,6 +33,55 @@ def test_passes_and_logs(level: str, kind: str, tmp_path: Path, capsys: pytest.C
         assert f"error_norm_{name}_kernel" in record
     assert record["abs_diff_loss"] == abs(record["loss_ref"] - record["loss_kernel"])
     assert "PASS loss" in capsys.readouterr().out
+
+
+def test_a_models_hidden_states(tmp_path: Path) -> None:
+    out = tmp_path / "log.jsonl"
+    model = ["inputs=model", "model=tiny", "vocab=64", "batch=2", "tokens=8"]
+    for level in ("head", "logits"):
+        assert run(f"level={level}", f"out={out}", *model) == 0
+    for line in out.read_text().splitlines():
+        record = json.loads(line)
+        assert record["passed"] and record["oracle"] == "compared"
+
+
+def test_weights_from_a_folder_are_the_models_own(tmp_path: Path) -> None:
+    import jax
+    import numpy as np
+
+    from logitless.bench import model_inputs
+    from logitless.train import model as models
+    from logitless.train.architectures import preset
+    from logitless.train.weights import save_safetensors
+
+    config = preset("tiny", 40)
+    save_safetensors(tmp_path / "weights", config, models.init(config, jax.random.key(7)))
+    folder = str(tmp_path / "weights")
+    hidden, head, targets = model_inputs.hidden_and_head(folder, 0, 0, 2, 5, seed=7)
+    same, _, _ = model_inputs.hidden_and_head("tiny", 0, 40, 2, 5, seed=7)
+    assert np.array_equal(hidden, same) and head.shape == (40, 128) and targets.max() < 40
+    fewer, cut, _ = model_inputs.hidden_and_head(folder, 1, 32, 2, 5, seed=7)
+    assert cut.shape == (32, 128) and not np.array_equal(fewer, hidden)
+
+
+def test_a_mesh_runs_on_virtual_devices_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gradcheck.jax, "device_count", lambda: 1)  # whatever the tests were started with
+    out = tmp_path / "log.jsonl"
+    config = str(CONFIGS / "mesh_2x2x2_chunked.yaml")
+    assert run("--config", config, f"out={out}") == 0
+    assert "8 virtual CPU devices" in capsys.readouterr().err
+    record = json.loads(out.read_text())
+    assert record["config/mesh"] == "data=2,fsdp=2,tensor=2" and record["passed"]
+    assert record["norm_rel_diff_dlm_head"] > 0  # the two did not run the same program
+
+
+def test_what_is_too_large_for_the_oracle_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradcheck, "ORACLE_ELEMENTS", 100)
+    record = gradcheck.run(load(gradcheck.GradcheckConfig, None, ["level=logits", *SMALL]))
+    assert record["oracle"].startswith("left out") and "loss_oracle" not in record
+    assert set(record["gates"]) == {"loss", "dlogits difference"} and record["passed"]
 
 
 def test_is_deterministic(tmp_path: Path) -> None:
@@ -70,6 +120,11 @@ def test_a_small_loss_of_accuracy_fails_the_contract(monkeypatch: pytest.MonkeyP
         ("objective.polcy=clip", "Did you mean 'policy'"),
         ("tokens=0", "tokens: 0, expected at least 1"),
         ("seed", "expected key=value"),
+        ("inputs=model", "needs model=NAME"),
+        ("model=tiny", "needs inputs=model"),
+        ("mesh=rows=8", "'rows' is not an axis"),
+        ("mesh=data=3", "2 rows do not split over data x fsdp = 3"),
+        ("layers=-1", "layers: -1, expected 0 or more"),
     ],
 )
 def test_bad_configuration_is_exit_code_2(
@@ -89,11 +144,23 @@ def test_missing_and_broken_files(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_every_shipped_configuration_loads() -> None:
     paths = sorted(CONFIGS.glob("*.yaml"))
-    assert len(paths) >= 6
+    backends = {f"{level}_{b}" for level in ("logits", "head") for b in ("chunked", "mosaic_gpu", "pallas_tpu")}
+    assert backends <= {p.stem for p in paths}
+    meshes = 0
     for path in paths:
         c = load(gradcheck.GradcheckConfig, path)
+        gradcheck._check(c)
         gradcheck.objective_of(c)
-        assert c.backend in path.stem
+        assert c.backend in path.stem and c.name == f"gradcheck_{path.stem}"
+        if c.mesh:
+            assert math.prod(gradcheck._axes(c).values()) == 8  # as a v6e-8 has
+            meshes += 1
+    assert meshes >= 4
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inputs=model", f"model={tmp_path / 'none'}", f"out={tmp_path / 'x'}") == 2
+    assert "neither an architecture (qwen2.5-0.5b" in capsys.readouterr().err
 
 
 def test_a_wandb_outage_does_not_fail_a_run(
@@ -130,11 +197,3 @@ def test_online_without_a_key_goes_offline(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_config_errors_name_the_source() -> None:
     with pytest.raises(ConfigError, match="override 'tokns=3'"):
         load(gradcheck.GradcheckConfig, None, ["tokns=3"])
-
-
-def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "--tokens", "8192", "--hidden", "4096", "--vocab", "151936"]
-    assert cli.main(args) == 0
-    assert "30.59 TFLOP" in capsys.readouterr().out
-    assert cli.main([*args, "--memory-budget", "10"]) == 2
-    assert "memory_budget=10 bytes is less" in capsys.readouterr().err

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from logitless._version import __version__
+from logitless.planning import command as plan_command
+from logitless.planning import tpu_command
+from logitless.train import cli as train_cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,11 +22,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"logitless {__version__}")
     commands = p.add_subparsers(dest="command", metavar="command")
     demo = commands.add_parser(
-        "demo", help="one small batch, dense against chunked: loss, gradients, and the memory the compiler plans"
+        "demo", help="learn to add with the dense and with the chunked loss; ends on a report page"
     )
-    demo.add_argument("--tokens", type=int, default=1024, help="tokens in the batch (default 1024)")
-    demo.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
-    demo.add_argument("--vocab", type=int, default=32000, help="vocabulary size (default 32000)")
+    demo.add_argument("--quick", action="store_true", help="one batch instead: loss, gradients, memory, in seconds")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results (default runs/demo)")
+    demo.add_argument("--tokens", type=int, default=1024, help="--quick: tokens in the batch (default 1024)")
+    demo.add_argument("--hidden", type=int, default=256, help="--quick: hidden size (default 256)")
+    demo.add_argument("--vocab", type=int, default=32000, help="--quick: vocabulary size (default 32000)")
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
     check.add_argument("--config", action="append", default=[], help="YAML file (configs/gradcheck/); may be repeated")
@@ -32,21 +37,27 @@ def parser() -> argparse.ArgumentParser:
         "bench", help="time and memory with and without the kernels, each arm in a fresh process"
     )
     bench.add_argument("--config", action="append", default=[], help="YAML file (configs/bench/); may be repeated")
+    bench.add_argument("--suite", help="run the lot into one JSON file: cpu or h200")
+    bench.add_argument("--only", default="", help="of a suite, only cases with this in their name")
+    bench.add_argument("--out", type=Path, default=None, help="a suite's file (default runs/bench_SUITE.json)")
     bench.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key; or: compare A.jsonl B.jsonl (ratios B / A)"
     )
-    plan = commands.add_parser("plan", help="memory and FLOPs of a fused head call, before anything runs")
-    plan.add_argument("--tokens", type=int, required=True)
-    plan.add_argument("--hidden", type=int, required=True)
-    plan.add_argument("--vocab", type=int, required=True)
-    plan.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    plan.add_argument("--logits-dtype", default="float32", choices=("bfloat16", "float32"))
-    plan.add_argument("--head-grad-dtype", default="float32", choices=("float32", "param"))
-    plan.add_argument("--live-tokens", type=int, default=None)
-    plan.add_argument("--chunk-size", type=int, default=None)
-    plan.add_argument("--memory-budget", type=int, default=None, help="bytes of the chunk's buffers")
-    plan.add_argument("--frozen-head", action="store_true")
-    plan.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO: four matmuls")
+    plan_command.add_arguments(
+        commands.add_parser("plan", help="memory, FLOPs and roofline time of a fused head call, before anything runs")
+    )
+    tpu_command.add_arguments(
+        commands.add_parser("tpu", help="what the TPU compiler says of a program, on a machine without a TPU")
+    )
+    train_cli.add_parsers(commands)
+    report = commands.add_parser("report", help="one HTML page from the results of gradcheck, bench, plan and training")
+    report.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="JSON or JSON-lines files, or folders of them"
+    )
+    report.add_argument("--out", type=Path, default=Path("runs/report.html"), help="default runs/report.html")
+    report.add_argument(
+        "--plots", type=Path, default=None, help="also write each chart as SVG (and PNG) to this folder"
+    )
     return p
 
 
@@ -57,7 +68,9 @@ def _demo(args: argparse.Namespace) -> int:
         if getattr(args, name) < least:
             print(f"logitless demo: --{name} {getattr(args, name)}, expected at least {least}", file=sys.stderr)
             return 2
-    return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
+    if args.quick:
+        return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
+    return train_cli.run_demo(args)
 
 
 def _over_configs(
@@ -85,10 +98,18 @@ def _over_configs(
     return 1 if missed else 0
 
 
+def _say(text: str) -> None:
+    """Progress, where it does not mix with results."""
+    print(f"  ... {text}", file=sys.stderr, flush=True)
+
+
 def _gradcheck(args: argparse.Namespace) -> int:
     from logitless.bench import gradcheck
 
-    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, gradcheck.run, _print_record)
+    def run(c: gradcheck.GradcheckConfig) -> dict[str, Any]:
+        return gradcheck.run(c, _say)
+
+    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, run, _print_record)
 
 
 def _print_record(record: dict[str, Any]) -> None:
@@ -101,7 +122,7 @@ def _print_record(record: dict[str, Any]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from logitless.bench import config, microbench
+    from logitless.bench import config, microbench, suites
 
     if args.overrides[:1] == ["compare"]:
         try:
@@ -113,43 +134,40 @@ def _bench(args: argparse.Namespace) -> int:
             return 2
         return 0
 
-    def run(c: microbench.BenchConfig) -> dict[str, Any]:
-        return microbench.run(c, say=lambda text: print(f"  ... {text}", file=sys.stderr, flush=True))
-
     def show(record: dict[str, Any]) -> None:
-        print(microbench.table(record))
+        print(microbench.table(record), flush=True)
         if not record["passed"]:
-            print("  FAIL: the arms disagree, or the kernel did not verify; see the record")
+            print("  FAIL: an arm failed, the arms disagree, or the kernel did not verify; see the record")
 
+    def run(c: microbench.BenchConfig) -> dict[str, Any]:
+        return microbench.run(c, _say)
+
+    if args.suite is not None:
+        out = args.out or Path(f"runs/bench_{args.suite}.json")
+        try:
+            if args.overrides or args.config:
+                raise config.ConfigError("--suite takes no configuration and no key=value; its cases are declared")
+            result = suites.run(args.suite, out, _say, show, args.only)
+        except config.ConfigError as error:
+            print(f"logitless bench: {error}", file=sys.stderr)
+            return 2
+        print(f"{out}: {len(result['records'])} cases in {result['seconds']:.0f} s")
+        return 0 if result["passed"] else 1
+    if args.only or args.out is not None:
+        print("logitless bench: --only and --out are for --suite; a configuration has out=FILE", file=sys.stderr)
+        return 2
     return _over_configs("bench", args, microbench.BenchConfig, run, show)
 
 
-def _plan(args: argparse.Namespace) -> int:
-    import jax
+def _report(args: argparse.Namespace) -> int:
+    from logitless.bench import report
 
-    from logitless.objectives.objective import Objective
-    from logitless.planning.head import plan
-
-    hidden = jax.ShapeDtypeStruct((1, args.tokens, args.hidden), args.dtype)
-    lm_head = jax.ShapeDtypeStruct((args.vocab, args.hidden), args.dtype)
     try:
-        print(
-            plan(
-                hidden,
-                lm_head,
-                objective=Objective(level="sequence" if args.sequence_level else "token"),
-                gradients=("hidden",) if args.frozen_head else ("hidden", "lm_head"),
-                live_tokens=args.live_tokens,
-                logits_dtype=args.logits_dtype,
-                head_grad_dtype=args.head_grad_dtype,
-                chunk_size=args.chunk_size,
-                memory_budget=args.memory_budget,
-                head_layout="vh",
-            )
-        )
-    except ValueError as error:
-        print(f"logitless plan: {error}", file=sys.stderr)
+        charts = report.write(args.runs, args.out, plots=args.plots)
+    except report.ReportError as error:
+        print(f"logitless report: {error}", file=sys.stderr)
         return 2
+    print(f"{args.out}: {charts} charts" + (f"; images in {args.plots}" if args.plots else ""))
     return 0
 
 
@@ -159,5 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser().print_help()
         return 0
-    commands = {"demo": _demo, "gradcheck": _gradcheck, "bench": _bench, "plan": _plan}
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "demo": _demo,
+        "gradcheck": _gradcheck,
+        "bench": _bench,
+        "plan": plan_command.run,
+        "tpu": tpu_command.run,
+        "report": _report,
+        "train": train_cli.run_train,
+        "ab": train_cli.run_ab,
+    }
     return commands[args.command](args)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
 
 from logitless.backends import Route
 from logitless.head import api as head_api
 from logitless.logits import api as logits_api
 from logitless.objectives.objective import Objective
+from logitless.parallel import context
 
 
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
@@ -27,27 +32,44 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     name = getattr(call, "__name__", str(call))
     loss = name in ("grpo_loss", "linear_grpo_loss")
     objective = kwargs.get("objective", Objective()) if loss else None
-    backend = kwargs.get("backend")
+    backend, sharding = kwargs.get("backend"), kwargs.get("sharding")
     if call in (logits_api.logprobs, logits_api.grpo_loss):
         (logits,) = _positional(name, ("logits",), args, kwargs)
-        return logits_api.route(name, logits, objective, backend, kwargs.get("interpret", False))
+        with context.under(name, sharding):
+            route = logits_api.route(name, logits, objective, backend, kwargs.get("interpret", False), sharding)
+        return _in_tiles(route, logits)
     if call in (head_api.linear_logprobs, head_api.linear_grpo_loss):
         hidden, lm_head = _positional(name, ("hidden", "lm_head"), args, kwargs)
-        return head_api.route(
-            name,
-            hidden,
-            lm_head,
-            objective,
-            backend,
-            kwargs.get("chunk_size"),
-            kwargs.get("memory_budget"),
-            kwargs.get("logits_dtype", "float32"),
-            kwargs.get("interpret", False),
-            kwargs.get("head_layout"),
-        )
+        with context.under(name, sharding):
+            return head_api.route(
+                name,
+                hidden,
+                lm_head,
+                objective,
+                backend,
+                kwargs.get("chunk_size"),
+                kwargs.get("memory_budget"),
+                kwargs.get("logits_dtype", "float32"),
+                kwargs.get("interpret", False),
+                kwargs.get("head_layout"),
+                sharding,
+                kwargs.get("sparse_backward", "off"),
+            )
     raise TypeError(
         f"explain: {name!r} is not one of logprobs, grpo_loss, linear_logprobs, linear_grpo_loss; "
         "pass the function itself, then its arguments."
+    )
+
+
+def _in_tiles(route: Route, logits: Any) -> Route:
+    """On a TPU a row too wide for VMEM is swept tile by tile: once for its statistics, once more for its dlogits."""
+    if route.backend != "pallas_tpu" or route.tiles.get("tiles", 1) == 1 or "one pass" not in route.way:
+        return route
+    size = math.prod(logits.shape) * jnp.dtype(logits.dtype).itemsize
+    return dataclasses.replace(
+        route,
+        way=f"statistics, then dlogits: a row of {logits.shape[-1]} columns does not fit VMEM at once",
+        bytes_moved=f"logits read 2x ({2 * size:,} B), dlogits written once ({size:,} B)",
     )
 
 

@@ -1,7 +1,8 @@
 """One arm of a benchmark, in a process of its own: ``python -m logitless.bench.arm '{...}'`` prints one JSON line.
 
 Inputs are made on the host and put on the device once, so that the allocator's peak is that of the loss and not of the
-input generator. The arm is timed after it was compiled and warmed up.
+input generator. The arm is timed after it was compiled and warmed up. With ``{"gradcheck": ...}`` it is a
+gradcheck instead, in a process of its own for the same reason.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from logitless.bench.child import OUT_OF_MEMORY
 
 
 def _memory_peak() -> int | None:
@@ -64,30 +67,55 @@ def run(c: dict[str, Any]) -> dict[str, Any]:
     x = tuple(jax.device_put(a) for a in host)
     rest = {k: jax.device_put(v) for k, v in rest.items()}
     jax.block_until_ready((x, rest))
-    before = _memory_peak()
     step = jax.jit(jax.value_and_grad(_loss(c)))
     compiled = step.lower(x, rest).compile()
-    times = timing.device_times(compiled, x, rest, repeats=c["repeats"], warmup=c["warmup"])
-    value, grads = compiled(x, rest)
-    return dict(
+    after_compile = _memory_peak()  # a GPU's autotuner allocates, too
+    value, grads = jax.block_until_ready(compiled(x, rest))
+    device = _device_memory(_memory_peak(), after_compile, (x, rest), (value, grads))
+    result = dict(
         environment=timing.environment(),
-        times_ms=times,
         compiler=timing.compiled_memory(compiled),
-        peak_bytes_in_use=_memory_peak(),
-        peak_bytes_before=before,
+        device=device,
         loss=float(value),
         grad_norms=[float(jnp.linalg.norm(g.astype(jnp.float32))) for g in grads],
         live=int(jnp.sum(rest["mask"])),
     )
+    del value, grads
+    result["times_ms"] = timing.device_times(compiled, x, rest, repeats=c["repeats"], warmup=c["warmup"])
+    return result
+
+
+def _device_memory(peak: int | None, after_compile: int | None, inputs: Any, outputs: Any) -> dict[str, Any] | None:
+    """The allocator's peak after one step, split; ``from_compile`` if it was reached before the step ran."""
+    import jax
+
+    if peak is None:
+        return None
+    size_in, size_out = (sum(a.nbytes for a in jax.tree.leaves(tree)) for tree in (inputs, outputs))
+    return dict(
+        peak=peak,
+        inputs=size_in,
+        outputs=size_out,
+        temporaries=max(peak - size_in - size_out, 0),
+        from_compile=after_compile is not None and peak <= after_compile,
+    )
+
+
+def check(c: dict[str, Any]) -> dict[str, Any]:
+    """A gradcheck's record."""
+    from logitless.bench import gradcheck
+
+    return gradcheck.run(gradcheck.GradcheckConfig(**c))
 
 
 def main() -> None:
     try:
-        result = run(json.loads(sys.argv[1]))
+        job = json.loads(sys.argv[1])
+        result = check(job["gradcheck"]) if "gradcheck" in job else run(job)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         memory = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError)
-        result = dict(error="out of memory" if memory else text[:2000])
+        result = dict(error=OUT_OF_MEMORY if memory else text[:2000], kind=type(error).__name__)
     print("\n" + json.dumps(result))
 
 

@@ -1,23 +1,22 @@
 """``logitless bench``: the same loss with and without the kernels, each arm in a fresh process, verified before timed.
 
-For each arm: device time (median, mean, p10, p90, spread), achieved TFLOP/s and GB/s, the allocator's peak where the
-device has one, and the compiler's plan split into arguments, outputs and temporaries. ``rounds`` runs the arms in turn,
-so that a drift of the machine hits all of them.
+For each arm: device time (median, mean, p10, p90, spread), achieved TFLOP/s and GB/s, the ratio to the roofline, and
+the allocator's peak where the device has one as well as the compiler's plan, both split into inputs, outputs and
+temporaries. ``rounds`` runs the arms in turn, so that a drift of the machine hits all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import gradcheck, timing
+from logitless.bench import child, gradcheck, records, timing
+from logitless.bench.child import OUT_OF_MEMORY
 from logitless.bench.config import ConfigError
 from logitless.bench.shapes import MODELS
+from logitless.planning.chips import chip_of_kind, roofline_seconds
 
 BASELINES = {"logits": ("naive", "strong", "gather"), "head": ("naive", "strong", "checkpointed")}
 
@@ -90,11 +89,11 @@ def arms(c: BenchConfig) -> dict[str, dict[str, Any]]:
 
 
 def _verify(c: BenchConfig) -> dict[str, Any]:
-    """The kernel arm at a small shape against the reference and float64; see ``gradcheck``."""
+    """The kernel arm at a small shape against the reference and float64, in a fresh process."""
     small = gradcheck.GradcheckConfig(
         name=f"verify {c.name}",
         level=c.level,
-        backend=c.kernel.backend or "chunked",
+        backend=c.kernel.backend or "auto",
         bwd_impl=c.kernel.bwd_impl,
         objective=dict(c.objective),
         dtype=c.dtype,
@@ -104,37 +103,26 @@ def _verify(c: BenchConfig) -> dict[str, Any]:
         hidden=128,
         vocab=1024,
     )
-    record = gradcheck.run(small)
-    return dict(passed=record["passed"], gates=record["gates"])
+    found = child.ask(dict(gradcheck=dataclasses.asdict(small)), c.timeout_s)
+    if "error" in found:
+        return dict(passed=False, gates={}, error=found["error"])
+    return dict(passed=found["passed"], gates=found["gates"])
 
 
 def _run_arm(c: BenchConfig, arm: dict[str, Any]) -> dict[str, Any]:
-    job = json.dumps({**dataclasses.asdict(c), "arm": arm})
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "logitless.bench.arm", job],
-            capture_output=True,
-            text=True,
-            timeout=c.timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return dict(error=f"stopped after {c.timeout_s} s")
-    lines = done.stdout.strip().splitlines()
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, json.JSONDecodeError):
-        # Killed by the system, most often for memory.
-        tail = done.stderr.strip().splitlines()[-3:]
-        what = (
-            "out of memory (killed)" if done.returncode in (-9, 137) else f"exit {done.returncode}: {' | '.join(tail)}"
-        )
-        return dict(error=what)
+    return child.ask({**dataclasses.asdict(c), "arm": arm}, c.timeout_s)
 
 
-def _matmuls(c: BenchConfig) -> int:
-    """Matmuls of an exact dense gradient; what TFLOP/s are counted against, for every arm."""
-    return 3 if c.level == "head" else 0
+def least_work(c: BenchConfig, live: int) -> tuple[float, float]:
+    """``(FLOPs, bytes)`` that no exact loss with gradients can do without; the same for every arm.
+
+    Head: three matmuls over live tokens; hidden states and head read, their gradients written. Logits: read and
+    dlogits written.
+    """
+    item = 4 if c.dtype == "float32" else 2
+    if c.level == "logits":
+        return 0.0, 2.0 * c.tokens * c.vocab * item
+    return 6.0 * live * c.hidden * c.vocab, 2.0 * (c.tokens + c.vocab) * c.hidden * item
 
 
 def _summarise(c: BenchConfig, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,23 +134,40 @@ def _summarise(c: BenchConfig, parts: list[dict[str, Any]]) -> dict[str, Any]:
     row["bench/step_s_mean"] = row["mean_ms"] / 1e3
     seconds = row["median_ms"] / 1e3
     first = parts[0]
-    row["tflops"] = 2 * _matmuls(c) * first["live"] * c.hidden * c.vocab / seconds / 1e12
-    if c.level == "logits":
-        item = 4 if c.dtype == "float32" else 2
-        row["gb_per_s"] = 2 * c.tokens * c.vocab * item / seconds / 1e9
+    flops, moved = least_work(c, first["live"])
+    row["live_tokens"] = first["live"]
+    row["tflops"] = flops / seconds / 1e12
+    row["gb_per_s"] = moved / seconds / 1e9
+    chip = chip_of_kind(first["environment"]["device"])
+    row["roofline_ms"] = row["roofline_ratio"] = None
+    if chip is not None and c.dtype == "bfloat16":  # the table's FLOP/s are those of bfloat16
+        row["roofline_ms"] = roofline_seconds(chip, flops, moved) * 1e3
+        row["roofline_ratio"] = row["median_ms"] / row["roofline_ms"]
     row["mem/compiler"] = first["compiler"]
-    row["mem/peak_bytes_in_use_max"] = max((p["peak_bytes_in_use"] or 0) for p in parts) or None
+    row["mem/device"] = first["device"]
+    row["mem/peak_bytes_in_use_max"] = max(((p["device"] or {}).get("peak", 0)) for p in parts) or None
     row["loss"], row["grad_norms"], row["environment"] = first["loss"], first["grad_norms"], first["environment"]
     return row
 
 
-def run(c: BenchConfig, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """All arms of one configuration; ``passed`` is false if the verification fails or the arms' losses disagree."""
+Verified = dict[tuple[Any, ...], dict[str, Any]]
+"""Verifications of a suite, so that no two cases repeat the same one."""
+
+
+def run(
+    c: BenchConfig, say: Callable[[str], None] = lambda _: None, verified: Verified | None = None
+) -> dict[str, Any]:
+    """All arms of one configuration; ``passed`` is false if the verification fails, the arms' losses disagree, or an
+    arm failed for another reason than memory."""
     check(c)
-    record: dict[str, Any] = dict(name=c.name, config=dataclasses.asdict(c), arms={})
+    record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={})
     if c.verify and c.kernel.enabled:
-        say("verifying at a small shape")
-        record["verify"] = _verify(c)
+        verified = {} if verified is None else verified
+        key = (c.level, c.kernel.backend, c.kernel.bwd_impl, c.dtype, c.logits_dtype, repr(c.objective))
+        if key not in verified:
+            say("verifying at a small shape")
+            verified[key] = _verify(c)
+        record["verify"] = verified[key]
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in arms(c)}
     for i in range(c.rounds):
         for name, arm in arms(c).items():
@@ -174,9 +179,9 @@ def run(c: BenchConfig, say: Callable[[str], None] = lambda _: None) -> dict[str
     spread = max(losses) - min(losses) if losses else 0.0
     record["loss_spread"] = spread
     tolerance = 2e-2 if c.dtype != "float32" or c.logits_dtype != "float32" else 1e-4
-    record["passed"] = record.get("verify", {"passed": True})["passed"] and spread <= tolerance * max(
-        1.0, *(abs(v) for v in losses), 1.0
-    )
+    agree = spread <= tolerance * max(1.0, *(abs(v) for v in losses), 1.0)
+    ran = all(row.get("error", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY) for row in record["arms"].values())
+    record["passed"] = record.get("verify", {"passed": True})["passed"] and agree and ran
     return record
 
 
@@ -188,24 +193,25 @@ def table(record: dict[str, Any]) -> str:
             lines.append(f"  {name:24s} {row['error']}")
             continue
         memory = row["mem/compiler"]
+        roofline = f"  {row['roofline_ratio']:.2f}x roofline" if row.get("roofline_ratio") else ""
         lines.append(
             f"  {name:24s} {row['median_ms']:10.2f} ms  [{row['p10_ms']:.2f}, {row['p90_ms']:.2f}]"
-            f"  temporaries {memory['temporaries'] / 2**20:9.1f} MiB"
+            f"  temporaries {memory['temporaries'] / 2**20:9.1f} MiB{roofline}"
         )
     return "\n".join(lines)
 
 
 def compare(a: Path, b: Path) -> str:
-    """Ratios of two result files (JSON lines), arm by arm: B over A."""
+    """Ratios of two result files (JSON lines, or a suite's JSON), arm by arm: B over A."""
 
     def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
         try:
-            records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-            return {(r["name"], arm): row for r in records for arm, row in r["arms"].items()}
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: not a benchmark result ({error})") from None
+            found = [r for r in records.read(path) if records.kind_of(r) == "bench"]
+        except records.RecordError as error:
+            raise ConfigError(str(error)) from None
+        if not found:
+            raise ConfigError(f"{path}: no benchmark results in it")
+        return {(r["name"], arm): row for r in found for arm, row in r["arms"].items()}
 
     left, right = read(a), read(b)
     lines = [f"{'case':44s}{'time B/A':>10s}{'temporaries B/A':>18s}"]

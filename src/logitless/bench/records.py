@@ -1,0 +1,94 @@
+"""Result files of every command, read back: JSON (one record, a list, a suite) or JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class RecordError(Exception):
+    """A result file that cannot be used; the message names it."""
+
+
+def kind_of(record: Any) -> str | None:
+    """``gradcheck``, ``bench``, ``plan``, ``tpu_compile``, ``tpu_cycles``, ``ab``, ``train`` (a step) or ``None``."""
+    if not isinstance(record, dict):
+        return None
+    kind = record.get("kind")
+    if kind in ("plan", "tpu_compile", "tpu_cycles", "ab"):
+        return kind
+    if "gates" in record and "config/name" in record:
+        return "gradcheck"
+    if isinstance(record.get("arms"), dict) and "config" in record:
+        return "bench"
+    if any(isinstance(k, str) and k.startswith(("train/", "time/train/")) for k in record):
+        return "train"
+    return None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, dict) and isinstance(value.get("records"), list):
+        yield from _flat(value["records"])
+    else:
+        yield value
+
+
+def read(path: Path) -> list[Record]:
+    """The records of one file, in order; refused by name if it is missing, broken, or of no known kind."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: not readable ({error})") from None
+    try:
+        found = list(_flat(json.loads(text)))
+    except json.JSONDecodeError:
+        found = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                try:
+                    found += _flat(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise RecordError(f"{path}: line {number} is not JSON ({error})") from None
+    known = [r for r in found if kind_of(r) is not None]
+    if not known:
+        raise RecordError(
+            f"{path}: not a result of gradcheck, bench, plan, tpu, train or ab"
+            + (f" (its first record has the keys {', '.join(list(found[0])[:5])})" if _is_dict(found) else "")
+        )
+    return known
+
+
+def _is_dict(found: list[Any]) -> bool:
+    return bool(found) and isinstance(found[0], dict) and bool(found[0])
+
+
+def files_in(paths: Iterable[Path]) -> list[Path]:
+    """Files as they are given; of a folder, those of its results that are of a known kind (``*.json``, ``*.jsonl``)."""
+    out: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            out.append(path)
+            continue
+        inside = []
+        arms = {p.parent for p in path.rglob("ab.json")}  # which holds the metrics of its arms
+        for candidate in sorted([*path.rglob("*.json"), *path.rglob("*.jsonl")]):
+            if candidate.name != "ab.json" and arms.intersection(candidate.parents):
+                continue
+            try:
+                read(candidate)
+            except RecordError:
+                continue  # a run's folder also holds its configuration and samples
+            inside.append(candidate)
+        if not inside:
+            raise RecordError(f"{path}: no results of gradcheck, bench, plan, tpu, train or ab in this folder")
+        out += inside
+    return out

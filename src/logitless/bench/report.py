@@ -1,0 +1,151 @@
+"""``logitless report``: one self-contained HTML page from the results of the other commands.
+
+No network, no scripts: inline SVG and CSS. Every chart has its numbers beside it as a table, a description for screen
+readers, and colours for light and dark. What the files do not have is not on the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from logitless._version import __version__
+from logitless.bench import charts, report_charts
+from logitless.bench.charts import Bars, Chart, number
+from logitless.bench.records import Record, RecordError, files_in, kind_of, read
+from logitless.bench.report_charts import Section, Table
+
+ReportError = RecordError
+
+STYLE = """
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
+  font: 16px/1.5 system-ui, -apple-system, 'Segoe UI', sans-serif; }
+main, header, footer { max-width: 860px; margin: 0 auto; padding: 0 20px; }
+header { padding-top: 36px; } h1 { font-size: 1.9rem; margin: 0 0 4px; letter-spacing: -0.01em; }
+h2 { font-size: 1.35rem; margin: 44px 0 4px; padding-top: 12px; border-top: 1px solid var(--grid); }
+h3 { font-size: 1rem; margin: 28px 0 2px; } p, .note { color: var(--muted); margin: 0 0 10px; }
+.note { font-size: 0.88rem; } figure { margin: 0 0 8px; } svg { width: 100%; height: auto; display: block; }
+a { color: var(--ours); } nav ul { padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; list-style: none; }
+summary { cursor: pointer; color: var(--muted); font-size: 0.88rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.88rem; margin: 6px 0 14px; min-width: 50%; }
+caption { text-align: left; font-weight: 600; padding: 4px 0; }
+th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
+  font-variant-numeric: tabular-nums; }
+td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); font-weight: 600; }
+footer { color: var(--muted); font-size: 0.85rem; padding-bottom: 40px; margin-top: 48px; }
+@media print { body { background: #fff; } details { display: none; } figure { break-inside: avoid; } }
+"""
+
+
+def _table(table: Table) -> str:
+    def cell(text: str) -> str:
+        mark = {"PASS": "good", "FAIL": "bad"}.get(text)
+        return f'<td class="{mark}">{text}</td>' if mark else f"<td>{escape(text)}</td>"
+
+    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in table.columns)
+    rows = "".join("<tr>" + "".join(cell(c) for c in row) + "</tr>" for row in table.rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table><caption>'
+        f"{escape(table.title)}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _numbers(chart: Chart) -> Table:
+    """A chart's data as a table."""
+    if isinstance(chart, Bars):
+        parts = next((tuple(p for p, _ in b.parts) for b in chart.bars if b.parts), ())
+        rows = [
+            (b.label, *([number(v) for _, v in b.parts] or [b.missing] + [""] * (len(parts) - 1))) for b in chart.bars
+        ]
+        return Table(f"{chart.title} ({chart.unit})", ("", *parts), tuple(rows))
+    xs = sorted({x for s in chart.series for x, _ in s.points})
+    values = [dict(s.points) for s in chart.series]
+    shown = [(number(x), *(number(v[x]) if x in v else "" for v in values)) for x in xs]
+    return Table(f"{chart.title} ({chart.y_label})", (chart.x_label, *(s.label for s in chart.series)), tuple(shown))
+
+
+def _figure(chart: Chart) -> str:
+    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+    return (
+        f"<h3>{escape(chart.title)}</h3>{note}<figure>{charts.to_svg(chart)}</figure>"
+        f"<details><summary>The numbers</summary>{_table(_numbers(chart))}</details>"
+    )
+
+
+def _page(sections: Sequence[Section], sources: Sequence[Path], where: str) -> str:
+    links = "".join(f'<li><a href="#{report_charts.slug(s.title)}">{escape(s.title)}</a></li>' for s in sections)
+    body = "".join(
+        f'<section aria-labelledby="{report_charts.slug(s.title)}"><h2 id="{report_charts.slug(s.title)}">'
+        f"{escape(s.title)}</h2><p>{escape(s.text)}</p>"
+        f"{''.join(map(_figure, s.charts))}{''.join(map(_table, s.tables))}</section>"
+        for s in sections
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        '<meta name="color-scheme" content="light dark"/>'
+        '<link rel="icon" href="data:,"/>'
+        f"<title>logitless report</title><style>{charts.css()}{STYLE}</style></head><body>"
+        f"<header><h1>logitless report</h1><p>{escape(where)}</p>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main>'
+        f"<footer><p>Made by <code>logitless report</code> {__version__} from "
+        + ", ".join(f"<code>{escape(str(p))}</code>" for p in sources)
+        + ".</p></footer></body></html>\n"
+    )
+
+
+def _where(records: Sequence[Record]) -> str:
+    """The devices that the measurements come from."""
+    found: dict[str, None] = {}
+    for r in records:
+        rows = list(r["arms"].values()) if kind_of(r) == "bench" else [r]
+        for row in rows:
+            e = row.get("environment", row)
+            if isinstance(e, dict) and "device" in e and "jax" in e:
+                found[f"{e['device']}, jax {e['jax']}"] = None
+    return "; ".join(found) if found else "Predictions and recorded runs."
+
+
+def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Path | None = None) -> int:
+    """Write the page for result files (or folders of them), and with ``plots`` each chart as an image; the number of
+    charts. Raises :class:`ReportError`, naming the file, for one that is missing, broken or of no known kind."""
+    sources = files_in([Path(p) for p in paths])
+    kinds: dict[str, list[Record]] = {}
+    training: list[tuple[str, Record]] = []
+    for path in sources:
+        for record in read(path):
+            kind = str(kind_of(record))
+            if kind in ("ab", "train"):
+                training.append((path.parent.name if path.stem in ("ab", "metrics") else path.stem, record))
+            kinds.setdefault(kind, []).append(record)
+    sections = []
+    try:
+        if "bench" in kinds:
+            sections.append(report_charts.bench(kinds["bench"]))
+        if training:
+            sections.append(report_charts.training(training))
+        if "plan" in kinds:
+            sections.append(report_charts.plans(kinds["plan"]))
+        if "tpu_compile" in kinds or "tpu_cycles" in kinds:
+            sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
+        if "gradcheck" in kinds:
+            sections.append(report_charts.gradchecks(kinds["gradcheck"]))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        names = ", ".join(str(p) for p in sources)
+        raise ReportError(
+            f"{names}: a record lacks what its kind must have ({type(error).__name__}: {error})"
+        ) from None
+    out = Path(out_html)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_page(sections, sources, _where([r for rs in kinds.values() for r in rs])))
+    every = [c for s in sections for c in s.charts]
+    if plots is not None:
+        folder = Path(plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        for chart in every:
+            (folder / f"{chart.name}.svg").write_text(charts.to_svg(chart, alone=True))
+            charts.to_png(chart, folder / f"{chart.name}.png")
+    return len(every)

@@ -1,0 +1,116 @@
+"""``logitless plan``: bytes, FLOPs, tiles and a roofline time of a fused head call, on one chip or on a mesh."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from logitless.bench.shapes import MODELS
+from logitless.objectives.objective import Objective
+from logitless.planning.chips import CHIPS
+from logitless.planning.head import longest_context, plan
+from logitless.planning.mesh import parse_mesh, plan_mesh
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """The command's grammar."""
+    p.add_argument("--model", help=f"hidden size and vocabulary by name: {', '.join(MODELS)}")
+    p.add_argument("--hidden", type=int, help="hidden size, in place of --model")
+    p.add_argument("--vocab", type=int, help="vocabulary size, in place of --model")
+    p.add_argument("--tokens", type=int, default=8192, help="tokens of the step, all chips together (default 8192)")
+    p.add_argument("--live-tokens", type=int, default=None, help="how many of them are not masked (default: all)")
+    p.add_argument("--chip", help=f"plan for this chip and give a roofline time: {', '.join(CHIPS)}")
+    p.add_argument("--mesh", help="data=8,fsdp=4,tensor=2: bytes, FLOPs and collectives of each chip; needs --chip")
+    p.add_argument("--reserve-gb", type=float, default=0.0, help="memory of weights, optimiser state and activations")
+    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    p.add_argument("--logits-dtype", default="float32", choices=("bfloat16", "float32"))
+    p.add_argument("--head-grad-dtype", default="float32", choices=("float32", "param"))
+    p.add_argument("--chunk-size", type=int, default=None)
+    p.add_argument("--memory-budget", type=int, default=None, help="bytes of the chunk's buffers")
+    p.add_argument("--backend", default=None, help="reference, chunked, mosaic_gpu or pallas_tpu (default: the best)")
+    p.add_argument("--frozen-head", action="store_true")
+    p.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO")
+    p.add_argument("--entropy-bonus", action="store_true", help="an objective with a gradient of the entropy")
+    p.add_argument("--out", type=Path, default=None, help="append the plan to this file as a JSON line")
+
+
+def _shape(args: argparse.Namespace) -> tuple[int, int]:
+    if args.model is not None:
+        if args.hidden is not None or args.vocab is not None:
+            raise ValueError("give --model, or --hidden and --vocab, not both")
+        if args.model not in MODELS:
+            raise ValueError(f"--model {args.model!r} is not known; expected one of {', '.join(MODELS)}")
+        return MODELS[args.model].hidden, MODELS[args.model].vocab
+    if args.hidden is None or args.vocab is None:
+        raise ValueError("give --model, or --hidden and --vocab")
+    return args.hidden, args.vocab
+
+
+def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """``(what to print, what to write)``."""
+    width, vocab = _shape(args)
+    for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
+        if value < 1:
+            raise ValueError(f"{name} {value}, expected at least 1")
+    if args.reserve_gb < 0:
+        raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected 0 or more")
+    if args.chip is None and (args.mesh is not None or args.reserve_gb):
+        raise ValueError("--mesh and --reserve-gb need --chip")
+    options: dict[str, Any] = dict(
+        objective=Objective(
+            level="sequence" if args.sequence_level else "token", entropy_coef=0.01 if args.entropy_bonus else None
+        ),
+        gradients=("hidden",) if args.frozen_head else ("hidden", "lm_head"),
+        logits_dtype=args.logits_dtype,
+        head_grad_dtype=args.head_grad_dtype,
+        chunk_size=args.chunk_size,
+        memory_budget=args.memory_budget,
+        backend=args.backend,
+    )
+    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"}
+    record: dict[str, Any] = dict(kind="plan", config=dict(config, hidden=width, vocab=vocab))
+    if args.mesh is not None:
+        mesh = plan_mesh(
+            width, vocab, args.tokens, parse_mesh(args.mesh), chip=args.chip, dtype=args.dtype,
+            live_tokens=args.live_tokens, **options,
+        )  # fmt: skip
+        return str(mesh), dict(record, mesh=mesh.record())
+    lm_head = jax.ShapeDtypeStruct((vocab, width), args.dtype)
+
+    def at(tokens: int, live: int | None = None) -> Any:
+        hidden = jax.ShapeDtypeStruct((1, tokens, width), args.dtype)
+        return plan(hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, **options)
+
+    one = at(args.tokens, args.live_tokens)
+    text = str(one)
+    record["plan"] = one.record()
+    if args.chip is not None:
+        fused, dense = longest_context(
+            width, vocab, chip=args.chip, dtype=args.dtype, reserved=args.reserve_gb * 1e9, **options
+        )
+        left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
+        text += f"\n  longest context that fits{left}: {fused:,} tokens, dense {dense:,}"
+        record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
+    lengths = [1 << k for k in range(12, 18)]
+    record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n in lengths for p in [at(n)]]
+    return text, record
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 2 where it cannot be made."""
+    try:
+        text, record = _record(args)
+    except (ValueError, NotImplementedError) as error:
+        print(f"logitless plan: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    return 0

@@ -1,0 +1,223 @@
+"""What the fused loss needs on each chip of a mesh, and what the chips have to tell each other.
+
+    data     each chip has its own tokens and the whole head; dW is all-reduced
+    fsdp     tokens and head are both split: one all-gather of the head before, one reduce-scatter of dW after
+    tensor   the vocabulary is split, tokens are not: per-token scalars and dH (in float32) are all-reduced; off TPUs
+             the gradient is by recompute, four matmuls
+
+dW is summed over chips as it is over chunks: in float32, or in the parameter's dtype (``head_grad_dtype="param"``).
+
+Axes nest as they are laid out: ``tensor`` innermost, then ``fsdp``, then ``data``. A collective runs over the fast
+interconnect as far as it reaches, and over the network between such groups for the part that is left (what a chip sends
+there is its own share). Nothing is assumed to overlap with compute. A prediction from public numbers, no measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from logitless.objectives.objective import Objective
+from logitless.planning.chips import Chip, chip_of
+from logitless.planning.head import HeadPlan, plan
+
+AXES = ("data", "fsdp", "tensor")
+"""Outermost first."""
+
+SCALARS = 5
+"""Float32 numbers per token that shards of the vocabulary exchange: a maximum and four sums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What one chip sends, in bytes, over the fast interconnect and over the network, and how long that takes."""
+
+    what: str
+    axis: str
+    link_bytes: float
+    network_bytes: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """One step of loss and gradients on every chip of a mesh. Bytes and FLOPs are those of one chip."""
+
+    axes: dict[str, int]
+    chip: Chip
+    tokens: int  # of one chip
+    head: HeadPlan  # of one chip, its share of the tokens and of the vocabulary
+    shards: int
+    """Bytes beside those of one chip alone: shards of head and dW next to the whole ones, dW in float32."""
+    collectives: tuple[Collective, ...]
+
+    @property
+    def chips(self) -> int:
+        return self.axes["data"] * self.axes["fsdp"] * self.axes["tensor"]
+
+    @property
+    def peak(self) -> int:
+        """Bytes on one chip."""
+        return self.head.peak + self.shards
+
+    @property
+    def dense_peak(self) -> int:
+        return self.head.dense_peak + self.shards
+
+    @property
+    def compute_seconds(self) -> float:
+        assert self.head.seconds is not None
+        return self.head.seconds
+
+    @property
+    def collective_seconds(self) -> float:
+        return sum(c.seconds for c in self.collectives)
+
+    @property
+    def efficiency(self) -> float:
+        """Roofline time of the compute alone over that with every collective exposed."""
+        return self.compute_seconds / (self.compute_seconds + self.collective_seconds)
+
+    @property
+    def efficiency_overlapped(self) -> float:
+        """The same if all communication could hide behind compute."""
+        return self.compute_seconds / max(self.compute_seconds, self.collective_seconds)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{k} {v}" for k, v in self.axes.items())
+        lines = [
+            f"{mesh} = {self.chips} {self.chip.name}, {self.tokens} tokens on each",
+            f"  peak {self.peak / 2**20:,.0f} MiB of {self.chip.hbm_bytes / 2**20:,.0f} on each chip, of which for the "
+            f"mesh {self.shards / 2**20:,.0f}; dense {self.dense_peak / 2**20:,.0f}",
+            f"  {self.head.flops / 1e12:.2f} TFLOP, roofline {self.compute_seconds * 1e3:.2f} ms",
+        ]
+        for c in self.collectives:
+            lines.append(
+                f"  {c.what} over {c.axis}: {c.link_bytes / 1e6:,.1f} MB by interconnect, "
+                f"{c.network_bytes / 1e6:,.1f} MB by network, {c.seconds * 1e3:.2f} ms"
+            )
+        lines.append(
+            f"  predicted efficiency {self.efficiency:.1%} with nothing overlapped, {self.efficiency_overlapped:.1%} "
+            "with all of it overlapped"
+        )
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        return dict(
+            axes=self.axes,
+            chips=self.chips,
+            chip=self.chip.name,
+            tokens_per_chip=self.tokens,
+            head=self.head.record(),
+            peak=self.peak,
+            dense_peak=self.dense_peak,
+            collectives=[dataclasses.asdict(c) for c in self.collectives],
+            compute_seconds=self.compute_seconds,
+            collective_seconds=self.collective_seconds,
+            efficiency=self.efficiency,
+            efficiency_overlapped=self.efficiency_overlapped,
+        )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``data=8,fsdp=4,tensor=2`` as numbers; axes that are not named have size 1."""
+    axes = dict.fromkeys(AXES, 1)
+    seen = set()
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in axes:
+            raise ValueError(f"mesh {text!r}: {name!r} is not an axis; expected data=N,fsdp=N,tensor=N.")
+        if name in seen:
+            raise ValueError(f"mesh {text!r}: {name} is given twice.")
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"mesh {text!r}: {name}={size}, expected a positive number.")
+        axes[name] = int(size)
+        seen.add(name)
+    return axes
+
+
+def _collective(what: str, kind: str, axis: str, axes: dict[str, int], size: float, chip: Chip) -> Collective:
+    """A ring over ``axis`` on an array of ``size`` bytes: ``gather`` (or reduce-scatter) or ``reduce`` (both)."""
+    n = axes[axis]
+    inner = 1
+    for name in reversed(AXES[AXES.index(axis) + 1 :]):
+        inner *= axes[name]
+    near = max(min(n, chip.group // inner), 1)
+    far = -(-n // near)
+    passes = 2 if kind == "reduce" else 1
+    link = passes * size * (near - 1) / near
+    network = passes * size / near * (far - 1) / far
+    return Collective(what, axis, link, network, link / chip.link + network / chip.network)
+
+
+def plan_mesh(
+    width: int,
+    vocab: int,
+    tokens: int,
+    axes: dict[str, int],
+    *,
+    chip: str,
+    dtype: Any = "bfloat16",
+    gradients: tuple[str, ...] = ("hidden", "lm_head"),
+    live_tokens: int | None = None,
+    head_grad_dtype: str = "float32",
+    objective: Objective | None = Objective(),  # noqa: B008  (frozen)
+    **options: Any,
+) -> MeshPlan:
+    """A step of ``tokens`` tokens in all on a mesh; ``options`` are those of :func:`logitless.plan`.
+
+    >>> from logitless.planning.mesh import parse_mesh, plan_mesh
+    >>> p = plan_mesh(3584, 152064, 8 * 8192, parse_mesh("fsdp=8"), chip="v6e")
+    >>> p.chips, p.tokens, [c.what for c in p.collectives]
+    (8, 8192, ['all-gather of the head', 'reduce-scatter of dW'])
+    """
+    where = chip_of(chip)
+    rows, shards = axes["data"] * axes["fsdp"], axes["tensor"]
+    if tokens % rows:
+        raise ValueError(f"plan: {tokens} tokens do not split over data x fsdp = {rows} chips.")
+    if vocab % shards:
+        raise ValueError(
+            f"plan: a vocabulary of {vocab} does not split over tensor = {shards} chips; pad the head to "
+            f"{-(-vocab // shards) * shards} rows and give vocab_size={vocab} to the call."
+        )
+    if live_tokens is not None:
+        live_tokens = -(-live_tokens // rows)
+    item = jnp.dtype(dtype).itemsize
+    if shards > 1 and where.platform != "tpu":
+        objective = None  # the statistics of all shards come first, then the gradient: the way of linear_logprobs
+    local, columns = tokens // rows, vocab // shards
+    head = plan(
+        jax.ShapeDtypeStruct((1, local, width), dtype),
+        jax.ShapeDtypeStruct((columns, width), dtype),
+        gradients=gradients,
+        live_tokens=live_tokens,
+        head_grad_dtype=head_grad_dtype,
+        objective=objective,
+        head_layout="vh",
+        chip=chip,
+        **options,
+    )
+    part = columns * width * item
+    dw = columns * width * (item if head_grad_dtype == "param" else 4)
+    wants_head, wants_hidden = "lm_head" in gradients, "hidden" in gradients
+    found = []
+    if axes["fsdp"] > 1:
+        found.append(_collective("all-gather of the head", "gather", "fsdp", axes, part, where))
+        if wants_head:
+            found.append(_collective("reduce-scatter of dW", "gather", "fsdp", axes, dw, where))
+    if axes["data"] > 1 and wants_head:
+        found.append(_collective("all-reduce of dW", "reduce", "data", axes, dw / axes["fsdp"], where))
+    if shards > 1:
+        scalars = 4 * SCALARS * local
+        found.append(_collective("all-reduce of per-token scalars", "reduce", "tensor", axes, scalars, where))
+        if wants_hidden:
+            found.append(_collective("all-reduce of dH", "reduce", "tensor", axes, 4 * local * width, where))
+    beside = part // axes["fsdp"] * (1 + wants_head) if axes["fsdp"] > 1 else 0
+    if rows > 1 and wants_head and head.backend == "pallas_tpu":
+        # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole or only a shard.
+        beside += dw if axes["fsdp"] == 1 else dw - part
+    return MeshPlan(dict(axes), where, local, head, beside, tuple(found))

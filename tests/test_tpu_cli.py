@@ -1,0 +1,101 @@
+"""``logitless tpu``: bad usage, a missing compiler, and what the real compiler says of a small program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from logitless import cli
+from logitless.planning import tpu_aot, tpu_command
+from logitless.planning.tpu_programs import collectives_of
+
+needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+SMALL = ["--hidden", "128", "--vocab", "4096", "--tokens", "2048"]
+
+
+@needs_libtpu
+def test_compile_reports_peak_and_kernels_of_both_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a" / "tpu.jsonl"
+    assert cli.main(["tpu", "compile", *SMALL, "--out", str(out)]) == 0
+    text = capsys.readouterr()
+    assert "fused: peak" in text.out and "dense: peak" in text.out and "compiling the dense program" in text.err
+    record = json.loads(out.read_text())
+    fused, dense = record["programs"]["fused"], record["programs"]["dense"]
+    assert fused["kernels"] == 2 and dense["kernels"] == 0
+    assert not fused["logits_in_program"] and dense["logits_in_program"]
+    assert 0 < fused["peak"] < dense["peak"] and fused["arguments"] == dense["arguments"]
+    assert set(record["versions"]) == {"jax", "jaxlib", "libtpu"}
+
+
+@needs_libtpu
+def test_what_the_compiler_refuses_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: object) -> None:
+    # 60 GB of logits do not fit a chip; the compiler says so.
+    arguments = ["--level", "logits", "--vocab", "151936", "--tokens", "100000", "--no-dense"]
+    assert cli.main(["tpu", "compile", *arguments]) == 1
+    assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_cycles_are_an_estimate_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cycles.jsonl"
+    arguments = ["--level", "logits", "--vocab", "1024", "--tokens", "16", "--for-tokens", "4096", "--out", str(out)]
+    assert cli.main(["tpu", "cycles", *arguments]) == 0
+    assert "ESTIMATE" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert record["what"].startswith("ESTIMATE") and record["estimated_ms"] > 0
+    assert any("stats_and_dlogits" in name for name in record["operations"])
+
+
+def test_without_libtpu_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tpu_aot.importlib.util, "find_spec", lambda name: None)
+    for way in ("compile", "cycles"):
+        assert cli.main(["tpu", way, *SMALL]) == 2
+        assert "pip install 'logitless[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["compile"], "give --model"),
+        (["compile", "--model", "x"], "--model 'x' is not known"),
+        (["compile", "--model", "qwen2.5-7b", "--vocab", "3"], "not both"),
+        (["compile", "--topology", "8 chips", *SMALL], "expected a slice such as v6e:2x4"),
+        (["compile", "--hidden", "128", "--vocab", "0"], "--vocab 0, expected at least 1"),
+        (["cycles", "--model", "qwen2.5-72b", "--tokens", "1024"], "million cycles"),
+        (["cycles", "--topology", "v5e:2x4", *SMALL], "known for v6e:2x4 only"),
+    ],
+)
+def test_bad_usage_exits_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tpu_aot, "missing", lambda: None)
+    assert cli.main(["tpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_way_is_needed() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["tpu"])
+    assert stop.value.code == 2
+
+
+def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_command.sys, "executable", "/bin/false")
+    assert "exit code 1" in tpu_command._compile("v6e:2x4", {})["error"]
+
+
+def test_collectives_are_read_from_the_programs_text() -> None:
+    hlo = """
+  %ag = bf16[1024,128]{1,0:T(8,128)(2,1)} all-gather(bf16[128,128]{1,0} %p), replica_groups={}
+  %ars = (f32[64]{0}, f32[64]{0}) all-reduce-start(f32[64]{0} %x), to_apply=%add
+  %ard = f32[64]{0} all-reduce-done(%ars)
+  %f = bf16[8]{0} fusion(%ag), kind=kLoop
+"""
+    assert collectives_of(hlo) == [
+        dict(kind="all-gather", bytes=1024 * 128 * 2),
+        dict(kind="all-reduce", bytes=256),
+    ]
