@@ -68,6 +68,15 @@ def ours(objective: Objective, wrt: tuple[int, ...] | None, **options: Any) -> C
     return jax.jit(loss if wrt is None else jax.value_and_grad(loss, argnums=wrt, has_aux=True))
 
 
+def logprobs(**options: Any) -> Callable[..., Any]:
+    """Log-probabilities of an old or reference policy: no gradient, no loss."""
+
+    def forward(h: jax.Array, w: jax.Array, rest: dict) -> Any:
+        return logitless.linear_logprobs(h, w, rest["targets"], mask=rest["mask"], **options)
+
+    return jax.jit(forward)
+
+
 def theirs(kind: str, objective: Objective, wrt: tuple[int, ...] | None, logits_dtype: str) -> Callable[..., Any]:
     def loss(h: jax.Array, w: jax.Array, rest: dict) -> Any:
         return baselines.head_loss(kind, h, w, objective=objective, logits_dtype=logits_dtype, **rest)
@@ -82,20 +91,20 @@ def cases(backend: str | None) -> dict[str, tuple[Callable[..., Any], dict]]:
     """name -> (jitted function, batch options)."""
     out: dict[str, tuple[Callable[..., Any], dict]] = {}
     for short, dtype in DTYPES.items():
-        out[f"naive/{short}"] = theirs("naive", CLIP, BOTH, dtype), {}
-        out[f"checkpointed/{short}"] = theirs("checkpointed", CLIP, BOTH, dtype), {}
-        out[f"strong/{short}"] = theirs("strong", CLIP, BOTH, dtype), {}
-        out[f"strong_frozen/{short}"] = theirs("strong", CLIP, HIDDEN, dtype), {}
-        out[f"strong_forward/{short}"] = theirs("strong", CLIP, None, dtype), {}
-        for grad in ("param", "float32"):
-            options = dict(logits_dtype=dtype, head_grad_dtype=grad, backend=backend)
-            tag = f"{short}/dw_{grad}"
-            out[f"ours/{tag}"] = ours(CLIP, BOTH, **options), {}
         options = dict(logits_dtype=dtype, head_grad_dtype="param", backend=backend)
-        out[f"ours_frozen/{short}"] = ours(CLIP, HIDDEN, **options), {}
+        summed = dict(options, head_grad_dtype="float32")
+        out[f"naive/{short}"] = theirs("naive", CLIP, BOTH, dtype), {}
+        out[f"strong/{short}"] = theirs("strong", CLIP, BOTH, dtype), {}
+        out[f"strong_forward/{short}"] = theirs("strong", CLIP, None, dtype), {}
+        out[f"ours/{short}/dw_float32"] = ours(CLIP, BOTH, **summed), {}
         out[f"ours_forward/{short}"] = ours(CLIP, None, **options), {}
+        out[f"ours_logprobs/{short}"] = logprobs(**options), {}
         out[f"ours_gspo/{short}"] = ours(GSPO, BOTH, **options), {}
         if dtype == "bfloat16":
+            out["checkpointed/bf16"] = theirs("checkpointed", CLIP, BOTH, dtype), {}
+            out["strong_frozen/bf16"] = theirs("strong", CLIP, HIDDEN, dtype), {}
+            out["ours/bf16/dw_param"] = ours(CLIP, BOTH, **options), {}
+            out["ours_frozen/bf16"] = ours(CLIP, HIDDEN, **options), {}
             out["ours_live50/bf16"] = ours(CLIP, BOTH, **options), dict(live=0.5)
             out["ours_live25/bf16"] = ours(CLIP, BOTH, **options), dict(live=0.25)
             out["ours_moving50/bf16"] = ours(CLIP, BOTH, **options), dict(moving=0.5)
@@ -110,8 +119,8 @@ def check(backend: str | None) -> dict[str, float]:
     _, dh, dw, _ = oracle.linear_grpo_loss(hidden, head, objective=CLIP, head_layout="vh", **rest)
     errors = {}
 
-    def error(name: str, grads: Any) -> None:
-        for label, g, truth in zip(("dh", "dw"), grads, (dh, dw), strict=True):
+    def error(name: str, grads: Any, truths: Any = (dh, dw)) -> None:
+        for label, g, truth in zip(("dh", "dw"), grads, truths, strict=True):
             g = np.asarray(g, np.float64)
             errors[f"{name}/{label}"] = float(np.linalg.norm(g - truth) / np.linalg.norm(truth))
 
@@ -121,6 +130,14 @@ def check(backend: str | None) -> dict[str, float]:
         for grad in ("param", "float32"):
             f = ours(CLIP, BOTH, logits_dtype=dtype, head_grad_dtype=grad, backend=backend, chunk_size=24)
             error(f"ours/{short}/dw_{grad}", f(h, w, rest)[1])
+        f = ours(GSPO, BOTH, logits_dtype=dtype, backend=backend, chunk_size=24)
+        _, gspo_dh, gspo_dw, _ = oracle.linear_grpo_loss(hidden, head, objective=GSPO, head_layout="vh", **rest)
+        error(f"ours_gspo/{short}", f(h, w, rest)[1], (gspo_dh, gspo_dw))
+        truth = oracle.linear_token_stats(hidden.reshape(64, -1), head, rest["targets"].reshape(-1), head_layout="vh")
+        for name in ("logp", "entropy"):
+            got = np.asarray(getattr(logprobs(logits_dtype=dtype, backend=backend)(h, w, rest), name), np.float64)
+            want = np.where(rest["mask"], getattr(truth, name).reshape(rest["mask"].shape), 0.0)
+            errors[f"ours_logprobs/{short}/{name}"] = float(np.abs(got - want).max())
     return errors
 
 
@@ -153,6 +170,8 @@ def gates(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "GSPO: memory / strong": (temp, "ours_gspo/bf16", "strong/bf16", 0.40),
         "forward only: time / strong": (ms, "ours_forward/bf16", "strong_forward/bf16", 1.00),
         "forward only: memory / strong": (temp, "ours_forward/bf16", "strong_forward/bf16", 0.30),
+        "forward only, f32 logits: time / strong": (ms, "ours_logprobs/f32", "strong_forward/f32", 1.00),
+        "forward only, f32 logits: memory / strong": (temp, "ours_logprobs/f32", "strong_forward/f32", 0.30),
     }
     return {name: g for name, row in table.items() if (g := ratio(*row)) is not None}
 

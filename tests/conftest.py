@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless import Objective, TokenStats, policy_loss
+
+# Eight CPU devices, for the sharded tests; what runs on one of them gives the same bits in the same time.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 8)
 
 # No deadline, since a first call compiles; derandomised, so that a run repeats.
 hypothesis.settings.register_profile("logitless", deadline=None, derandomize=True)

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import logitless
 from logitless import oracle
 from logitless.compat import mosaic_gpu_reason
-from logitless.head import mosaic_gpu
+from logitless.head import forward, mosaic_gpu
+from logitless.head.chunked import SweepConfig
 from logitless.head.mosaic_gpu import Tiles
 from logitless.head.mosaic_gpu_epilogue import LOG2E, LOW, merged
+from logitless.head.operator import Head
+from logitless.head.rows import RowPasses
 from logitless.stats import finish
 from logitless.transform import LogitTransform
 
@@ -203,3 +207,45 @@ def test_it_lowers_for_cuda(ragged):
     y = jax.ShapeDtypeStruct((n,), jnp.int32)
     lowered = jax.jit(f).trace(hidden, head, y).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@needs_mosaic
+def test_behind_the_public_call_with_and_without_a_gradient():
+    n, h, v = 96, 64, 320
+    hidden, head, y = batch(n, h, v, v)
+    hidden, y = hidden.reshape(2, 48, h), y.reshape(2, 48)
+    mask = np.random.default_rng(2).random((2, 48)) < 0.6
+    weight = np.random.default_rng(3).normal(size=(2, 2, 48))
+
+    def f(hidden, head, backend):
+        s = logitless.linear_logprobs(hidden, head, y, mask=mask, backend=backend, interpret=backend == "mosaic_gpu")
+        return jnp.sum(weight[0] * s.logp + weight[1] * s.entropy), s
+
+    call = functools.partial(f, backend="mosaic_gpu")
+    assert "no logits" in logitless.explain(logitless.linear_logprobs, hidden, head, backend="mosaic_gpu",
+                                            interpret=True).bytes_moved  # fmt: skip
+    alone = jax.jit(lambda *a: call(*a)[1])(hidden, head)
+    (_, beside), (dh, dw) = jax.jit(jax.value_and_grad(call, argnums=(0, 1), has_aux=True))(hidden, head)
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(alone, name), getattr(beside, name), err_msg=name)
+    (_, want), (dh_want, dw_want) = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, head, "chunked")
+    assert_stats(alone, want)
+    for got, truth_ in ((dh, dh_want), (dw, dw_want)):
+        got, truth_ = (np.asarray(a, np.float32) for a in (got, truth_))
+        assert np.linalg.norm(got - truth_) <= 1e-3 * np.linalg.norm(truth_)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "options", [dict(logits_dtype=jnp.bfloat16), dict(kernel="xla"), dict(lora=True), dict(dtype=jnp.float32)]
+)
+def test_where_the_chunked_sweep_serves_instead(options):
+    dtype = options.get("dtype", jnp.bfloat16)
+    s = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    lora = (s((128, 4)), s((4, 64))) if options.get("lora") else (None, None)
+    rows = RowPasses(128, None, options.get("kernel", "mosaic_gpu"), True)
+    c = SweepConfig(32, options.get("logits_dtype", jnp.float32), "float32", rows)
+    assert forward.not_fused_because(c, s((32, 64)), Head(s((128, 64)), None, *lora)) is not None
+    plain = SweepConfig(32, jnp.float32, "float32", RowPasses(128, None, "mosaic_gpu", True))
+    s = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    assert forward.not_fused_because(plain, s((32, 64)), Head(s((128, 64)))) is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
-from logitless.head.sweep import Sweep, live_sweep, split_sweep, whole_sweep
+from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
 from logitless.objectives.objective import Objective
 from numerics import assert_same_bits, f64, head_case
 
@@ -66,6 +66,21 @@ def test_the_rest_of_large_chunks_is_cut_smaller(count: int) -> None:
     cost = whole * sweep.chunk + few * sweep.small
     assert cost == int(sweep.covered())
     assert count <= cost < count + sweep.chunk // 2, "work follows the tokens, not the next multiple of the chunk"
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 512, 513, 768, 769, 1024, 1100, 2048])
+def test_the_rest_at_once_is_one_chunk_of_quarters(count: int) -> None:
+    sweep = live_sweep(jnp.arange(2048) >= 2048 - count, 1024, rest_at_once=True)
+
+    def body(visit: Visit, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        seen, chunks, cost = carry
+        return seen.at[visit.write].add(1, mode="drop"), chunks + 1, cost + visit.read.size
+
+    start = (jnp.zeros(2048, jnp.int32), jnp.int32(0), jnp.int32(0))
+    seen, chunks, cost = jax.jit(lambda sweep: sweep.run(body, start))(sweep)
+    np.testing.assert_array_equal(np.flatnonzero(seen), np.arange(2048 - count, 2048))
+    assert int(seen.max()) <= 1 and int(chunks) == -(-count // 1024)
+    assert int(cost) == int(sweep.covered()) == -(-count // 256) * 256
 
 
 def test_large_chunks_give_the_same_loss_and_gradients() -> None:

@@ -9,6 +9,7 @@ from logitless.objectives.aggregate import dapo_denominator
 from logitless.objectives.api import policy_loss
 from logitless.objectives.metrics import Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
+from logitless.parallel.spec import Sharding
 from logitless.planning.head import plan
 from logitless.stats import TokenStats
 from logitless.validation import validate_targets
@@ -16,6 +17,7 @@ from logitless.validation import validate_targets
 __all__ = [
     "Metric",
     "Objective",
+    "Sharding",
     "TokenStats",
     "__version__",
     "dapo_denominator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import jax
@@ -54,3 +55,22 @@ def gpu_interpreter() -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]
+
+
+def cpu_copies_logits_for_dw() -> bool:
+    """Whether XLA's CPU compiler keeps a second copy of a chunk's logits beside the sum of dW: from jax 0.11 on."""
+    return tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 11)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none where it has ``check_vma=False``."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
+def partitioned_over(lowering: Any) -> int:
+    """Over how many devices the compiler partitions a program being lowered; 1 for one device's part of a shard_map."""
+    where = lowering.module_context.axis_context
+    manual, mesh = getattr(where, "manual_axes", None), getattr(where, "mesh", None)
+    if manual is None or mesh is None:
+        return getattr(where, "num_devices", None) or 1
+    return math.prod(n for a, n in mesh.shape.items() if a not in manual and a not in mesh.manual_axes)

@@ -98,7 +98,7 @@ def row_sums(z: Array, is_target: Array) -> RowSums:
     )
 
 
-def _rescale(s: RowSums, m: Array) -> RowSums:
+def rescale(s: RowSums, m: Array) -> RowSums:
     """``s`` expressed relative to the larger maximum ``m``."""
     seen = s.maximum > NEG_INF
     step = jnp.where(seen, s.maximum - m, 0.0)
@@ -111,7 +111,7 @@ def _rescale(s: RowSums, m: Array) -> RowSums:
 def merge(a: RowSums, b: RowSums) -> RowSums:
     """The sums over two disjoint column ranges together."""
     m = jnp.maximum(a.maximum, b.maximum)
-    a, b = _rescale(a, m), _rescale(b, m)
+    a, b = rescale(a, m), rescale(b, m)
     return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
 
 

@@ -12,7 +12,7 @@ MIB = 1 << 20
 _LOGITS_CHUNK_BYTES = 32 * MIB
 """Float32 work space of a chunk of rows on a CPU (a few times its last-level cache)."""
 
-_HEAD_CHUNK_BYTES = {"cpu": 32 * MIB, "gpu": 1280 * MIB, "tpu": 1280 * MIB}
+_HEAD_CHUNK_BYTES = {"cpu": 32 * MIB, "gpu": 2048 * MIB, "tpu": 1280 * MIB}
 """``[chunk, V]`` logits of the head's sweep. Wide chunks keep an accelerator's matmuls large and touch the float32
 accumulator of dW less often; on a CPU a chunk of 50 rows already has a full-speed matmul."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -13,14 +15,18 @@ from jaxtyping import Float, Int
 from logitless import backends, validation
 from logitless.backends import Route
 from logitless.derivatives import only_three_differentiable
-from logitless.head import reference, vjp
+from logitless.head import forward, reference, sparse, sparse_vjp, vjp
 from logitless.head.chunked import SweepConfig
 from logitless.head.operator import Head, Layout
 from logitless.head.rows import RowPasses
+from logitless.head.sparse import SparseReport
 from logitless.head.vjp import HeadCall
 from logitless.objectives.api import flat_inputs, loss_inputs, loss_of_stats, metrics_of, statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
+from logitless.parallel import context, spec
+from logitless.parallel import head as parallel_head
+from logitless.parallel.spec import Placement, Sharding
 from logitless.stats import TokenStats
 from logitless.tiles import column_tile, head_chunk
 from logitless.transform import LogitTransform, transform_of
@@ -28,6 +34,7 @@ from logitless.transform import LogitTransform, transform_of
 HeadGradDtype = Literal["float32", "param"]
 
 
+@context.over_mesh(gives_tokens=True)
 def linear_logprobs(
     hidden: Float[Array, "*tokens H"],
     lm_head: Float[Array, "V H"] | Float[Array, "H V"],
@@ -44,9 +51,11 @@ def linear_logprobs(
     vocab_size: int | None = None,
     logits_dtype: Any = "float32",
     head_grad_dtype: HeadGradDtype = "float32",
+    sparse_backward: Literal["off", "auto"] | float | Array = "off",
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
     interpret: bool = False,
     validate: bool = False,
 ) -> TokenStats:
@@ -70,10 +79,14 @@ def linear_logprobs(
       logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
       head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
         parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
+      sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
+        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16). It holds for every token: those that would leave
+        out more go through all columns, and so does everything where that is cheaper (docs/sparse-backward.md).
       chunk_size: tokens per chunk; ``None`` lets the library choose.
       memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
         here.
+      sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
       interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
       validate: check the targets on the host first.
 
@@ -86,11 +99,14 @@ def linear_logprobs(
     c, chosen, h, head, y, live, t = _checked(
         "linear_logprobs", hidden, lm_head, targets, mask, bias, lora, lora_scale, head_layout, temperature, softcap,
         scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret, validate,
+        sparse_backward=sparse_backward, sharding=sharding,
     )  # fmt: skip
-    flat = _stats(c, chosen, h, head, y, t, live)
+    tolerance = _tolerance("linear_logprobs", sparse_backward, h.dtype)
+    flat, _ = _stats(c, chosen, h, head, y, t, live, tolerance=tolerance)
     return only_three_differentiable(flat.map(lambda s: s.reshape(np.shape(targets))))
 
 
+@context.over_mesh(gives_tokens=False)
 def linear_grpo_loss(
     hidden: Float[Array, "B T H"],
     lm_head: Float[Array, "V H"] | Float[Array, "H V"],
@@ -114,9 +130,11 @@ def linear_grpo_loss(
     vocab_size: int | None = None,
     logits_dtype: Any = "float32",
     head_grad_dtype: HeadGradDtype = "float32",
+    sparse_backward: Literal["off", "auto"] | float | Array = "off",
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
     interpret: bool = False,
     validate: bool = False,
 ) -> tuple[Array, Metrics]:
@@ -140,19 +158,29 @@ def linear_grpo_loss(
     c, chosen, h, head, y, _, t = _checked(
         name, hidden, lm_head, targets, mask, bias, lora, lora_scale, head_layout, statistics_temperature(objective),
         softcap, scale, vocab_size, logits_dtype, head_grad_dtype, chunk_size, memory_budget, backend, interpret,
-        validate, rank=3,
+        validate, rank=3, sparse_backward=sparse_backward, sharding=sharding,
     )  # fmt: skip
+    tolerance = _tolerance(name, sparse_backward, h.dtype)
     objective, inputs = loss_inputs(
         name, objective, np.shape(targets), mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
         denominator, entropy_denominator,
     )  # fmt: skip
-    if inputs.sequences is not None or chosen in ("reference", "pallas_tpu"):
-        live = None if mask is None else inputs.mask.reshape(-1)
-        flat = _stats(c, chosen, h, head, y, t, live, logp_only=objective.entropy_coef is None)
-        return loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
-    loss, flat = vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs))
+    columns_apart = c.placement is not None and bool(c.placement.vocab)
+    if inputs.sequences is not None or chosen in ("reference", "pallas_tpu") or columns_apart:
+        live = None if mask is None else inputs.mask.reshape(y.shape)
+        flat, report = _stats(c, chosen, h, head, y, t, live, objective.entropy_coef is None, tolerance)
+        loss, metrics = loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
+        return loss, _with_report(metrics, report, head)
+    report = None
+    if c.placement is not None:
+        loss, flat = parallel_head.token_loss(parallel_head.ShardedHead(c, chosen), h, head, y, t, objective, inputs)
+    elif tolerance is None:
+        loss, flat = vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs))
+    else:
+        loss, flat, report = sparse_vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs), tolerance)
     flat = jax.lax.stop_gradient(flat)
-    return loss, metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
+    metrics = metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
+    return loss, _with_report(metrics, report, head)
 
 
 def _stats(
@@ -164,17 +192,40 @@ def _stats(
     t: LogitTransform,
     live: Array | None,
     logp_only: bool = True,
-) -> TokenStats:
+    tolerance: Array | None = None,
+) -> tuple[TokenStats, SparseReport | None]:
     """Statistics by the chosen backend; ``logp_only``: no gradient of entropy or lse is expected."""
+    if c.placement is not None:
+        return parallel_head.stats(parallel_head.ShardedHead(c, chosen, logp_only), h, head, y, t, live), None
     if chosen == "reference":
-        return reference.token_stats(h, head, y, t, c.sweep.vocab_size, live, c.sweep.logits_dtype)
+        return reference.token_stats(h, head, y, t, c.sweep.vocab_size, live, c.sweep.logits_dtype), None
     if chosen == "pallas_tpu":
         from logitless.head import pallas_tpu_vjp
 
         rows = c.sweep.rows
         call = pallas_tpu_vjp.TpuCall(c.name, rows.vocab_size, c.sweep.logits_dtype, logp_only, rows.interpret)
-        return pallas_tpu_vjp.stats(call, h, head, y, t, live)
-    return vjp.stats(c, h, head, y, t, live)
+        return pallas_tpu_vjp.stats(call, h, head, y, t, live), None
+    if tolerance is not None:
+        return sparse_vjp.stats(c, h, head, y, t, live, tolerance)
+    return vjp.stats(c, h, head, y, t, live), None
+
+
+def _tolerance(name: str, given: Any, dtype: Any) -> Array | None:
+    """The mass a row may leave out; ``None`` for an exact backward pass."""
+    expected = "expected 'off', 'auto' or a probability mass between 0 and 1, such as 2**-8"
+    if isinstance(given, str):
+        if given not in ("off", "auto"):
+            raise ValueError(f"{name}: sparse_backward={given!r}, {expected}.")
+        return None if given == "off" else jnp.float32(sparse.auto_tolerance(dtype))
+    if given is None or isinstance(given, bool) or jnp.ndim(given) != 0:
+        raise TypeError(f"{name}: sparse_backward is {type(given).__name__}, {expected}.")
+    if not isinstance(given, jax.core.Tracer) and not 0 < float(given) < 1:
+        raise ValueError(f"{name}: sparse_backward={float(given)}, {expected}.")
+    return jnp.asarray(given, jnp.float32)
+
+
+def _with_report(metrics: Metrics, report: SparseReport | None, head: Head) -> Metrics:
+    return metrics if report is None else metrics | sparse.report_metrics(report, head.vocab)
 
 
 def _layout(name: str, shape: tuple[int, ...], width: int, given: str | None) -> Layout:
@@ -237,8 +288,10 @@ def _checked(
     interpret: bool,
     validate: bool,
     rank: int | None = None,
+    sparse_backward: Any = "off",
+    sharding: Sharding | None = None,
 ) -> tuple[HeadCall, str, Array, Head, Array, Array | None, LogitTransform]:
-    """Checked and flattened arguments."""
+    """Checked arguments, flattened unless they lie on a mesh."""
     hidden = validation.float_array(name, "hidden", hidden)
     weight = validation.float_array(name, "lm_head", lm_head)
     if hidden.ndim < 2 or (rank is not None and hidden.ndim != rank):
@@ -269,15 +322,26 @@ def _checked(
     dtype = _logits_dtype(name, logits_dtype)
     if head_grad_dtype not in ("float32", "param"):
         raise ValueError(f"{name}: head_grad_dtype={head_grad_dtype!r}, expected 'float32' or 'param'.")
-    n = y.size
-    chunk = _chunk(name, chunk_size, memory_budget, n, head.vocab, dtype.itemsize)
-    flat = hidden.reshape(n, -1)
-    chosen, _ = choose(name, backend, flat, head, chunk, dtype, interpret)
+    placement = None if sharding is None else spec.resolve(name, sharding, shape, weight.shape, layout)
+    if placement is None:
+        own_hidden, own_head = jax.ShapeDtypeStruct((y.size, hidden.shape[-1]), hidden.dtype), head
+    else:
+        own_hidden, own_head = spec.one_device(placement, hidden, head)
+    chunk = _chunk(name, chunk_size, memory_budget, own_hidden.shape[0], own_head.vocab, dtype.itemsize)
+    chosen, _ = choose(name, backend, own_hidden, own_head, chunk, dtype, interpret, sparse_backward, placement)
     rows = RowPasses(columns, column_tile(), "mosaic_gpu" if chosen == "mosaic_gpu" else "xla", interpret)
-    c = HeadCall(name, SweepConfig(chunk, dtype, head_grad_dtype, rows))
-    t = transform_of(temperature, softcap, scale).per_token(shape)
+    c = HeadCall(name, SweepConfig(chunk, dtype, head_grad_dtype, rows), placement)
+    t = transform_of(temperature, softcap, scale)
+    if placement is not None and chosen != "reference":
+        return c, chosen, hidden, head, y, live, t
+    if placement is None:
+        context.refuse_replication(name, chosen, (("hidden", hidden), ("lm_head", weight)))
+        y = context.on_one_device(name, chosen, y)
+    else:  # dense: the compiler partitions it, from where the arrays are
+        hidden, head = parallel_head.placed(placement, hidden, head)
+        c = dataclasses.replace(c, placement=None)
     flat_live = None if live is None else live.reshape(-1)
-    return c, chosen, flat, head, y.reshape(-1), flat_live, t
+    return c, chosen, hidden.reshape(y.size, -1), head, y.reshape(-1), flat_live, t.per_token(shape)
 
 
 def _logits_dtype(name: str, given: Any) -> jnp.dtype:
@@ -305,20 +369,43 @@ def _chunk(name: str, chunk_size: Any, memory_budget: Any, n: int, vocab: int, i
 
 
 def choose(
-    name: str, backend: str | None, h: Any, head: Any, chunk: int, dtype: Any, interpret: bool
+    name: str,
+    backend: str | None,
+    h: Any,
+    head: Any,
+    chunk: int,
+    dtype: Any,
+    interpret: bool,
+    sparse_backward: Any = "off",
+    placement: Placement | None = None,
 ) -> tuple[str, str]:
     """``(backend, why)`` for hidden states ``h [N, H]`` and a :class:`Head`; arrays or shapes."""
+    sparse_wanted = not (isinstance(sparse_backward, str) and sparse_backward == "off")
+    if sparse_wanted and backend == "reference":
+        raise NotImplementedError(
+            f"{name}: backend='reference' has no sparse backward, it is the dense baseline. "
+            "Use backend=None, 'chunked' or 'mosaic_gpu', or sparse_backward='off'."
+        )
+    if sparse_wanted and placement is not None:
+        raise NotImplementedError(
+            f"{name}: sparse_backward does not work with sharding= yet; leave one of them out, or call it inside your "
+            "own shard_map."
+        )
 
     def check(kernel: str) -> None:
         if kernel == "pallas_tpu":
             from logitless.head import pallas_tpu
 
+            if sparse_wanted:
+                raise NotImplementedError("it has no sparse backward yet")
             if head.lora_a is not None:
                 raise NotImplementedError("it has no LoRA yet")
             pallas_tpu.check(h, head.weight, layout=head.layout, bias=head.bias, logits_dtype=dtype)
         else:
             from logitless.logits import mosaic_gpu
 
+            if placement is not None and placement.vocab:
+                raise NotImplementedError("it has no vocabulary-parallel form yet")
             mosaic_gpu.check(chunk, head.vocab, dtype)
 
     return backends.choose(name, backend, backends.HEAD_BACKENDS, check, interpret)
@@ -335,18 +422,28 @@ def route(
     logits_dtype: Any,
     interpret: bool,
     head_layout: str | None = None,
+    sharding: Sharding | None = None,
+    sparse_backward: Any = "off",
 ) -> Route:
-    """What a call would do, from shapes alone."""
+    """What a call would do, from shapes alone; over a mesh, what each device would."""
     width = hidden.shape[-1]
     n = 1
     for d in hidden.shape[:-1]:
         n *= d
     layout = _layout(name, tuple(lm_head.shape), width, head_layout)
+    placement = None
+    if sharding is not None:
+        placement = spec.resolve(name, sharding, tuple(hidden.shape[:-1]), tuple(lm_head.shape), layout)
+        flat, own = spec.one_device(placement, hidden, Head(lm_head, layout=layout))
+        n, lm_head = flat.shape[0], own.weight
     vocab = lm_head.shape[0 if layout == "vh" else 1]
     dtype = _logits_dtype(name, logits_dtype)
     chunk = _chunk(name, chunk_size, memory_budget, n, vocab, dtype.itemsize)
     flat = jax.ShapeDtypeStruct((n, width), hidden.dtype)
-    chosen, because = choose(name, backend, flat, Head(lm_head, layout=layout), chunk, dtype, interpret)
+    chosen, because = choose(
+        name, backend, flat, Head(lm_head, layout=layout), chunk, dtype, interpret, sparse_backward, placement
+    )
+    tolerance = _tolerance(name, sparse_backward, hidden.dtype)
     head_bytes = vocab * width * jnp.dtype(lm_head.dtype).itemsize
     if chosen == "reference":
         way, matmuls = f"dense: [{n}, {vocab}] logits and dlogits in memory", "3 (1 without a gradient)"
@@ -356,6 +453,8 @@ def route(
         return _tpu_route(name, flat, lm_head, layout, objective, because)
     sweeps = -(-n // chunk)
     coupled = None if objective is None else objective.coupling()
+    if placement is not None and placement.vocab:
+        coupled = coupled or "a device has a part of the vocabulary only"
     if objective is not None and coupled is None:
         way = "grad in forward: a token's cotangent follows from its own statistics"
         matmuls = "3 (2 with a frozen head, 1 without a gradient) per live token; 1 where no gradient is possible"
@@ -367,7 +466,35 @@ def route(
         f"head read {sweeps}x per matmul ({head_bytes:,} B each), logits chunk {chunk * vocab * dtype.itemsize:,} B "
         f"at a time; at most {sweeps} chunks, fewer with dead tokens"
     )
-    return Route(name, chosen, way, matmuls, moved, {"chunk": chunk, "layout": layout}, because)
+    by_recompute = objective is None or coupled is not None
+    rows = RowPasses(vocab, None, "mosaic_gpu" if chosen == "mosaic_gpu" else "xla", interpret)
+    sweep = SweepConfig(chunk, dtype, "float32", rows)
+    if by_recompute and forward.not_fused_because(sweep, flat, Head(lm_head, layout=layout)) is None:
+        moved += "; the statistics by a fused matmul: no logits"
+    tiles: dict[str, Any] = {"chunk": chunk, "layout": layout}
+    if tolerance is not None:
+        way, matmuls, tiles["slab"] = _sparse_way(way, by_recompute, tolerance, vocab)
+    return Route(name, chosen, way, matmuls, moved, tiles, because)
+
+
+def _sparse_way(way: str, by_recompute: bool, tolerance: Array, vocab: int) -> tuple[str, str, int]:
+    """``(way, matmuls, slab)`` with a sparse backward; how much it saves depends on the data."""
+    slab = sparse.columns_of.slab_width(vocab)
+    most = sparse.columns_of.most_columns(vocab, slab)
+    if isinstance(tolerance, jax.core.Tracer):
+        left_out = "the given mass"
+    else:
+        mass = float(tolerance)
+        left_out = f"2^{round(math.log2(mass))}" if math.log2(mass).is_integer() else f"{mass:.3g}"
+    way += (
+        f"; backward over the K active columns of a chunk, which leave at most {left_out} of a row's mass out (rows that "
+        f"would leave out more: all columns, as a group); dense chunks where K > {most:,}"
+    )
+    matmuls = (
+        f"1 + {3 if by_recompute else 2} K/V per live token, {'4' if by_recompute else '3'} in dense chunks, 4 per hard "
+        "row; one less of the K/V and of the rest with a frozen head, 1 without a gradient"
+    )
+    return way, matmuls, slab
 
 
 def _tpu_route(name: str, h: Any, lm_head: Any, layout: Layout, objective: Objective | None, because: str) -> Route:

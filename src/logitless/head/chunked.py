@@ -39,7 +39,7 @@ from logitless.logits.chunked import blank_stats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import may_have_gradient
 from logitless.objectives.objective import Objective
-from logitless.stats import StatCotangents, TokenStats
+from logitless.stats import RowSums, StatCotangents, TokenStats, empty_sums
 from logitless.transform import LogitTransform
 
 
@@ -51,6 +51,9 @@ class SweepConfig:
     logits_dtype: Any
     sum_head_grad_in: str  # "float32" or "param"
     rows: RowPasses
+    rest_at_once: bool = False  # of the sweep for given cotangents: see sweep.Sweep
+    partial_hidden: bool = False  # dH is a part of a sum over devices: leave it in float32
+    partial_head: bool = False  # so are the head's gradients: leave them in the dtype they are summed in
 
     @property
     def vocab_size(self) -> int:
@@ -115,6 +118,21 @@ def token_stats(
     return _sweep_stats(c, sweep, blank_stats(n), h, head, targets, transform)
 
 
+def token_sums(
+    c: SweepConfig, h: Array, head: Head, targets: Array, transform: LogitTransform, live: Array | None
+) -> RowSums:
+    """Sums over the head's columns, for a shard of the vocabulary: one matmul per live token."""
+    n = h.shape[0]
+    sweep = whole_sweep(n, c.chunk) if live is None else live_sweep(live, c.chunk)
+
+    def body(visit: Visit, out: RowSums) -> RowSums:
+        x = raw_logits(_chunk_hidden(visit, h), head, c.logits_dtype)
+        t = _chunk_transform(transform, visit)
+        return jax.tree.map(visit.put, out, c.rows.sums(x, visit.take(targets), t))
+
+    return sweep.run(body, empty_sums((n,)))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Accumulator:
     """Gradient buffers of a sweep and how a chunk is added to them."""
@@ -125,7 +143,13 @@ class _Accumulator:
     def start(self, h: Array, head: Head) -> tuple[Array | None, HeadGrads]:
         w = self.wanted
         dtype = head.weight.dtype if self.config.sum_head_grad_in == "param" else jnp.float32
-        return (jnp.zeros_like(h) if w.hidden else None), zero_grads(head, w.weight, w.bias, w.lora, dtype)
+        hidden_dtype = jnp.float32 if self.config.partial_hidden else h.dtype
+        dh = jnp.zeros(h.shape, hidden_dtype) if w.hidden else None
+        return dh, zero_grads(head, w.weight, w.bias, w.lora, dtype)
+
+    def finish(self, grads: HeadGrads, head: Head) -> HeadGrads:
+        """The head's gradients in the dtypes they leave the sweep in."""
+        return grads if self.config.partial_head else in_parameter_dtypes(grads, head)
 
     def add(
         self, visit: Visit, carry: tuple[Array | None, HeadGrads], dx: Array, h_chunk: Array, head: Head
@@ -161,7 +185,7 @@ def stats_and_gradients(
 
     stats, (dh, grads) = gradient.run(body, (blank_stats(n), acc.start(h, head)))
     stats = _sweep_stats(c, rest, stats, h, head, targets, transform)
-    return stats, dh, in_parameter_dtypes(grads, head)
+    return stats, dh, acc.finish(grads, head)
 
 
 def stats_in_gradient_order(
@@ -192,9 +216,27 @@ def gradients(
     g: StatCotangents,
 ) -> tuple[Array | None, HeadGrads]:
     """By recompute: gradients for given cotangents; tokens whose cotangents are all zero are not visited."""
-    n = h.shape[0]
     moving = g.any_nonzero() if live is None else g.any_nonzero() & live
-    sweep = live_sweep(moving, c.chunk)
+    start = _Accumulator(c, wanted).start(h, head)
+    dh, grads = add_gradients(c, wanted, h, head, targets, transform, moving, stats, g, start)
+    return dh, _Accumulator(c, wanted).finish(grads, head)
+
+
+def add_gradients(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    moving: Array,
+    stats: TokenStats,
+    g: StatCotangents,
+    start: tuple[Array | None, HeadGrads],
+) -> tuple[Array | None, HeadGrads]:
+    """:func:`gradients` of the tokens ``moving [N]``: their rows of dH written into ``start``, the rest added to it."""
+    n = h.shape[0]
+    sweep = live_sweep(moving, c.chunk, c.rest_at_once)
     acc = _Accumulator(c, wanted)
 
     def body(visit: Visit, carry: Any) -> Any:
@@ -206,5 +248,4 @@ def gradients(
         dx = c.rows.dx_from(x, visit.take(targets), t, s_chunk, g_chunk, h.dtype)
         return acc.add(visit, carry, dx, h_chunk, head)
 
-    dh, grads = sweep.run(body, acc.start(h, head))
-    return dh, in_parameter_dtypes(grads, head)
+    return sweep.run(body, start)

@@ -10,7 +10,7 @@ ring in shared memory, the others multiply (wgmma, float32 accumulators) and tur
               time, and L2 serves all but the first), 20 bytes per token and run written
     memory    [5, runs, N] float32: 5 MiB at N = 8192; no logits
 
-Nothing here is differentiable: it serves old and reference policies, and the primal of a loss without gradient.
+Its gradient is by recompute (``vjp.py``): with float32 logits the order in which a sum was made is worth 1e-6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,102 +28,12 @@ from logitless import stats as st
 from logitless.compat import gpu_interpreter, gpu_load, mosaic_gpu_reason
 from logitless.head import mosaic_gpu_epilogue as epilogue
 from logitless.head.mosaic_gpu_epilogue import FIELDS, LANES, LOG2E, LOW, Lanes
+from logitless.head.mosaic_gpu_schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
 from logitless.stats import TokenStats
 from logitless.transform import LogitTransform
 
 _DTYPES = ("bfloat16", "float16")
 _TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
-_BLOCKS = 132  # streaming multiprocessors of an H100 or H200
-_COMPUTE = 2  # warpgroups that multiply
-_L2_BYTES = 20 << 20  # of hidden states that a group of token tiles may keep in L2
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Static sizes. A block's tile is ``2 rows x columns``; ``group`` token tiles sweep the vocabulary together."""
-
-    rows: int = 64  # of a warpgroup
-    columns: int = 256
-    stages: int = 4  # of the ring
-    group: int = 16
-    blocks: int = _BLOCKS
-    delay: int = 1  # wgmmas in flight when the step before releases its slot
-    stagger: int = 0  # steps by which the second warpgroup starts later, so that epilogues meet matmuls
-
-    @property
-    def tokens(self) -> int:
-        return _COMPUTE * self.rows
-
-    def runs(self, token_tiles: int, vocab_tiles: int) -> int:
-        """The most runs a row is cut into, of equal length; one shorter one may follow."""
-        return min(4 * (self.blocks // min(self.group, token_tiles)), self.blocks, vocab_tiles)
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Who computes what: int32 ``[blocks, groups]``, and ``parts [token_tiles]``, the runs of a token tile.
-
-    In each group a block takes ``count`` token tiles from ``token`` on, over the vocabulary tiles ``[first, last)``,
-    and writes their sums as part ``slot``.
-    """
-
-    token: Array
-    count: Array
-    first: Array
-    last: Array
-    slot: Array
-    parts: Array
-
-
-def schedule(t: Tiles, token_tiles: int, vocab_tiles: int, live: Array | int) -> Schedule:
-    """Equal work for every block, for ``live`` token tiles (traced).
-
-    Groups of about ``t.group`` token tiles follow one another. In a group of ``g``, block ``b`` takes token tile
-    ``b % g`` and run ``b // g`` of ``R = blocks // g``: the ``g`` blocks that share a run read the same ``W`` tiles at
-    the same time. The ``E`` blocks left over take what the runs leave of the vocabulary, a tail as long as a run when
-    summed over the token tiles a left-over block has.
-    """
-    xp: Any = np if isinstance(live, int) else jnp  # eager jnp would compile each operation
-    groups = -(-token_tiles // t.group)
-    live = xp.asarray(live, xp.int32)
-    used = xp.maximum((live + t.group - 1) // t.group, 1)
-    j, tile = xp.arange(groups, dtype=xp.int32), xp.arange(token_tiles, dtype=xp.int32)
-    begin = xp.minimum(j * live // used, live)
-    size = xp.where(j < used, xp.minimum((j + 1) * live // used, live) - begin, 0)
-    g = xp.maximum(size, 1)
-    runs = xp.minimum(t.blocks // g, t.runs(token_tiles, vocab_tiles))
-    extra = xp.minimum(t.blocks - g * runs, g)
-    each = xp.where(extra > 0, (g + extra - 1) // xp.maximum(extra, 1), 0)  # token tiles of a left-over block
-    tail = xp.where(extra > 0, (vocab_tiles + runs * each // 2) // (1 + runs * each), 0)
-    b = xp.arange(t.blocks, dtype=xp.int32)[:, None]
-    run, e, rest = b // g, b - g * runs, vocab_tiles - tail
-    main = run < runs
-    count = xp.where(main, 1, xp.maximum(xp.minimum(each, g - e * each), 0))
-    return Schedule(
-        token=begin + xp.where(main, b % g, e * each),
-        count=xp.where((size > 0) & (main | (tail > 0)), count, 0),
-        first=xp.where(main, run * rest // runs, rest),
-        last=xp.where(main, (run + 1) * rest // runs, vocab_tiles),
-        slot=xp.where(main, run, runs),
-        parts=(runs + (tail > 0))[xp.sum(tile[:, None] >= (begin + size)[:-1], axis=1)],
-    )
-
-
-def rounds(t: Tiles, token_tiles: int, vocab_tiles: int) -> int:
-    """Tiles of the busiest block: what the time is proportional to."""
-    s = schedule(t, token_tiles, vocab_tiles, token_tiles)
-    return int((s.count * (s.last - s.first)).sum(1).max())
-
-
-def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
-    """The rule: 128 x 256 tiles, and the largest group whose hidden states stay in L2 that keeps the blocks busy."""
-    t = Tiles()
-    token_tiles, vocab_tiles = -(-n // t.tokens), -(-vocab_size // t.columns)
-    most = min(max(_L2_BYTES // (t.tokens * h * itemsize), 1), token_tiles, 32)
-    most = -(-token_tiles // -(-token_tiles // most))  # groups are of equal size
-    choices = [dataclasses.replace(t, group=g) for g in sorted({most, *(g for g in (1, 2, 4, 8, 16, 32) if g < most)})]
-    cost = {c: rounds(c, token_tiles, vocab_tiles) for c in choices}
-    return max((c for c in choices if cost[c] <= 1.01 * min(cost.values())), key=lambda c: c.group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +154,7 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
         if refs.ahead is not None:
             is_second = jnp.logical_and(n == 0, wg == 1)
             pl.when(is_second)(lambda: plgpu.barrier_wait(refs.ahead))
-        special = refs.special[tile * _COMPUTE + wg, v]
+        special = refs.special[tile * COMPUTE + wg, v]
         x = pl.run_scoped(lambda acc: multiply(acc, n), plgpu.ACC((t.rows, t.columns), jnp.float32))
         first = v * t.columns
         if refs.bias is not None:
@@ -302,7 +211,7 @@ def _partial_sums(
     table = jnp.stack([jnp.asarray(x, jnp.int32) for x in (plan.token, plan.count, plan.first, plan.last, plan.slot)])
     # The tiles in which some column is masked, per warpgroup: those of its targets, and a last one that hangs over.
     row = jnp.arange(n) // t.rows
-    special = jnp.zeros((token_tiles * _COMPUTE, vocab_tiles), jnp.int32)
+    special = jnp.zeros((token_tiles * COMPUTE, vocab_tiles), jnp.int32)
     special = special.at[row, jnp.where(targets < 0, vocab_tiles, targets // t.columns)].set(1, mode="drop")
     if vocab_size % t.columns:
         special = special.at[:, -1].set(1)
@@ -330,12 +239,12 @@ def _partial_sums(
         rest = rest if t.stagger else [*rest, None]
         r = _Refs(*head[:5], moved, next(more, None), out, *views(h_ring, 0), *views(w_ring, 1), *rest)  # type: ignore[call-arg, unused-ignore]
 
-        @pl.when(lax.axis_index("wg") < _COMPUTE)
+        @pl.when(lax.axis_index("wg") < COMPUTE)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
             _compute(r, t, vh, k_tiles, vocab_size, logits_dtype)
 
-        @pl.when(lax.axis_index("wg") == _COMPUTE)
+        @pl.when(lax.axis_index("wg") == COMPUTE)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
             _copy(r, t, vh, k_tiles)
@@ -354,9 +263,9 @@ def _partial_sums(
     rings = ring((t.tokens, _TILE_K), hidden), ring((t.columns, _TILE_K) if vh else (_TILE_K, t.columns), lm_head)
     scratch = [
         *rings,
-        plgpu.SMEM((_COMPUTE, FIELDS, t.rows), jnp.float32),
+        plgpu.SMEM((COMPUTE, FIELDS, t.rows), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
-        plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=t.stages),
+        plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=t.stages),
     ]
     out = plgpu.kernel(
         kernel,
@@ -364,7 +273,7 @@ def _partial_sums(
         scratch_types=scratch + ([plgpu.Barrier()] if t.stagger else []),
         grid=(t.blocks,),
         grid_names=("block",),
-        num_threads=_COMPUTE + 1,
+        num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             # One instruction per power (2^-22). A tanh that is good to 2^-11 would not do: softcaps take the library's.
@@ -423,7 +332,7 @@ def describe(n: int, h: int, v: int, vocab_size: int | None = None) -> dict[str,
         "blocks": t.blocks,
         "hbm_bytes": 2 * (n * h + groups * vocab * h) + sums,
         "l2_bytes": 2 * token_tiles * vocab_tiles * h * (t.tokens + t.columns),
-        "temporaries": sums + 4 * token_tiles * _COMPUTE * vocab_tiles,
+        "temporaries": sums + 4 * token_tiles * COMPUTE * vocab_tiles,
         "busy": token_tiles * vocab_tiles / (t.blocks * busiest),
     }
 

@@ -138,10 +138,10 @@ def _prepare(
         has_softcap=transform.softcap is not None,
         has_scale=transform.scale is not None,
         all_live=n_live is None,
-        interpret=pltpu.InterpretParams() if interpret is True else interpret,
+        interpret=_interpreter(interpret),
     )
     numbers = (None if per_token else t, transform.softcap, transform.scale)
-    count = jnp.asarray(n if n_live is None else n_live, jnp.int32).reshape(())
+    count = _count(n, n_live)
     return _Call(
         spec=spec,
         targets=targets.astype(jnp.int32),
@@ -154,10 +154,87 @@ def _prepare(
     )
 
 
-def _statistics(call: _Call, sums: RowSums) -> TokenStats:
+def _statistics(
+    sums: RowSums, lm_head: Array, targets: Array, layout: Layout, vocab_size: int | None, n_live: Array | int | None
+) -> TokenStats:
     """Finished statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
-    valid = (call.targets >= 0) & (call.targets < call.spec.vocab_size)
-    return finish(sums, valid).map(lambda x: jnp.where(call.live, x, jnp.zeros((), x.dtype)))
+    y, n = targets.astype(jnp.int32), targets.shape[0]
+    vocab = lm_head.shape[0 if layout == "vh" else 1] if vocab_size is None else vocab_size
+    live = jnp.arange(n) < _count(n, n_live)
+    return finish(sums, (y >= 0) & (y < vocab)).map(lambda x: jnp.where(live, x, jnp.zeros((), x.dtype)))
+
+
+def token_sums(
+    hidden: Array,
+    lm_head: Array,
+    targets: Array,
+    *,
+    layout: Layout,
+    bias: Array | None = None,
+    transform: LogitTransform,
+    vocab_size: int | None = None,
+    n_live: Array | int | None = None,
+    logits_dtype: Any = jnp.float32,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
+    direction: bool = False,
+) -> tuple[RowSums, Array, Array | None]:
+    """``(sums [N], raw target logit [N], E [N, H] or None)`` over the head's columns, which may be a shard of the
+    vocabulary; targets that are another shard's are -1. What belongs to dead tokens means nothing."""
+    call = _prepare(
+        "forward", hidden, lm_head, targets, layout, bias, transform, vocab_size, n_live, logits_dtype, interpret, tiles
+    )
+    return forward_sweep(
+        call.spec, hidden, lm_head, call.targets, call.bias, call.temperature, call.scalars, call.n_live, direction
+    )
+
+
+def token_direction(
+    lm_head: Array,
+    targets: Array,
+    stats: TokenStats,
+    sums: RowSums,
+    x_y: Array,
+    expected: Array,
+    *,
+    layout: Layout,
+    transform: LogitTransform,
+    vocab_size: int | None = None,
+    n_live: Array | int | None = None,
+    interpret: Any = False,
+    here: Array | None = None,
+) -> Array:
+    """``d logp / d hidden [N, H]`` float32, or a shard's part of it; ``here [N]``: the target is one of its columns.
+
+    ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` what :func:`token_sums` gave.
+    """
+    n, vocab = x_y.shape[0], lm_head.shape[0 if layout == "vh" else 1]
+    one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
+    g = StatCotangents(one, zero, zero)
+    own = dz(zero, one > 0, stats.logp, stats.entropy, stats.max_logit, stats.max_logp, g)
+    # The accumulator is relative to the largest other logit: scale it by that column's probability.
+    others = jnp.exp((sums.maximum - stats.max_logit) + stats.max_logp)
+    bend = slope(x_y, transform)
+    if bend is not None:
+        own = own * bend
+        others = others if transform.softcap is not None else others * bend  # a softcap's slope is already in it
+    if here is not None:
+        own = jnp.where(here, own, 0.0)
+    y = jnp.clip(targets.astype(jnp.int32), 0, (vocab if vocab_size is None else vocab_size) - 1)
+    if layout == "vh":
+        w_y = lm_head.at[y].get(mode="promise_in_bounds")
+    else:
+        w_y = columns_at(lm_head, y, _interpreter(interpret))
+    direction = own[:, None] * w_y.astype(jnp.float32) - others[:, None] * expected
+    return jnp.where((jnp.arange(n) < _count(n, n_live))[:, None], direction, 0.0)
+
+
+def _interpreter(interpret: Any) -> Any:
+    return pltpu.InterpretParams() if interpret is True else interpret
+
+
+def _count(n: int, n_live: Array | int | None) -> Array:
+    return jnp.asarray(n if n_live is None else n_live, jnp.int32).reshape(())
 
 
 def token_stats(
@@ -175,13 +252,11 @@ def token_stats(
     tiles: Tiles | None = None,
 ) -> TokenStats:
     """Statistics ``[N]`` of ``hidden [N, H]``, zero from ``n_live`` on. One matmul, no logits in HBM."""
-    call = _prepare(
-        "forward", hidden, lm_head, targets, layout, bias, transform, vocab_size, n_live, logits_dtype, interpret, tiles
-    )
-    sums, _, _ = forward_sweep(
-        call.spec, hidden, lm_head, call.targets, call.bias, call.temperature, call.scalars, call.n_live, False
-    )
-    return _statistics(call, sums)
+    sums, _, _ = token_sums(
+        hidden, lm_head, targets, layout=layout, bias=bias, transform=transform, vocab_size=vocab_size, n_live=n_live,
+        logits_dtype=logits_dtype, interpret=interpret, tiles=tiles,
+    )  # fmt: skip
+    return _statistics(sums, lm_head, targets, layout, vocab_size, n_live)
 
 
 def token_stats_and_direction(
@@ -199,30 +274,16 @@ def token_stats_and_direction(
     tiles: Tiles | None = None,
 ) -> tuple[TokenStats, Array]:
     """``(statistics [N], d logp / d hidden [N, H] float32)``, zero from ``n_live`` on. Two matmuls."""
-    call = _prepare(
-        "forward", hidden, lm_head, targets, layout, bias, transform, vocab_size, n_live, logits_dtype, interpret, tiles
-    )
-    sums, x_y, expected = forward_sweep(
-        call.spec, hidden, lm_head, call.targets, call.bias, call.temperature, call.scalars, call.n_live, True
-    )
+    sums, x_y, expected = token_sums(
+        hidden, lm_head, targets, layout=layout, bias=bias, transform=transform, vocab_size=vocab_size, n_live=n_live,
+        logits_dtype=logits_dtype, interpret=interpret, tiles=tiles, direction=True,
+    )  # fmt: skip
     assert expected is not None
-    stats = _statistics(call, sums)
-    one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
-    g = StatCotangents(one, zero, zero)
-    own = dz(zero, one > 0, stats.logp, stats.entropy, stats.max_logit, stats.max_logp, g)
-    # The accumulator is relative to the largest other logit: scale it by that column's probability.
-    others = jnp.exp((sums.maximum - stats.max_logit) + stats.max_logp)
-    bend = slope(x_y, transform)
-    if bend is not None:
-        own = own * bend
-        others = others if transform.softcap is not None else others * bend  # a softcap's slope is already in it
-    y = jnp.clip(call.targets, 0, call.spec.vocab_size - 1)
-    if layout == "vh":
-        w_y = lm_head.at[y].get(mode="promise_in_bounds")
-    else:
-        w_y = columns_at(lm_head, y, call.spec.interpret)
-    direction = own[:, None] * w_y.astype(jnp.float32) - others[:, None] * expected
-    return stats, jnp.where(call.live[:, None], direction, 0.0)
+    stats = _statistics(sums, lm_head, targets, layout, vocab_size, n_live)
+    return stats, token_direction(
+        lm_head, targets, stats, sums, x_y, expected, layout=layout, transform=transform, vocab_size=vocab_size,
+        n_live=n_live, interpret=interpret,
+    )  # fmt: skip
 
 
 def dhidden(

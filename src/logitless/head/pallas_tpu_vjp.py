@@ -21,7 +21,8 @@ from jax.custom_derivatives import SymbolicZero
 from logitless import derivatives
 from logitless.head import pallas_tpu
 from logitless.head.operator import Head
-from logitless.stats import TokenStats
+from logitless.head.sweep import front
+from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
 
@@ -46,34 +47,6 @@ class TpuCall:
             logits_dtype=self.logits_dtype,
             interpret=self.interpret,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Front:
-    """Tokens gathered to the front: their order (``None``: as they stand) and how many count."""
-
-    order: Array | None
-    count: Array | None
-
-    def take(self, x: Array) -> Array:
-        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
-
-    def put_back(self, x: Array) -> Array:
-        if self.order is None:
-            return x
-        return jnp.zeros_like(x).at[self.order].set(x, mode="promise_in_bounds", unique_indices=True)
-
-    def transform(self, t: LogitTransform) -> LogitTransform:
-        if t.temperature is None or jnp.ndim(t.temperature) == 0:
-            return t
-        return dataclasses.replace(t, temperature=self.take(jnp.asarray(t.temperature)))
-
-
-def front(chosen: Array | None) -> Front:
-    """The tokens where ``chosen`` is true first, each side in its own order."""
-    if chosen is None:
-        return Front(None, None)
-    return Front(jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32))
 
 
 def _forward(
@@ -102,33 +75,53 @@ def _stats_fwd(c: TpuCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -
     return out, (derivatives.Static(wants), args, out, direction)
 
 
-def _stats_bwd(c: TpuCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
-    wants, (h, head, targets, t, live), out, direction = saved
-    want_hidden, want_weight, want_bias = wants.value
-    only_logp = isinstance(ct.entropy, SymbolicZero) and isinstance(ct.lse, SymbolicZero)
-    g = derivatives.stat_cotangents(ct)
+def gradients(
+    c: TpuCall,
+    wants: tuple[bool, bool, bool],
+    h: Array,
+    head: Head,
+    targets: Array,
+    t: LogitTransform,
+    live: Array | None,
+    out: TokenStats,
+    g: StatCotangents,
+    direction: Array | None,
+    weight_dtype: Any = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """``(dH float32, dW in weight_dtype or its own, dbias float32)``, those that are wanted (hidden, weight, bias).
+
+    ``direction`` is given where only logp has a cotangent.
+    """
+    want_hidden, want_weight, want_bias = wants
     if live is not None:
         g = jax.tree.map(lambda x: jnp.where(live, x, 0.0), g)
 
-    dh = None
-    if want_hidden and direction is not None and only_logp:
-        dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * direction, 0.0).astype(h.dtype)
+    dh = dweight = dbias = None
+    if want_hidden and direction is not None:
+        dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * direction, 0.0)
     f = front(g.any_nonzero())
-    dweight = dbias = None
     if (want_hidden and dh is None) or want_weight or want_bias:
         args = (f.take(h), head.weight, f.take(targets), jax.tree.map(f.take, out), jax.tree.map(f.take, g))
         options = c.options(head, f.transform(t), f.count)
         if want_hidden and dh is None:
-            dh = f.put_back(pallas_tpu.dhidden(*args, **options)).astype(h.dtype)
+            dh = f.put_back(pallas_tpu.dhidden(*args, **options))
         if want_weight or want_bias:
-            dweight, dbias = pallas_tpu.dhead(*args, **options)
+            dweight, dbias = pallas_tpu.dhead(*args, **options, out_dtype=weight_dtype)
+    return dh, dweight if want_weight else None, dbias if want_bias else None
+
+
+def _stats_bwd(c: TpuCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
+    wants, (h, head, targets, t, live), out, direction = saved
+    only_logp = isinstance(ct.entropy, SymbolicZero) and isinstance(ct.lse, SymbolicZero)
+    g = derivatives.stat_cotangents(ct)
+    dh, dweight, dbias = gradients(c, wants.value, h, head, targets, t, live, out, g, direction if only_logp else None)
     d_head = Head(
-        weight=dweight if want_weight else None,  # type: ignore[arg-type]
-        bias=dbias.astype(head.bias.dtype) if want_bias and dbias is not None else None,
+        weight=dweight,  # type: ignore[arg-type]
+        bias=None if dbias is None else dbias.astype(head.bias.dtype),
         lora_scale=None,  # type: ignore[arg-type]
         layout=head.layout,
     )
-    return dh, d_head, None, None, None
+    return None if dh is None else dh.astype(h.dtype), d_head, None, None, None
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)

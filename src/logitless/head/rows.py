@@ -16,12 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.logits.chunked import rows_dlogits, rows_stats
+from logitless.logits.chunked import rows_dlogits, rows_stats, rows_sums
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import cotangents
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import token_program
-from logitless.stats import StatCotangents, TokenStats
+from logitless.stats import RowSums, StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
 
@@ -49,6 +49,12 @@ class RowPasses:
         if self.kernel == "mosaic_gpu":
             return self._kernel().token_stats(x, targets, t, self.vocab_size, inside, interpret=self.interpret)
         return lax.optimization_barrier(rows_stats(x, targets, t, self.vocab_size, self.tile))
+
+    def sums(self, x: Array, targets: Array, t: LogitTransform) -> RowSums:
+        """Sums over the columns that are here, for a shard of the vocabulary; barriers as in :meth:`statistics`."""
+        assert self.kernel == "xla", "the row kernel gives finished statistics"
+        x = lax.optimization_barrier(x)
+        return lax.optimization_barrier(rows_sums(x, targets, t, self.vocab_size, self.tile))
 
     def statistics_and_dx(
         self, x: Array, targets: Array, t: LogitTransform, objective: Objective, own: LossInputs, dtype: Any

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.pytree import register, static
+from logitless.transform import LogitTransform
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ class Sweep:
     """``count`` tokens of ``order`` (``None``: as they stand) from position ``start`` on, in chunks.
 
     What is left after the whole chunks takes one more chunk, or a few quarter chunks if it is less than half of one, so
-    that the cost follows the number of tokens and not its next multiple of the chunk.
+    that the cost follows the number of tokens and not its next multiple of the chunk. With ``rest_at_once`` it is one
+    chunk of one, two or three quarters: for sweeps so short that what each chunk costs by itself counts.
     """
 
     order: Array | None
@@ -58,6 +60,7 @@ class Sweep:
     limit: Array | int  # tokens from ``start`` on that may fill up the last chunk; at least ``count``
     n: int = static(0)
     chunk: int = static(0)
+    rest_at_once: bool = static(False)
 
     @property
     def small(self) -> int:
@@ -69,7 +72,7 @@ class Sweep:
         if self.small == self.chunk:
             return _ceil(self.count, self.chunk), 0
         rest = self.count % self.chunk
-        one_more = rest > self.chunk // 2
+        one_more = rest > (3 * self.small if self.rest_at_once else self.chunk // 2)
         whole = self.count // self.chunk + one_more
         return whole, jnp.where(one_more, 0, _ceil(rest, self.small))
 
@@ -92,6 +95,12 @@ class Sweep:
         if self.small == self.chunk:
             return carry
         done = whole * self.chunk
+        if self.rest_at_once:
+            for quarters in (1, 2, 3):
+                size = quarters * self.small
+                once = jnp.asarray(few == quarters, jnp.int32)
+                carry = lax.fori_loop(0, once, lambda _, c, size=size: body(self.visit(done, size), c), carry)
+            return carry
         return lax.fori_loop(0, few, lambda i, c: body(self.visit(done + i * self.small, self.small), c), carry)
 
 
@@ -104,11 +113,11 @@ def whole_sweep(n: int, chunk: int) -> Sweep:
     return Sweep(None, 0, n, n, n=n, chunk=chunk)
 
 
-def live_sweep(live: Array, chunk: int) -> Sweep:
+def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
     """The tokens where ``live [N]`` is true, in their own order."""
     order = jnp.argsort(~live, stable=True).astype(jnp.int32)
     count = jnp.sum(live, dtype=jnp.int32)
-    return Sweep(order, 0, count, count, n=live.shape[0], chunk=chunk)
+    return Sweep(order, 0, count, count, n=live.shape[0], chunk=chunk, rest_at_once=rest_at_once)
 
 
 def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:
@@ -119,3 +128,31 @@ def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:
     first = Sweep(order, 0, jnp.sum(live & active, dtype=jnp.int32), count, n=n, chunk=chunk)
     left = jnp.maximum(count - first.covered(), 0)
     return first, Sweep(order, first.covered(), left, left, n=n, chunk=chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Front:
+    """Tokens gathered to the front: their order (``None``: as they stand) and how many count."""
+
+    order: Array | None
+    count: Array | None
+
+    def take(self, x: Array) -> Array:
+        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
+
+    def put_back(self, x: Array) -> Array:
+        if self.order is None:
+            return x
+        return jnp.zeros_like(x).at[self.order].set(x, mode="promise_in_bounds", unique_indices=True)
+
+    def transform(self, t: LogitTransform) -> LogitTransform:
+        if t.temperature is None or jnp.ndim(t.temperature) == 0:
+            return t
+        return dataclasses.replace(t, temperature=self.take(jnp.asarray(t.temperature)))
+
+
+def front(chosen: Array | None) -> Front:
+    """The tokens where ``chosen`` is true first, each side in its own order."""
+    if chosen is None:
+        return Front(None, None)
+    return Front(jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import derivatives
-from logitless.head import chunked
+from logitless.head import chunked, forward
 from logitless.head.chunked import SweepConfig, Wanted
 from logitless.head.operator import Head, HeadGrads
 from logitless.objectives.inputs import LossInputs
@@ -31,6 +31,7 @@ class HeadCall:
 
     name: str
     sweep: SweepConfig
+    placement: Any = None  # parallel.spec.Placement of a call over a mesh
 
 
 def _wanted(h: Any, head: Head) -> Wanted:
@@ -62,14 +63,14 @@ def _as_head(head: Head, grads: HeadGrads) -> Head:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stats(c: HeadCall, h: Array, head: Head, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
     """Statistics of ``h [N, H]``; differentiable with respect to the hidden states and the head's arrays."""
-    return chunked.token_stats(c.sweep, h, head, targets, t, live)
+    return forward.token_stats(c.sweep, h, head, targets, t, live)
 
 
 def _stats_fwd(c: HeadCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
     _refuse(c, head, t)
     want = derivatives.Static(_wanted(h, head))
     args = derivatives.values((h, head, targets, t, live))
-    out = chunked.token_stats(c.sweep, *args)
+    out = forward.token_stats(c.sweep, *args)
     return out, (want, args, out)
 
 

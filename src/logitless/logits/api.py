@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,9 @@ from logitless.logits.vjp import LogitsCall
 from logitless.objectives.api import flat_inputs, loss_inputs, loss_of_stats, metrics_of, statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
+from logitless.parallel import context, spec
+from logitless.parallel import logits as parallel_logits
+from logitless.parallel.spec import Placement, Sharding
 from logitless.stats import TokenStats
 from logitless.tiles import row_chunk
 from logitless.transform import transform_of
@@ -25,6 +29,7 @@ from logitless.transform import transform_of
 BwdImpl = Literal["pallas", "jax"]
 
 
+@context.over_mesh(gives_tokens=True)
 def logprobs(
     logits: Float[Array, "*tokens V"],
     targets: Int[Array, "*tokens"],
@@ -37,6 +42,7 @@ def logprobs(
     backend: str | None = None,
     bwd_impl: BwdImpl = "pallas",
     donate_logits: bool = False,
+    sharding: Sharding | None = None,
     interpret: bool = False,
     validate: bool = False,
 ) -> TokenStats:
@@ -53,6 +59,7 @@ def logprobs(
       backend: ``reference``, ``chunked``, ``pallas_tpu``, ``mosaic_gpu``, or ``None`` for the best one here.
       bwd_impl: gradient by the backend's own kernel (``pallas``) or by plain JAX (``jax``).
       donate_logits: dlogits may overwrite the logits (kernel backends); donate them to ``jit`` as well.
+      sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
       interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
       validate: check the targets on the host first.
 
@@ -63,12 +70,13 @@ def logprobs(
     """
     c, x, y, live, t = _checked(
         "logprobs", logits, targets, mask, temperature, softcap, scale, vocab_size, backend, bwd_impl, donate_logits,
-        interpret, validate,
+        interpret, validate, sharding=sharding,
     )  # fmt: skip
     flat = _stats(c, x, y, t, live)
     return only_three_differentiable(flat.map(lambda s: s.reshape(np.shape(targets))))
 
 
+@context.over_mesh(gives_tokens=False)
 def grpo_loss(
     logits: Float[Array, "B T V"],
     targets: Int[Array, "B T"],
@@ -88,6 +96,7 @@ def grpo_loss(
     backend: str | None = None,
     bwd_impl: BwdImpl = "pallas",
     donate_logits: bool = False,
+    sharding: Sharding | None = None,
     interpret: bool = False,
     validate: bool = False,
 ) -> tuple[Array, Metrics]:
@@ -107,21 +116,27 @@ def grpo_loss(
     objective = validation.objective_of(name, objective)
     c, x, y, _, t = _checked(
         name, logits, targets, mask, statistics_temperature(objective), softcap, scale, vocab_size, backend, bwd_impl,
-        donate_logits, interpret, validate, rank=3,
+        donate_logits, interpret, validate, rank=3, sharding=sharding,
     )  # fmt: skip
     objective, inputs = loss_inputs(
         name, objective, np.shape(targets), mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
         denominator, entropy_denominator,
     )  # fmt: skip
-    if inputs.sequences is not None or c.backend == "reference":
-        flat = _stats(c, x, y, t, inputs.mask.reshape(-1))
+    columns_apart = c.placement is not None and bool(c.placement.vocab)
+    if inputs.sequences is not None or c.backend == "reference" or columns_apart:
+        flat = _stats(c, x, y, t, inputs.mask.reshape(y.shape))
         return loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
-    loss, flat = vjp.token_loss(c, x, y, t, objective, flat_inputs(inputs))
+    if c.placement is not None:
+        loss, flat = parallel_logits.token_loss(c, x, y, t, objective, inputs)
+    else:
+        loss, flat = vjp.token_loss(c, x, y, t, objective, flat_inputs(inputs))
     flat = jax.lax.stop_gradient(flat)
     return loss, metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
 
 
 def _stats(c: LogitsCall, x: Array, y: Array, t: Any, live: Array | None) -> TokenStats:
+    if c.placement is not None:
+        return parallel_logits.stats(c, x, y, t, live)
     if c.backend == "reference":
         return reference.token_stats(x, y, t, c.vocab_size, live)
     return vjp.stats(c, x, y, t, live)
@@ -142,8 +157,9 @@ def _checked(
     interpret: bool,
     validate: bool,
     rank: int | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[LogitsCall, Array, Array, Array | None, Any]:
-    """Checked and flattened arguments."""
+    """Checked arguments, flattened unless they lie on a mesh."""
     logits = validation.float_array(name, "logits", logits)
     if logits.ndim < 2 or (rank is not None and logits.ndim != rank):
         expected = "[B, T, V]" if rank else "[..., V] with at least one token dimension"
@@ -159,34 +175,69 @@ def _checked(
         raise ValueError(f"{name}: bwd_impl={bwd_impl!r}, expected 'pallas' or 'jax'.")
     if validate:
         validation.validate_targets(targets, columns, mask)
-    chosen, _ = choose(name, backend, logits.size // logits.shape[-1], logits.shape[-1], logits.dtype, interpret)
+    n, v = logits.size // logits.shape[-1], logits.shape[-1]
+    placement = None if sharding is None else spec.resolve(name, sharding, shape, vocab=v)
+    if placement is not None:
+        n, v = n // placement.count(placement.token_axes), placement.local_vocab(v)
+    chosen, _ = choose(name, backend, n, v, logits.dtype, interpret, placement)
     if donate_logits and chosen in ("reference", "chunked"):
         raise ValueError(f"{name}: donate_logits=True is for the kernel backends; {chosen!r} leaves buffers to XLA.")
-    c = LogitsCall(name, chosen, columns, donate_logits, bwd_impl, interpret)
+    c = LogitsCall(name, chosen, columns, donate_logits, bwd_impl, interpret, placement=placement)
+    t = transform_of(temperature, softcap, scale)
+    if placement is not None and chosen != "reference":
+        return c, logits, y, live, t
+    if placement is None:
+        context.refuse_replication(name, chosen, (("logits", logits),))
+        y = context.on_one_device(name, chosen, y)
+    else:  # dense: the compiler partitions it, from where the logits are
+        logits = parallel_logits.placed(placement, logits)
+        c = dataclasses.replace(c, placement=None)
     x = logits.reshape(-1, logits.shape[-1])
-    t = transform_of(temperature, softcap, scale).per_token(shape)
-    return c, x, y.reshape(-1), None if live is None else live.reshape(-1), t
+    return c, x, y.reshape(-1), None if live is None else live.reshape(-1), t.per_token(shape)
 
 
-def choose(name: str, backend: str | None, n: int, v: int, dtype: Any, interpret: bool) -> tuple[str, str]:
-    """``(backend, why)`` for logits ``[n, v]``."""
+def choose(
+    name: str,
+    backend: str | None,
+    n: int,
+    v: int,
+    dtype: Any,
+    interpret: bool,
+    placement: Placement | None = None,
+) -> tuple[str, str]:
+    """``(backend, why)`` for logits ``[n, v]``, those of one device."""
 
     def check(kernel: str) -> None:
+        if kernel == "mosaic_gpu" and placement is not None and placement.vocab:
+            raise NotImplementedError("it has no vocabulary-parallel form yet")
         LogitsCall(name, kernel, v).module().check(n, v, dtype)
 
     return backends.choose(name, backend, backends.LOGITS_BACKENDS, check, interpret)
 
 
-def route(name: str, logits: Any, objective: Objective | None, backend: str | None, interpret: bool) -> Route:
-    """What a call would do, from shapes alone."""
+def route(
+    name: str,
+    logits: Any,
+    objective: Objective | None,
+    backend: str | None,
+    interpret: bool,
+    sharding: Sharding | None = None,
+) -> Route:
+    """What a call would do, from shapes alone; over a mesh, what each device would."""
     v = logits.shape[-1]
     n = 1
     for d in logits.shape[:-1]:
         n *= d
+    placement = None
+    if sharding is not None:
+        placement = spec.resolve(name, sharding, tuple(logits.shape[:-1]), vocab=v)
+        n, v = n // placement.count(placement.token_axes), placement.local_vocab(v)
     dtype = jnp.dtype(logits.dtype)
-    chosen, because = choose(name, backend, n, v, dtype, interpret)
+    chosen, because = choose(name, backend, n, v, dtype, interpret, placement)
     size = n * v * dtype.itemsize
     why = None if objective is None else objective.coupling()
+    if objective is not None and placement is not None and placement.vocab:
+        why = why or "a device has a part of the vocabulary only"
     if chosen == "reference":
         way = "dense plain JAX, differentiated by JAX"
     elif objective is None:

@@ -36,10 +36,8 @@ def _columns(x: Array, start: Array | int, size: int) -> Array:
     return x if size == x.shape[-1] else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
-def rows_stats(
-    x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None
-) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live, a slice of ``tile`` columns at a time."""
+def rows_sums(x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None) -> RowSums:
+    """Sums over the columns of the rows ``x [C, V]``, a slice of ``tile`` columns at a time."""
     transform = transform.column()
 
     def step(start: Array | int, size: int, sums: RowSums) -> RowSums:
@@ -47,8 +45,14 @@ def rows_stats(
         z = transformed(_columns(x, start, size), transform, vocab_size, ids)
         return merge(sums, row_sums(z, ids == targets[:, None]))
 
-    sums = over_columns(x.shape[-1], tile, step, empty_sums(targets.shape))
-    return finish(sums, valid_targets(targets, vocab_size))
+    return over_columns(x.shape[-1], tile, step, empty_sums(targets.shape))
+
+
+def rows_stats(
+    x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None
+) -> TokenStats:
+    """Statistics of the rows ``x [C, V]``, every one of them live, a slice of ``tile`` columns at a time."""
+    return finish(rows_sums(x, targets, transform, vocab_size, tile), valid_targets(targets, vocab_size))
 
 
 def rows_dlogits(
@@ -113,6 +117,25 @@ def _rowwise_transform(transform: LogitTransform, n: int) -> tuple[Array | None,
     if t is None or jnp.ndim(t) == 0:
         return None, lambda _: transform
     return jnp.broadcast_to(t, (n,)), lambda part: LogitTransform(part, transform.softcap, transform.scale)
+
+
+def token_sums(
+    logits: Array,
+    targets: Array,
+    transform: LogitTransform,
+    vocab_size: int,
+    live: Array | None,
+    *,
+    chunk: int | None = None,
+) -> RowSums:
+    """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
+    n, width = logits.shape
+    temperature, whole = _rowwise_transform(transform, n)
+
+    def rows(x: Array, y: Array, t: Array | None) -> RowSums:
+        return rows_sums(x, y, whole(t), vocab_size, column_tile())
+
+    return _over_chunks(rows, chunk or row_chunk(n, width), empty_sums((n,)), logits, targets, temperature)
 
 
 def token_stats(

@@ -163,7 +163,8 @@ def _launch(
         num_threads=tiles.warpgroups if tiles.warpgroups > 1 else None,
         thread_name="wg" if tiles.warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(
-            approx_math=logits.dtype.itemsize < 4,  # see mosaic_gpu_tiles.Power
+            # See mosaic_gpu_tiles.Power. The approximate tanh is good to 2^-11 only: a softcap takes the library's.
+            approx_math=logits.dtype.itemsize < 4 and transform.softcap is None,
             # The kernels place their own barriers: a slot is read and written by the same threads.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,

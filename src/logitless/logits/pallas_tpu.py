@@ -15,6 +15,8 @@ masked in the kernels; nothing is padded in HBM but the int32 targets.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +32,10 @@ from logitless.logits.pallas_tpu_kernels import DEAD, INVALID, Block, Numbers
 from logitless.logits.pallas_tpu_rows import LOWEST, STAT_COLUMNS, STAT_FIELDS
 from logitless.logits.pallas_tpu_tiles import LANES, Tiles, check, describe, tiles_for, vmem_limit
 from logitless.objectives.token_program import TokenProgram
-from logitless.stats import StatCotangents, TokenStats
+from logitless.stats import RowSums, StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
-__all__ = ["check", "describe", "dlogits", "stats_and_dlogits", "supports", "tiles_for", "token_stats"]
+__all__ = ["check", "describe", "dlogits", "stats_and_dlogits", "supports", "tiles_for", "token_stats", "token_sums"]
 
 
 # -- launcher --------------------------------------------------------------------------------------------------------
@@ -55,8 +57,8 @@ def _launch(
     writes_logits: bool,
     donate: bool,
     interpret: Any,
-) -> tuple[TokenStats | None, Array | None]:
-    """Run ``body`` over the blocks of ``logits [N, V]``; ``(statistics [N], dlogits [N, V])``, either may be absent."""
+) -> tuple[Array | None, Array | None]:
+    """Run ``body`` over the blocks of ``logits [N, V]``; ``(statistics [N, 8], dlogits [N, V])``, or ``None``."""
     n, v = logits.shape
     check(n, v, logits.dtype)
     t = tiles
@@ -117,7 +119,7 @@ def _launch(
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name=f"logitless_{name}_r{t.rows}_c{t.width}",
     )(numbers, _places(y, t), packed, logits)
-    return (_unpacked(outs[0]) if writes_stats else None), (outs[-1] if writes_logits else None)
+    return (outs[0] if writes_stats else None), (outs[-1] if writes_logits else None)
 
 
 def _places(labels: Array, t: Tiles) -> Array:
@@ -167,7 +169,29 @@ def token_stats(
         interpret=interpret,
     )  # fmt: skip
     assert out is not None
-    return out
+    return _unpacked(out)
+
+
+def token_sums(
+    logits: Array,
+    targets: Array,
+    transform: LogitTransform,
+    vocab_size: int,
+    live: Array | None,
+    *,
+    tiles: Tiles | None = None,
+    interpret: Any = False,
+) -> RowSums:
+    """Sums over the columns that are here, for a shard of the vocabulary; targets that are another shard's are -1."""
+    n, v = logits.shape
+    body = functools.partial(kernels.stats_body, finished=False)
+    out, _ = _launch(
+        "token_sums", body, logits, targets, transform, vocab_size, live, scalars={}, columns={},
+        tiles=tiles or tiles_for(n, v, logits.dtype), writes_stats=True, writes_logits=False, donate=False,
+        interpret=interpret,
+    )  # fmt: skip
+    assert out is not None
+    return RowSums(*(out[:, i] for i in range(len(dataclasses.fields(RowSums)))))
 
 
 def dlogits(
@@ -240,4 +264,4 @@ def stats_and_dlogits(
         interpret=interpret,
     )  # fmt: skip
     assert found is not None and written is not None
-    return found, written
+    return _unpacked(found), written

@@ -116,33 +116,45 @@ class Block:
 # -- kernel bodies ---------------------------------------------------------------------------------------------------
 
 
-def stats_body(block: Block, stats: Any, sums: Any) -> None:
-    """Statistics; over several vocabulary tiles the sums so far stand in ``sums [rows, 8]``."""
+def packed(sums: RowSums, size: int) -> Array:
+    """Sums ``[size, 1]`` as the columns of one ``[size, 8]``."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (size, STAT_COLUMNS), 1)
+    out = jnp.zeros((size, STAT_COLUMNS), jnp.float32)
+    for i, field in enumerate(dataclasses.fields(RowSums)):
+        out = jnp.where(column == i, getattr(sums, field.name), out)
+    return out
+
+
+def stats_body(block: Block, stats: Any, sums: Any, finished: bool = True) -> None:
+    """Statistics, or with ``finished=False`` the sums that they are made of; over several vocabulary tiles the sums so
+    far stand in ``sums [rows, 8]``."""
     tile, tiles = pl.program_id(1), block.tiles.tiles
 
     def body(g: Group, numbers: Numbers, alive: Array) -> None:
         live, valid = numbers.label() > DEAD, numbers.label() >= 0
 
+        def store(found: RowSums) -> None:
+            if finished:
+                rows.store_stats(stats, g.rows, S.finish(found, valid), live)
+            else:
+                stats[g.rows, :] = packed(found, g.size)
+
         @pl.when(alive)
         def work() -> None:
             found, _, _ = rows.group_sums(g)
             if tiles == 1:
-                rows.store_stats(stats, g.rows, S.finish(found, valid), live)
+                store(found)
                 return
             so_far = sums[g.rows, :]
             old = RowSums(*(so_far[:, i : i + 1] for i in range(5)))
             empty = S.empty_sums((g.size, 1))
             old = jax.tree.map(lambda e, o: jnp.where(tile == 0, e, o), empty, old)
             merged = S.merge(old, found)
-            column = jax.lax.broadcasted_iota(jnp.int32, (g.size, STAT_COLUMNS), 1)
-            packed = jnp.zeros((g.size, STAT_COLUMNS), jnp.float32)
-            for i, field in enumerate(dataclasses.fields(RowSums)):
-                packed = jnp.where(column == i, getattr(merged, field.name), packed)
-            sums[g.rows, :] = packed
+            sums[g.rows, :] = packed(merged, g.size)
 
             @pl.when(tile == tiles - 1)
             def last() -> None:
-                rows.store_stats(stats, g.rows, S.finish(merged, valid), live)
+                store(merged)
 
         @pl.when(jnp.logical_not(alive))
         def skip() -> None:

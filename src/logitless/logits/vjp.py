@@ -35,6 +35,7 @@ class LogitsCall:
     bwd_impl: str = "pallas"
     interpret: bool = False
     chunk: int | None = None
+    placement: Any = None  # parallel.spec.Placement of a call over a mesh
 
     def module(self) -> Any:
         """The backend's module."""
@@ -55,11 +56,12 @@ class LogitsCall:
         return {"interpret": self.interpret, "donate": self.donate} if writes else {"interpret": self.interpret}
 
 
-def _token_stats(c: LogitsCall, logits: Array, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
+def token_statistics(c: LogitsCall, logits: Array, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
+    """Statistics by the call's backend, without a gradient of their own."""
     return c.module().token_stats(logits, targets, t, c.vocab_size, live, **c.options(writes=False))
 
 
-def _dlogits(
+def dlogits(
     c: LogitsCall,
     logits: Array,
     targets: Array,
@@ -68,6 +70,7 @@ def _dlogits(
     s: TokenStats,
     g: StatCotangents,
 ) -> Array:
+    """dlogits by the call's backend."""
     if c.bwd_impl == "jax":
         return chunked.dlogits(logits, targets, t, c.vocab_size, live, s, g, chunk=c.chunk)
     return c.module().dlogits(logits, targets, t, c.vocab_size, live, s, g, **c.options(writes=True))
@@ -76,19 +79,19 @@ def _dlogits(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stats(c: LogitsCall, logits: Array, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
     """Statistics of ``logits [N, V]``; differentiable with respect to the logits."""
-    return _token_stats(c, logits, targets, t, live)
+    return token_statistics(c, logits, targets, t, live)
 
 
 def _stats_fwd(c: LogitsCall, logits: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
     derivatives.refuse(c.name, **{"temperature, softcap or scale": t})
     args = derivatives.values((logits, targets, t, live))
-    out = _token_stats(c, *args)
+    out = token_statistics(c, *args)
     return out, (args, out)
 
 
 def _stats_bwd(c: LogitsCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
     (logits, targets, t, live), out = saved
-    return _dlogits(c, logits, targets, t, live, out, derivatives.stat_cotangents(ct)), None, None, None
+    return dlogits(c, logits, targets, t, live, out, derivatives.stat_cotangents(ct)), None, None, None
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
@@ -103,7 +106,7 @@ def token_loss(
     The statistics are for metrics: a cotangent that reaches them is an error of the caller, so wrap them in
     ``stop_gradient``.
     """
-    out = _token_stats(c, logits, targets, t, inputs.mask)
+    out = token_statistics(c, logits, targets, t, inputs.mask)
     return total_loss(objective, out.logp, out.entropy, inputs), out
 
 
@@ -116,7 +119,7 @@ def _token_loss_fwd(
     needed = derivatives.wanted(logits)
     logits, targets, t, objective, inputs = derivatives.values((logits, targets, t, objective, inputs))
     if not needed:
-        out = _token_stats(c, logits, targets, t, inputs.mask)
+        out = token_statistics(c, logits, targets, t, inputs.mask)
         return (total_loss(objective, out.logp, out.entropy, inputs), out), None
     program = token_program(objective, inputs)
     out, d = c.module().stats_and_dlogits(

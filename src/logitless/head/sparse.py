@@ -1,0 +1,423 @@
+"""The head's backward over the vocabulary columns that carry the gradient: about 1.3 matmuls instead of three.
+
+A trained policy's softmax is nearly empty. Per chunk of C tokens, with M one ``C x H x V`` matmul and K active columns
+(``sparse_columns.py``; on real policies K is about 8 % of V):
+
+    grad in forward   x = h W^T (M), statistics, active columns; dx, dh and dW over K columns (2 M K / V)
+    by recompute      the forward sweep finds and keeps the columns; later x, dx, dh, dW over them (3 M K / V)
+    hard rows         those that would leave out more than the tolerance: x, dx, dh, dW, dense, as one group (3 M each)
+    dense chunks      where neither pays, x is made into dx as without all this
+
+What the columns left out would add to a row of dH, ``-g sum p_v W_v``, is replaced by ``-g u c``, with u their mass and
+c a mean row of the head: head rows have much in common, so this takes away most of the error for the price of one more
+vector. What is left is at most ``|g| u max_v ||W_v - c||``, and ``|g| u ||h||`` in all of dW; u is known and reported
+(docs/sparse-backward.md).
+
+The K columns are taken in slabs by a loop with a traced trip count, so nothing compiles anew when the policy sharpens.
+Decisions are loops of no or one trip, too: a loop updates dW in place, where a conditional would copy it.
+
+Bytes beside those of ``chunked.py``: a slab of the head, of x, dx and dW; ``[C, H]`` float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.head import chunked
+from logitless.head import sparse_columns as columns_of
+from logitless.head.chunked import SweepConfig, Wanted
+from logitless.head.operator import Head, HeadGrads, dhidden, in_parameter_dtypes, raw_logits
+from logitless.head.sparse_columns import ColumnPasses, Columns
+from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.logits.chunked import blank_stats, rows_stats
+from logitless.logits.reference import transformed
+from logitless.objectives.inputs import LossInputs
+from logitless.objectives.loss import cotangents, may_have_gradient
+from logitless.objectives.metrics import Metric, Metrics
+from logitless.objectives.objective import Objective
+from logitless.pytree import register
+from logitless.stats import StatCotangents, TokenStats, dz
+from logitless.transform import LogitTransform, pull_back
+
+
+def auto_tolerance(dtype: Any) -> float:
+    """Mass a row may leave out under ``sparse_backward="auto"``: half an ulp of the operands' dtype, since dlogits are
+    rounded to it in any case. 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+_HARD_CHUNK = 1024
+"""Most tokens of a chunk of hard rows: there are few of them, and few should not be rounded up to many."""
+
+_PROBE = 64
+"""Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SparseReport:
+    """What a sparse backward left out, and how wide it was. Zeros where no gradient was taken."""
+
+    left_out: Array  # [N] float32: mass that each row's gradient lacks; 0 in rows that went dense
+    rows: Array  # [N] bool: rows that have a gradient
+    hard: Array  # [N] bool: rows of sparse chunks that went dense
+    chunks: Array  # () int32
+    dense_chunks: Array  # () int32
+    active: Array  # () float32: active columns, summed over the sparse chunks
+    width: Array  # () float32: columns that the backward matmuls took, summed over all chunks
+
+
+def blank_report(n: int) -> SparseReport:
+    """Nothing has happened."""
+    no, zero = jnp.zeros((n,), bool), jnp.float32(0)
+    return SparseReport(jnp.zeros((n,), jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
+
+
+def report_metrics(report: SparseReport, vocab: int) -> Metrics:
+    """The probability mass that the backward pass left out of each row, and how many columns it took.
+
+    ``left_out_mass`` (mean, ``_max``) and ``hard_rows`` are over the tokens with a gradient; ``active_columns`` is the
+    share of the vocabulary that was active in the sparse chunks, ``backward_columns`` the share that the backward
+    matmuls took in all chunks (whole slabs; 1 in dense ones), ``dense_chunks`` the share of dense chunks.
+    """
+    r = jax.lax.stop_gradient(report)
+    rows, chunks = jnp.sum(r.rows, dtype=jnp.float32), r.chunks.astype(jnp.float32)
+    dense = r.dense_chunks.astype(jnp.float32)
+    return {
+        "left_out_mass": Metric(jnp.sum(r.left_out), rows),
+        "left_out_mass_max": Metric(jnp.max(r.left_out), rows),
+        "hard_rows": Metric(jnp.sum(r.hard, dtype=jnp.float32), rows),
+        "active_columns": Metric(r.active / vocab, chunks - dense),
+        "backward_columns": Metric(r.width / vocab, chunks),
+        "dense_chunks": Metric(dense, chunks),
+    }
+
+
+def column_passes(c: SweepConfig, head: Head) -> ColumnPasses:
+    """Static sizes for a head."""
+    slab = columns_of.slab_width(head.vocab)
+    return ColumnPasses(c.vocab_size, c.rows.tile, slab, columns_of.most_columns(head.vocab, slab))
+
+
+def row_limit(tolerance: Array, stats: TokenStats) -> Array:
+    """Mass that each row may leave out."""
+    return jnp.broadcast_to(tolerance, stats.logp.shape)
+
+
+def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_size: int) -> Callable[..., Array]:
+    """Which rows may not leave a mass out (``misses(mass, every)``: which of each ``every``-th row); NaN may not.
+
+    An entropy cotangent magnifies the tail: its part of dz is at most ``|g_lse - g_logp| u + |g_entropy| s`` with
+    ``s = sum p |log p + H| <= u (log(N / u) + H)`` over N columns of mass u. Both count relative to the sum of the
+    cotangents' magnitudes; without cotangents (``None``, not known yet) the mass itself counts.
+    """
+    limit = row_limit(tolerance, stats)
+    if g is None:
+        return lambda mass, every=1: ~(mass <= limit[::every])
+    size = jnp.abs(g.logp) + jnp.abs(g.entropy) + jnp.abs(g.lse)
+    share = jnp.abs(g.entropy) / jnp.where(size > 0, size, 1.0)
+
+    def miss(mass: Array, every: int = 1) -> Array:
+        part = share[::every]
+        spread = jnp.log(vocab_size / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)) + stats.entropy[::every]
+        weight = jnp.maximum(1.0, (1.0 - part) + part * spread)
+        return ~(mass * weight <= limit[::every])
+
+    return miss
+
+
+def _once(when: Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """``body(carry)`` if ``when``, else ``carry``, in place."""
+    return lax.fori_loop(0, when.astype(jnp.int32), lambda _, state: body(state), carry)
+
+
+def _for_hard_rows(c: SweepConfig) -> SweepConfig:
+    return dataclasses.replace(c, chunk=min(c.chunk, _HARD_CHUNK), rest_at_once=True)
+
+
+def _every(size: int) -> int:
+    """Stride of the probed rows of a chunk."""
+    return max(size // _PROBE, min(size, 8))
+
+
+def _slab_dx(
+    p: ColumnPasses, x: Array, index: Array, y: Array, t: LogitTransform, s: TokenStats, g: StatCotangents, dtype: Any
+) -> Array:
+    """dx of the gathered columns ``index``; zero in unused slots, which lie beyond the vocabulary."""
+    t = t.column()
+    z = transformed(x, t, p.vocab_size, index[None, :])
+    d = dz(
+        z,
+        index[None, :] == y[:, None],
+        s.logp[:, None],
+        s.entropy[:, None],
+        s.max_logit[:, None],
+        s.max_logp[:, None],
+        jax.tree.map(lambda v: v[:, None], g),
+    )
+    return pull_back(d, x, t).astype(dtype)
+
+
+def mean_row(p: ColumnPasses, head: Head) -> Array:
+    """``[1, H]`` float32: the mean of a slab's worth of head rows, evenly spaced over the vocabulary."""
+    size = min(p.slab, p.vocab_size)
+    index = jnp.arange(size, dtype=jnp.int32) * (p.vocab_size // size)
+    return dhidden(jnp.ones((1, size), head.weight.dtype), columns_of.head_columns(head, index)) / size
+
+
+def _in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform) -> Array:
+    """``[C, H]`` float32: dH of a mass in columns whose head rows are all ``c [1, H]`` and whose logits are far from the
+    softcap; without the entropy's part, which depends on how the mass is spread."""
+    t = t.column()
+    dz_sum = jnp.where(g.any_nonzero(), (g.lse - g.logp) * mass, 0.0)[:, None]
+    return pull_back(dz_sum, jnp.zeros_like(dz_sum), t) * c
+
+
+def _add_slabs(
+    p: ColumnPasses,
+    start: Array | None,
+    trips: Array,
+    index: Array,
+    logits: Callable[[Array, Head], Array],
+    y: Array,
+    t: LogitTransform,
+    stats: TokenStats,
+    g: StatCotangents,
+    h: Array,
+    head: Head,
+    grads: HeadGrads,
+) -> tuple[Array | None, HeadGrads]:
+    """``start`` plus a chunk's dH (float32), ``grads`` plus its part, over ``trips`` slabs of the columns ``index``."""
+
+    def slab(i: Array, carry: tuple[Array | None, HeadGrads]) -> tuple[Array | None, HeadGrads]:
+        dh, grads = carry
+        own = lax.dynamic_slice_in_dim(index, i * p.slab, p.slab)
+        part = columns_of.head_columns(head, own)
+        dx = _slab_dx(p, logits(own, part), own, y, t, stats, g, h.dtype)
+        if dh is not None:
+            dh = dh + dhidden(dx, part)
+        return dh, columns_of.add_head_columns(grads, own, dx, h, part)
+
+    return lax.fori_loop(0, trips, slab, (start, grads))
+
+
+def _trips(p: ColumnPasses, count: Array) -> Array:
+    return (count + (p.slab - 1)) // p.slab
+
+
+def _without(g: StatCotangents, rows: Array) -> StatCotangents:
+    return jax.tree.map(lambda a: jnp.where(rows, 0.0, a), g)
+
+
+def stats_and_gradients(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    objective: Objective,
+    inputs: LossInputs,
+    tolerance: Array,
+) -> tuple[TokenStats, Array | None, HeadGrads, SparseReport]:
+    """Grad in forward: :func:`logitless.head.chunked.stats_and_gradients` within ``tolerance``."""
+    n = h.shape[0]
+    p = column_passes(c, head)
+    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
+    gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
+    acc = chunked._Accumulator(c, wanted)
+    common = mean_row(p, head) if wanted.hidden else None
+
+    def cotangents_of(stats: TokenStats, own: LossInputs) -> StatCotangents:
+        g_logp, g_entropy = cotangents(objective, stats.logp, stats.entropy, own)
+        return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
+
+    def body(visit: Visit, carry: tuple[TokenStats, Any, SparseReport]) -> tuple[TokenStats, Any, SparseReport]:
+        out, (dh, grads), report = carry
+        size = visit.read.size
+        h_chunk, y = chunked._chunk_hidden(visit, h), visit.take(targets)
+        x = raw_logits(h_chunk, head, c.logits_dtype)
+        own, t = chunked._chunk_inputs(inputs, visit, n), chunked._chunk_transform(transform, visit)
+
+        def probe() -> Array:
+            every = _every(size)
+            few_x, few_y = lax.optimization_barrier(x)[::every], y[::every]
+            few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, tree) for tree in (t, own))
+            stats = rows_stats(few_x, few_y, few_t, p.vocab_size, p.tile)
+            rows = cotangents_of(stats, few).any_nonzero()
+            return columns_of.surely_dense(p, few_x, few_t, stats, rows, tolerance)
+
+        def look(_: Any) -> tuple[TokenStats, StatCotangents, Columns]:
+            stats = c.rows.statistics(x, y, t, own.mask)
+            g = cotangents_of(stats, own)
+            miss = misses(tolerance, stats, g, p.vocab_size)
+            return stats, g, columns_of.find(p, x, y, t, stats, g.any_nonzero(), miss, tolerance, backward)
+
+        zero = jnp.zeros((size,), jnp.float32)
+        unseen = (blank_stats(size), StatCotangents(zero, zero, zero), columns_of.blank_columns(p, head.vocab, size))
+        stats, g, found = _once(~probe(), look, unseen)
+        hard = g.any_nonzero() & misses(tolerance, stats, g, p.vocab_size)(found.left_out) & ~found.dense
+        trips, easy = _trips(p, found.count), _without(g, hard)
+        start = None if common is None else _in_their_place(common, found.left_out, easy, t)
+        dh_chunk, grads = _add_slabs(
+            p, start, trips, found.index, lambda index, _: columns_of.take_logits(x, index), y, t, stats, easy, h_chunk,
+            head, grads,
+        )  # fmt: skip
+        if dh is not None and dh_chunk is not None:
+            dh = visit.put(dh, dh_chunk)
+
+        def dense(state: Any) -> Any:
+            x, _, _, carry = state
+            stats, dx = c.rows.statistics_and_dx(x, y, t, objective, own, h.dtype)
+            carry = acc.add(visit, carry, dx, h_chunk, head)
+            # dx stands where x stood, if it can
+            return (dx if dx.dtype == x.dtype else x), stats, cotangents_of(stats, own), carry
+
+        _, stats, g, carry = _once(found.dense, dense, (x, stats, g, (dh, grads)))
+        rows = g.any_nonzero()
+        part = _chunk_report(p, head, found, rows, hard)
+        return jax.tree.map(visit.put, out, stats), carry, _noted(visit, report, part)
+
+    start = (blank_stats(n), acc.start(h, head), blank_report(n))
+    stats, (dh, grads), report = gradient.run(body, start)
+    stats = chunked._sweep_stats(c, rest, stats, h, head, targets, transform)
+    g = cotangents_of(stats, inputs)
+    dh, grads = chunked.add_gradients(
+        _for_hard_rows(c), wanted, h, head, targets, transform, report.hard, stats, g, (dh, grads)
+    )
+    return stats, dh, in_parameter_dtypes(grads, head), report
+
+
+def _chunk_report(p: ColumnPasses, head: Head, found: Columns, rows: Array, hard: Array) -> SparseReport:
+    width = jnp.where(found.dense, head.vocab, _trips(p, found.count) * p.slab)
+    return SparseReport(
+        left_out=jnp.where(hard | ~rows | found.dense, 0.0, found.left_out),
+        rows=rows,
+        hard=hard,
+        chunks=jnp.int32(1),
+        dense_chunks=found.dense.astype(jnp.int32),
+        active=found.count.astype(jnp.float32),
+        width=width.astype(jnp.float32),
+    )
+
+
+def _noted(visit: Visit, report: SparseReport, part: SparseReport) -> SparseReport:
+    """``report`` with a chunk's own: its rows put where they stand, its counts added."""
+
+    def note(whole: Array, own: Array) -> Array:
+        return visit.put(whole, own) if whole.ndim else whole + own
+
+    return jax.tree.map(note, report, part)
+
+
+# -- by recompute ---------------------------------------------------------------------------------------------------
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ChunkColumns:
+    """The columns that a forward sweep found for each of its chunks, for the backward sweep over the same chunks."""
+
+    index: Array  # [chunks, most] int32
+    count: Array  # [chunks] int32
+    left_out: Array  # [N] float32; infinite in the rows of dense chunks
+
+
+def _stats_sweep(n: int, chunk: int, live: Array | None) -> Sweep:
+    return whole_sweep(n, chunk) if live is None else live_sweep(live, chunk)
+
+
+def stats_and_columns(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    live: Array | None,
+    tolerance: Array,
+) -> tuple[TokenStats, ChunkColumns, SparseReport]:
+    """Statistics, one matmul per live token, and each chunk's active columns for :func:`gradients`."""
+    n = h.shape[0]
+    p = column_passes(c, head)
+    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
+    sweep = _stats_sweep(n, c.chunk, live)
+
+    def body(visit: Visit, carry: Any) -> Any:
+        out, kept, report, at = carry
+        x = raw_logits(chunked._chunk_hidden(visit, h), head, c.logits_dtype)
+        t, inside, y = chunked._chunk_transform(transform, visit), visit.inside(n), visit.take(targets)
+        stats = c.rows.statistics(x, y, t, inside)
+        every = _every(visit.read.size)
+        few_x, few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, v) for v in (x, t, stats))
+        flat = columns_of.surely_dense(p, few_x, few_t, few, inside[::every], tolerance)
+        miss = misses(tolerance, stats, None, p.vocab_size)
+
+        def look(_: Any) -> Columns:
+            return columns_of.find(p, x, y, t, stats, inside, miss, tolerance, backward)
+
+        found = _once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
+        mass = jnp.where(found.dense, jnp.inf, found.left_out)
+        kept = ChunkColumns(
+            lax.dynamic_update_index_in_dim(kept.index, found.index, at, 0),
+            lax.dynamic_update_index_in_dim(kept.count, found.count, at, 0),
+            visit.put(kept.left_out, mass),
+        )
+        part = _chunk_report(p, head, found, inside, inside & miss(found.left_out) & ~found.dense)
+        return jax.tree.map(visit.put, out, stats), kept, _noted(visit, report, part), at + 1
+
+    chunks = n // c.chunk + 3  # the rest takes one whole chunk, or at most two quarters
+    kept = ChunkColumns(
+        jnp.zeros((chunks, p.most), jnp.int32), jnp.zeros((chunks,), jnp.int32), jnp.full((n,), jnp.inf, jnp.float32)
+    )
+    stats, kept, report, _ = sweep.run(body, (blank_stats(n), kept, blank_report(n), jnp.int32(0)))
+    return stats, kept, report
+
+
+def gradients(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    live: Array | None,
+    stats: TokenStats,
+    g: StatCotangents,
+    kept: ChunkColumns,
+    tolerance: Array,
+) -> tuple[Array | None, HeadGrads]:
+    """By recompute: gradients for given cotangents, over the columns that the forward sweep found."""
+    n = h.shape[0]
+    p = column_passes(c, head)
+    acc = chunked._Accumulator(c, wanted)
+    moving = g.any_nonzero() if live is None else g.any_nonzero() & live
+    hard = moving & misses(tolerance, stats, g, p.vocab_size)(kept.left_out)
+    easy = _without(g, hard | ~moving)
+    common = mean_row(p, head) if wanted.hidden else None
+
+    def body(visit: Visit, carry: Any) -> Any:
+        (dh, grads), at = carry
+        h_chunk, y = chunked._chunk_hidden(visit, h), visit.take(targets)
+        t, s = chunked._chunk_transform(transform, visit), jax.tree.map(visit.take, stats)
+        own = jax.tree.map(lambda a: jnp.where(visit.inside(n), visit.take(a), 0.0), easy)
+        trips = jnp.where(jnp.any(own.any_nonzero()), _trips(p, kept.count[at]), 0)
+        start = None if common is None else _in_their_place(common, visit.take(kept.left_out), own, t)
+        dh_chunk, grads = _add_slabs(
+            p, start, trips, kept.index[at], lambda _, part: raw_logits(h_chunk, part, c.logits_dtype), y, t, s, own,
+            h_chunk, head, grads,
+        )  # fmt: skip
+        if dh is not None and dh_chunk is not None:
+            dh = visit.put(dh, dh_chunk)
+        return (dh, grads), at + 1
+
+    start = (acc.start(h, head), jnp.int32(0))
+    carry, _ = _stats_sweep(n, c.chunk, live).run(body, start)
+    dh, grads = chunked.add_gradients(_for_hard_rows(c), wanted, h, head, targets, transform, hard, stats, g, carry)
+    return dh, in_parameter_dtypes(grads, head)

@@ -1,0 +1,246 @@
+"""Sharded calls beyond the layouts of test_sharding.py: logits, statistics, other ways onto a mesh, a fuzz."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import logitless
+from logitless import Objective, Sharding
+from logitless.parallel import parts
+from test_sharding import OBJECTIVES, SEQUENCE, SHAPE, TOKEN, assert_same, batch, collectives, loss, run
+
+MESH: dict[str, int] = {"data": 2, "seq": 2, "tensor": 2}
+
+
+def mesh(axes: dict[str, int], explicit: bool = False) -> Any:
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def head_results(data: dict[str, Any], objective: Objective, **options: Any) -> Any:
+    f = jax.value_and_grad(functools.partial(loss, objective=objective, **options), argnums=(0, 1), has_aux=True)
+    rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+    return run(f, data["hidden"], data["lm_head"], rest)[0]
+
+
+@pytest.mark.parametrize("level", OBJECTIVES)
+@pytest.mark.parametrize("vocab", [None, "tensor"])
+@pytest.mark.parametrize("backend", ["chunked", "pallas_tpu", "reference"])
+def test_logits(backend: str, vocab: str | None, level: str) -> None:
+    if backend != "chunked" and level == "sequence":
+        pytest.skip("the backend gives statistics; what is made of them is the same code")
+    columns = 50
+    data = batch(columns=columns)
+    rng = np.random.default_rng(3)
+    x = (3 * rng.normal(size=(*SHAPE, 64))).astype(np.float32)
+    x[..., columns:] = 1e3
+    x[~data["mask"]] = np.nan
+    del data["hidden"], data["lm_head"]
+    if OBJECTIVES[level].beta is None:
+        del data["ref_logp"]
+
+    def f(x: Any, **options: Any) -> Any:
+        return logitless.grpo_loss(
+            x, objective=OBJECTIVES[level], vocab_size=columns, backend=backend, interpret=backend == "pallas_tpu",
+            **data, **options,
+        )  # fmt: skip
+
+    tokens = P("data", "seq") if vocab else P("data", ("seq", "tensor"))
+    sharding = Sharding(mesh(MESH, explicit=vocab is None), tokens=tokens, vocab=vocab)
+    got, expected = (
+        run(jax.value_and_grad(functools.partial(f, **o), has_aux=True), x)[0] for o in ({"sharding": sharding}, {})
+    )
+    assert_same(got, expected)
+
+
+def test_statistics_and_every_cotangent() -> None:
+    """linear_logprobs: all statistics, and gradients of logp, entropy and lse together, vocabulary-parallel."""
+    data = batch()
+    rng = np.random.default_rng(5)
+    weights = rng.normal(size=(3, *SHAPE)).astype(np.float32)
+    bias = rng.normal(size=64).astype(np.float32)
+    options = {"mask": data["mask"], "temperature": rng.uniform(0.5, 2.0, SHAPE).astype(np.float32), "softcap": 5.0}
+    sharding = Sharding(mesh(MESH), tokens=P("data", "seq"), head=P(None, "tensor"))
+
+    def f(h: Any, w: Any, bias: Any, **more: Any) -> Any:
+        s = logitless.linear_logprobs(h, w, data["targets"], bias=bias, **options, **more)
+        return jnp.sum(weights[0] * s.logp + weights[1] * s.entropy + weights[2] * s.lse), s
+
+    args = (data["hidden"], data["lm_head"].T.copy(), bias)
+    got, expected = (
+        run(jax.value_and_grad(functools.partial(f, **o), (0, 1, 2), has_aux=True), *args)[0]
+        for o in ({"sharding": sharding}, {})
+    )
+    assert_same(got, expected)
+
+
+def test_lora_and_frozen_head() -> None:
+    data, rng = batch(), np.random.default_rng(7)
+    a, b = (rng.normal(size=s).astype(np.float32) / 8 for s in ((64, 4), (4, 128)))
+    sharding = Sharding(mesh(MESH), tokens=P("data", "seq"), head=P("tensor", "data"))
+
+    def f(h: Any, a: Any, b: Any, **more: Any) -> Any:
+        s = logitless.linear_logprobs(h, data["lm_head"], data["targets"], mask=data["mask"], lora=(a, b), **more)
+        return jnp.sum(s.logp * data["advantages"])
+
+    got, expected = (
+        run(jax.value_and_grad(functools.partial(f, **o), (0, 1, 2)), data["hidden"], a, b)[0]
+        for o in ({"sharding": sharding}, {})
+    )
+    assert_same(got, expected)
+
+
+def test_bfloat16_sums_leave_devices_in_float32() -> None:
+    """dW of eight devices is summed in float32 and rounded once; dH of eight shards of the vocabulary as well."""
+    data = batch()
+    data = dict(data, hidden=data["hidden"].astype(jnp.bfloat16), lm_head=data["lm_head"].astype(jnp.bfloat16))
+    exact = head_results(data, TOKEN)
+    rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+    for spec in (
+        Sharding(mesh({"data": 8}), tokens=P(None, "data")),
+        Sharding(mesh({"tensor": 8}), head=P("tensor", None)),
+    ):
+        f = jax.value_and_grad(functools.partial(loss, objective=TOKEN, sharding=spec), argnums=(0, 1), has_aux=True)
+        traced = str(jax.make_jaxpr(f)(data["hidden"], data["lm_head"], rest))
+        large = [line for line in traced.splitlines() if "psum" in line and ("64,128]" in line or "32,128]" in line)]
+        assert large and all("f32[" in line for line in large), large
+        got = run(f, data["hidden"], data["lm_head"], rest)[0]
+        assert got[1][0].dtype == got[1][1].dtype == jnp.bfloat16
+        assert_same(got[1], exact[1], rtol=2.0**-8)
+
+
+def test_ambient_mesh() -> None:
+    data = batch()
+    with jax.set_mesh(mesh({"data": 4, "seq": 2}, explicit=True)):
+        got = head_results(data, SEQUENCE, sharding=Sharding(tokens=P("data", "seq")))
+    assert_same(got, head_results(data, SEQUENCE))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_plain_jit_over_sharded_arguments(backend: str) -> None:
+    """Without the keyword the compiler partitions plain JAX."""
+    data = batch()
+    m = mesh({"data": 4, "tensor": 2})
+    placed = dict(data, hidden=jax.device_put(data["hidden"], NamedSharding(m, P("data"))))
+    placed["lm_head"] = jax.device_put(data["lm_head"], NamedSharding(m, P("tensor", None)))
+    assert_same(head_results(placed, TOKEN, backend=backend), head_results(data, TOKEN, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "pallas_tpu"])
+def test_inside_a_users_own_shard_map(backend: str) -> None:
+    """Arrays are local there: no keyword, an explicit denominator, and the user's own reductions."""
+    data = batch()
+    options = {"backend": backend, "interpret": backend == "pallas_tpu"}
+    tokens = float(data["mask"].sum())
+
+    def local(h: Any, w: Any, rest: Any) -> Any:
+        f = functools.partial(loss, objective=TOKEN, denominator=tokens, **options)
+        (value, metrics), (dh, dw) = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(h, w, rest)
+        gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, "data"), metrics)
+        parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(4)]
+        return jax.lax.psum((value, dw), "data"), dh, logitless.reduce_metrics(parts)
+
+    rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+    sharded = jax.shard_map(
+        local, mesh=mesh({"data": 4}), in_specs=(P("data"), P(), P("data")),
+        out_specs=(P(), P("data"), P()), check_vma=False,
+    )  # fmt: skip
+    (value, dw), dh, metrics = run(sharded, data["hidden"], data["lm_head"], rest)[0]
+    assert_same(((value, metrics), (dh, dw)), head_results(data, TOKEN, **options))
+
+
+def test_live_tokens_of_devices_differ_and_nothing_recompiles() -> None:
+    data = batch()
+    spec = Sharding(mesh({"data": 4, "tensor": 2}), tokens=P("data"), head=P("tensor", None))
+    count = 0
+
+    def f(h: Any, w: Any, rest: Any) -> Any:
+        nonlocal count
+        count += 1
+        return loss(h, w, rest, TOKEN, sharding=spec, chunk_size=2)
+
+    compiled = jax.jit(f)
+    for live in ([0, 0, 0, 0], [8, 0, 0, 1], [1, 8, 3, 5]):  # live tokens of each device
+        mask = np.arange(8)[None, :] < np.array(live)[:, None]
+        rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+        h = np.where(mask[..., None], np.nan_to_num(data["hidden"]), np.nan)
+        value, metrics = jax.device_get(compiled(h, data["lm_head"], dict(rest, mask=mask)))
+        assert np.isfinite(value) and metrics["live_tokens"].sum == sum(live)
+    assert count == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fuzz_over_meshes_and_specs(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    sizes = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]
+    names = list(rng.permutation(["a", "b", "c"]))[: len(sizes)]
+    axes = dict(zip(names, map(int, sizes), strict=True))
+    roles = [rng.choice(["tokens", "vocab"]) for _ in names]  # each axis cuts tokens or is vocabulary-parallel
+    where: dict[str, list[list[str]]] = {"tokens": [[], []], "head": [[], []]}
+    for name, role in zip(names, roles, strict=True):
+        if role == "vocab":
+            where["head"][0].insert(0, name)
+            continue
+        rows = _product(axes, where["tokens"][0]) * axes[name] <= SHAPE[0]
+        where["tokens"][0 if rows and rng.random() < 0.5 else 1].append(name)
+        if rng.random() < 0.6:
+            where["head"][rng.integers(2)].append(name)
+
+    def spec(entries: list[list[str]]) -> P:
+        return P(*(tuple(e) if e else None for e in entries))
+
+    hv = bool(rng.integers(2))
+    sharding = Sharding(
+        mesh(axes, explicit=bool(rng.integers(2))),
+        tokens=spec(where["tokens"]),
+        head=spec(where["head"][::-1] if hv else where["head"]),
+    )
+    columns = int(rng.integers(20, 65))
+    data = batch(seed, columns=columns)
+    if hv:
+        data["lm_head"] = data["lm_head"].T.copy()
+    objective = [TOKEN, SEQUENCE, Objective(policy="cispo", eps_high=1.3, entropy_coef=0.1)][rng.integers(3)]
+    options: dict[str, Any] = {"vocab_size": columns, "chunk_size": int(rng.integers(1, 9))}
+    if rng.random() < 0.3:
+        options["softcap"] = 4.0
+    assert_same(head_results(data, objective, sharding=sharding, **options), head_results(data, objective, **options))
+
+
+def _product(axes: dict[str, int], names: list[str]) -> int:
+    return int(np.prod([axes[n] for n in names], initial=1))
+
+
+@pytest.mark.parametrize(
+    ("axes", "tokens", "head"),
+    [
+        ({"data": 2, "fsdp": 4}, P("data", "fsdp"), P("fsdp", None)),
+        ({"data": 4, "tensor": 2}, P("data"), P("tensor", None)),
+    ],
+)
+def test_dw_in_parts_has_the_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], tokens: P, head: P
+) -> None:
+    data = batch()
+    data = dict(data, hidden=data["hidden"].astype(jnp.bfloat16), lm_head=data["lm_head"].astype(jnp.bfloat16))
+    options = {"backend": "pallas_tpu", "interpret": True, "sharding": Sharding(mesh(axes), tokens=tokens, head=head)}
+    bias = np.linspace(-1, 1, 64, dtype=np.float32)
+    rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+
+    def f(w: Any, bias: Any) -> Any:
+        return loss(data["hidden"], w, rest, TOKEN, bias=bias, **options)[0]
+
+    whole, program = run(jax.grad(f, (0, 1)), data["lm_head"], bias)
+    monkeypatch.setattr(parts, "MOST_BYTES", 4 * 32 * 128 // axes.get("tensor", 1))  # two parts
+    cut, cut_program = run(jax.grad(f, (0, 1)), data["lm_head"], bias)
+    for a, b in zip(cut, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+    largest = [max(n for kind, n in collectives(text) if kind != "all-gather") for text in (cut_program, program)]
+    assert 2 * largest[0] == largest[1]

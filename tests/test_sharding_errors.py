@@ -1,0 +1,113 @@
+"""Bad meshes and specs are refused by name before anything compiles, and so is a kernel that would be replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import logitless
+from logitless import Sharding
+
+H, W, Y = jnp.ones((4, 6, 8)), jnp.ones((20, 8)), jnp.zeros((4, 6), jnp.int32)
+
+
+def mesh(explicit: bool = False, **axes: int) -> Any:
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+BAD = {
+    "an unknown axis": (dict(data=8), dict(tokens=P("dta")), "tokens names the axis 'dta'; the mesh has 'data'"),
+    "an axis twice": (dict(data=2), dict(tokens=P("data", "data")), "uses the axis 'data' twice"),
+    "too many entries": (dict(data=2), dict(tokens=P("data", None, None)), "has 3 entries, but there are 2 token"),
+    "tokens do not divide": (dict(data=8), dict(tokens=P("data")), "token dimension 0 of size 4 .* 8 devices"),
+    "vocabulary does not divide": (dict(tensor=8), dict(head=P("tensor")), "vocabulary of size 20 .*say vocab_size="),
+    "hidden does not divide": (
+        dict(data=3), dict(tokens=P(None, "data"), head=P(None, "data")), "hidden dimension of size 8",
+    ),
+    "an idle axis": (dict(data=2, tensor=2), dict(tokens=P("data")), "axis 'tensor' .*replicated='tensor'"),
+    "interleaved columns": (
+        dict(data=2, tensor=2), dict(tokens=P("data"), head=P(("data", "tensor"))), "vocabulary-parallel axes first",
+    ),
+    "vocab of a head": (dict(data=2), dict(tokens=P("data"), vocab="data"), "leave vocab out"),
+    "a head of three": (dict(data=2), dict(tokens=P("data"), head=P(None, None, None)), "lm_head has 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_by_name(name: str) -> None:
+    axes, spec, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        logitless.linear_logprobs(H, W, Y, sharding=Sharding(mesh(**axes), **spec))
+
+
+def test_refused_types() -> None:
+    with pytest.raises(TypeError, match=r"expected logitless.Sharding"):
+        logitless.linear_logprobs(H, W, Y, sharding=P("data"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected a jax.sharding.PartitionSpec"):
+        Sharding(tokens="data")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mesh is str"):
+        Sharding("data")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no ambient one"):
+        logitless.linear_logprobs(H, W, Y, sharding=Sharding(tokens=P("data")))
+
+
+def test_logits_axis_in_two_places() -> None:
+    sharding = Sharding(mesh(data=2), tokens=P("data"), vocab="data")
+    with pytest.raises(ValueError, match=r"in sharding.tokens and in sharding.vocab"):
+        logitless.logprobs(jnp.ones((4, 6, 8)), Y, sharding=sharding)
+
+
+def test_sharding_inside_a_shard_map_is_refused() -> None:
+    m = mesh(data=2)
+
+    def f(h: Any, y: Any) -> Any:
+        return logitless.linear_logprobs(h, W, y, sharding=Sharding(m, tokens=P("data"))).logp
+
+    with pytest.raises(ValueError, match="inside a shard_map"):
+        jax.shard_map(f, mesh=m, in_specs=(P("data"), P("data")), out_specs=P("data"))(H, Y)
+
+
+def test_a_checked_shard_map_is_refused() -> None:
+    def f(h: Any, y: Any) -> Any:
+        return logitless.linear_logprobs(h, W, y).logp
+
+    with pytest.raises(ValueError, match=r"check_vma=False"):
+        jax.shard_map(f, mesh=mesh(data=2), in_specs=(P("data"), P("data")), out_specs=P("data"))(H, Y)
+
+
+@pytest.mark.parametrize("how", ["arrays on several devices", "ambient mesh", "arguments of jit"])
+def test_a_replicated_kernel_is_refused(how: str) -> None:
+    h, w, y = jnp.ones((4, 4, 128)), jnp.ones((16, 128)), jnp.zeros((4, 4), jnp.int32)
+    options: dict[str, Any] = {"backend": "pallas_tpu", "interpret": True}
+    m = mesh(data=4)
+    if how == "ambient mesh":
+        with jax.set_mesh(m), pytest.raises(ValueError, match=r"ambient mesh has 4 devices.*Pass sharding="):
+            jax.jit(lambda h: logitless.linear_logprobs(h, w, y, **options).logp)(h)
+        return
+    placed = jax.device_put(h, NamedSharding(m, P("data")))
+    if how == "arguments of jit":  # tracing does not see them, lowering does
+        with pytest.raises(ValueError, match=r"compiled for 4 devices.*Pass sharding="):
+            jax.jit(lambda h: logitless.linear_logprobs(h, w, y, **options).logp)(placed)
+        return
+    with pytest.raises(ValueError, match=r"hidden lies on 4 devices.*Pass sharding="):
+        logitless.linear_logprobs(placed, w, y, **options)
+    with pytest.raises(ValueError, match=r"logits lies on 4 devices.*Pass sharding="):
+        logitless.logprobs(placed, y, **options)
+
+
+def test_explicit_sharding_without_the_keyword_is_refused() -> None:
+    m = mesh(explicit=True, data=2)
+    placed = jax.device_put(H, NamedSharding(m, P("data")))
+    with pytest.raises(ValueError, match="explicit sharding"):
+        logitless.linear_logprobs(placed, W, Y)
+
+
+def test_sparse_backward_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="sparse_backward"):
+        logitless.linear_logprobs(H, W, Y, sharding=Sharding(mesh(data=2), tokens=P("data")), sparse_backward="auto")

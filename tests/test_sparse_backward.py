@@ -1,0 +1,479 @@
+"""The sparse backward against float64: its error, its tolerance for every row, and what it says about itself.
+
+Compiling is what costs time here, so inputs of one shape share one compiled function: tolerances are traced, and every
+kind of logits comes as arrays of the same shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless.bench import realistic
+from logitless.head import sparse, sparse_columns, sparse_vjp
+from numerics import EPS, HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
+from numerics import HeadCase as Case
+
+N, WIDTH, VOCAB, CHUNK = 256, 64, 4096, 64
+SHAPE = (8, N // 8)
+TOLERANCE = 2.0**-8
+OBJECTIVES = {
+    "clip": Objective(aggregation="dapo"),
+    "entropy bonus": Objective(aggregation="dapo", entropy_coef=0.02),
+    "gspo": Objective(level="sequence", eps_low=0.2, eps_high=0.2),
+}
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def calibrated(dtype: Any, seed: int = 0) -> Case:
+    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, dtype)
+    y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
+    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
+
+
+def flat(dtype: Any) -> Case:
+    rng = np.random.default_rng(0)
+    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / 8
+    return Case(np.asarray(h, dtype), np.asarray(w, dtype), rng.integers(0, VOCAB, SHAPE))
+
+
+def from_groups(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray, dtype: Any) -> Case:
+    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
+    w = np.zeros((VOCAB, WIDTH))
+    w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
+    h = np.zeros((N, WIDTH))
+    h[:, : len(sizes)] = levels
+    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), dtype), np.asarray(w, dtype), targets.reshape(SHAPE))
+
+
+def collapsed(dtype: Any) -> Case:
+    """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
+    sizes = np.array([1] * 16 + [VOCAB - 16])
+    y = np.arange(N) % 16
+    levels = np.zeros((N, 17))
+    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
+    return from_groups(levels, sizes, np.where(np.arange(N) % 5, y, 100), dtype)
+
+
+def adversarial(dtype: Any) -> Case:
+    """Every row spreads its mass over columns that stay just under some candidate threshold: over none to half of the
+    vocabulary, so that a rule on single probabilities leaves out up to a quarter of a row."""
+    sizes = np.array([1] * 8 + [VOCAB // 32] * 28)
+    sizes = np.append(sizes, VOCAB - sizes.sum())
+    rng = np.random.default_rng(1)
+    levels = np.full((N, len(sizes)), -40.0)
+    for t in range(N):
+        levels[t, t % 8] = 0.0
+        spread = rng.choice(np.arange(8, 36), rng.integers(0, 17), replace=False)
+        threshold = TOLERANCE * sparse_columns.THRESHOLDS[t % 3]
+        levels[t, spread] = np.log(0.999 * threshold)
+        rest = 1 - np.exp(levels[t, spread]).sum() * (VOCAB // 32)
+        levels[t] -= np.where(np.arange(len(sizes)) == t % 8, -np.log(rest), 0)
+    return from_groups(levels, sizes, np.arange(N) % 8, dtype)
+
+
+def loss_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
+    """What the loss needs, slightly off-policy; every token is live."""
+    rng = np.random.default_rng(seed)
+    old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
+    return dict(
+        advantages=rng.standard_normal(SHAPE).astype(np.float32),
+        mask=np.ones(SHAPE, bool),
+        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
+    )
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    kind: str = "clip"
+    chunk: int = CHUNK
+    logits_dtype: str = "float32"
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
+    """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off. Metrics bring the report along."""
+
+    def metrics_and_report(report: Any, vocab: int) -> Any:
+        return {**real_metrics(report, vocab), "report": report}
+
+    def loss(h: Any, w: Any) -> Any:
+        mode = "off" if tolerance is None else tolerance
+        return linear_grpo_loss(
+            h, w, y, objective=OBJECTIVES[c.kind], chunk_size=c.chunk, logits_dtype=c.logits_dtype, backend="chunked",
+            sparse_backward=mode, **rest,
+        )  # fmt: skip
+
+    real_metrics = sparse.report_metrics
+    with mock.patch.object(sparse, "report_metrics", metrics_and_report):
+        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+    return value, metrics, metrics.pop("report", None), grads
+
+
+def run(case: Case, rest: Any, tolerance: float | None = TOLERANCE, c: Run = Run()) -> Any:  # noqa: B008
+    return grpo(c, *case.parameters(), jnp.asarray(case.targets), rest, tolerance and jnp.float32(tolerance))
+
+
+def truth_of(case: Case, rest: Any, kind: str = "clip") -> tuple[np.ndarray, np.ndarray]:
+    hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
+    _, dh, dw, _ = oracle.linear_grpo_loss(
+        hidden, case.lm_head, case.targets, objective=OBJECTIVES[kind], head_layout="vh", **rest
+    )
+    return dh, dw
+
+
+def logp_cotangents(case: Case, rest: Any) -> np.ndarray:
+    s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
+    return oracle.policy_loss_grad(s.logp, s.entropy, objective=OBJECTIVES["clip"], **rest)[1].reshape(-1)
+
+
+def row_norms(x: Any, axis: int = -1) -> np.ndarray:
+    return np.linalg.norm(f64(x), axis=axis)
+
+
+def assert_as_good(label: str, got: Any, ordinary: Any, truth: Any) -> None:
+    """In norm, and in the largest error of a row, at most 1.5 times the ordinary path's own."""
+    new, old = row_norms(f64(got) - truth), row_norms(f64(ordinary) - truth)
+    floor = 8 * EPS * row_norms(truth)
+    assert np.linalg.norm(new) <= 1.5 * np.linalg.norm(old) + np.linalg.norm(floor), f"{label}: norm"
+    assert new.max() <= 1.5 * old.max() + floor.max(), f"{label}: largest row error"
+
+
+def probabilities(case: Case) -> np.ndarray:
+    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
+    x -= x.max(1, keepdims=True)
+    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
+
+
+def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarray]:
+    """By the definition, for every candidate threshold: columns above it in some row, and all targets."""
+    best = p.max(0)
+    best[y] = 1.0
+    return [best > tolerance * e for e in sparse_columns.THRESHOLDS]
+
+
+def inactive_columns(case: Case, count: float, tolerance: float) -> np.ndarray:
+    """Of all tokens as one chunk, the columns outside the candidate set that has ``count`` columns."""
+    sets = active_sets(probabilities(case), case.targets.reshape(-1), tolerance)
+    (chosen,) = [s for s in sets if s.sum() == count]
+    return ~chosen
+
+
+# -- error -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
+    case = calibrated(DTYPES[dtype])
+    rest = loss_inputs(case)
+    value, _, report, grads = run(case, rest, sparse.auto_tolerance(DTYPES[dtype]))
+    off_value, _, none, off = run(case, rest, None)
+    assert none is None
+    assert_same_bits(value, off_value)
+    for name, got, ordinary, truth in zip(("dh", "dw"), grads, off, truth_of(case, rest), strict=True):
+        assert got.dtype == DTYPES[dtype]
+        assert_as_good(name, got, ordinary, truth)
+    # half an ulp of bfloat16 leaves columns out, half an ulp of float32 does not
+    assert int(report.dense_chunks) == (0 if dtype == "bf16" else report.chunks)
+    if dtype == "f32":
+        assert_same_bits(grads, off)
+
+
+@pytest.mark.parametrize("chunk, logits_dtype", [(96, "float32"), (40, "bfloat16")])
+def test_chunk_sizes_and_bf16_logits(chunk: int, logits_dtype: str) -> None:
+    """The last chunk is not full; dead rows hold NaN, a third of the advantages are zero."""
+    case = calibrated(jnp.bfloat16, seed=3)
+    rest = loss_inputs(case)
+    dead, idle = np.arange(N) % 7 == 3, np.arange(N) % 3 == 1
+    rest["mask"] = ~dead.reshape(SHAPE)
+    rest["advantages"] = np.where(idle.reshape(SHAPE), 0, rest["advantages"])
+    hidden = np.array(case.hidden)
+    hidden[~rest["mask"]] = np.nan
+    case = Case(hidden, case.lm_head, case.targets)
+    c = Run(chunk=chunk, logits_dtype=logits_dtype)
+    _, metrics, report, (dh, dw) = run(case, rest, TOLERANCE, c)
+    _, _, _, off = run(case, rest, None, c)
+    truth = truth_of(case, rest)
+    assert int(report.dense_chunks) < int(report.chunks) == -(-int((~dead & ~idle).sum()) // chunk)
+    np.testing.assert_array_equal(np.asarray(report.rows), ~dead & ~idle)
+    assert not np.asarray(report.left_out)[dead | idle].any()
+    assert not f64(dh).reshape(N, -1)[dead | idle].any()
+    assert_as_good("dh", dh, off[0], truth[0])
+    assert_as_good("dw", dw, off[1], truth[1])
+    values = metric_values(metrics)
+    assert 0 < values["left_out_mass"] <= values["left_out_mass_max"] <= TOLERANCE
+    assert values["active_columns"] <= values["backward_columns"] < 1
+
+
+def test_reported_mass_and_gradients_are_those_of_the_definition() -> None:
+    """All tokens are one chunk: its active set, every row's left-out mass and both gradients, computed in float64."""
+    case = calibrated(jnp.float32)
+    case = Case(case.hidden * np.float32(1.25), case.lm_head, case.targets)  # sharper: few columns even for 256 rows
+    rest = loss_inputs(case)
+    _, metrics, report, (dh, dw) = run(case, rest, TOLERANCE, Run(chunk=N))
+    assert int(report.dense_chunks) == 0
+    p, y, inactive = probabilities(case), case.targets.reshape(-1), inactive_columns(case, float(report.active), TOLERANCE)
+    mass = p[:, inactive].sum(1)
+    hard = mass > TOLERANCE
+    assert 0 < hard.sum() < N // 2 and abs(mass / TOLERANCE - 1).min() > 1e-4  # and no row on the edge
+    np.testing.assert_array_equal(np.asarray(report.hard), hard)
+    np.testing.assert_allclose(np.asarray(report.left_out), np.where(hard, 0, mass), rtol=2e-4, atol=1e-9)
+    values = metric_values(metrics)
+    assert values["left_out_mass"] == pytest.approx(np.where(hard, 0, mass).mean(), rel=1e-4)
+    assert values["left_out_mass_max"] == pytest.approx(np.where(hard, 0, mass).max(), rel=1e-4)
+    assert values["hard_rows"] == pytest.approx(hard.mean())
+    assert values["active_columns"] == pytest.approx(1 - inactive.mean())
+
+    g = logp_cotangents(case, rest)
+    dx = -g[:, None] * p
+    dx[np.arange(N), y] += g
+    lacking = np.where(~hard[:, None] & inactive[None], dx, 0.0)
+    h, w = f64(case.hidden).reshape(N, -1), f64(case.lm_head)
+    slab = sparse_columns.slab_width(VOCAB)
+    mean = w[:: VOCAB // slab][:slab].mean(0)
+    expected = (dx - lacking) @ w + lacking.sum(1, keepdims=True) * mean
+    np.testing.assert_allclose(f64(dh).reshape(N, -1), expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(f64(dw), (dx - lacking).T @ h, atol=2e-5 * np.abs(dx.T @ h).max())
+    # the bound of docs/sparse-backward.md, and what the mean row is good for
+    error = row_norms(expected - dx @ w)
+    assert (error <= np.abs(g) * np.where(hard, 0, mass) * row_norms(w - mean).max() * (1 + 1e-9)).all()
+    assert np.linalg.norm(error) < 0.5 * np.linalg.norm(lacking @ w)
+    assert np.linalg.norm(lacking.T @ h) <= (np.abs(g) * np.where(hard, 0, mass) * row_norms(h)).sum()
+
+
+# -- the tolerance ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tolerance", [2.0**-8, 2.0**-5])
+def test_adversarial_rows_stay_within_the_tolerance(tolerance: float) -> None:
+    """Mass spread just under the thresholds, over many columns."""
+    case = adversarial(jnp.float32)
+    rest = loss_inputs(case)
+    _, _, report, (dh, dw) = run(case, rest, tolerance)
+    p, y = probabilities(case), case.targets.reshape(-1)
+    assert not np.asarray(report.left_out)[np.asarray(report.hard)].any()
+    assert (np.asarray(report.left_out) <= tolerance).all()
+    if tolerance == TOLERANCE:  # the naive rule would miss it by far in most rows
+        naive = [np.where(s, 0, p).sum(1).max() for s in active_sets(p, y, tolerance)]
+        assert naive[0] > 30 * tolerance
+    # Whatever was left out, by the gradients themselves: no row of dH is further from the truth than its mass allows.
+    truth = truth_of(case, rest)
+    g = np.abs(logp_cotangents(case, rest))
+    error = row_norms(f64(dh) - truth[0]).reshape(-1)
+    largest = 2.0  # ||W_v - c|| of unit vectors
+    assert (error <= g * largest * tolerance + 1e-6 * g).all()
+    hard = np.asarray(report.hard)
+    assert (error[hard] <= 2e-5 * g[hard]).all()
+    assert row_norms(f64(dw) - truth[1]).max() < (g * tolerance * row_norms(case.hidden).reshape(-1)).sum()
+
+
+def test_flat_logits_go_dense_and_keep_their_bits() -> None:
+    for dtype in DTYPES.values():
+        case = flat(dtype)
+        rest = loss_inputs(case)
+        _, metrics, report, grads = run(case, rest)
+        _, _, _, off = run(case, rest, None)
+        values = metric_values(metrics)
+        assert values["dense_chunks"] == values["backward_columns"] == 1
+        assert values["left_out_mass_max"] == values["hard_rows"] == 0
+        assert int(report.active) == 0
+        assert_same_bits(grads, off)
+
+
+def test_collapsed_rows() -> None:
+    """Nearly everything is one column: the narrowest backward there is, and hopeless targets are always active."""
+    for dtype in DTYPES.values():
+        case = collapsed(dtype)
+        rest = loss_inputs(case)
+        _, metrics, report, grads = run(case, rest)
+        _, _, _, off = run(case, rest, None)
+        values = metric_values(metrics)
+        assert values["dense_chunks"] == values["hard_rows"] == 0
+        assert values["active_columns"] == pytest.approx(17 / VOCAB)
+        assert values["left_out_mass_max"] < 1e-8
+        for got, ordinary, truth in zip(grads, off, truth_of(case, rest), strict=True):
+            assert_as_good("collapsed", got, ordinary, truth)
+
+
+def test_traced_tolerance_and_sharper_data_compile_once() -> None:
+    case = calibrated(jnp.float32)
+    rest = loss_inputs(case)
+    run(case, rest, 2.0**-8)
+    before = grpo._cache_size()
+    widths = [float(run(case, rest, t)[1]["backward_columns"].sum) for t in (2.0**-4, 2.0**-8, 2.0**-24)]
+    assert widths[0] < widths[1] < widths[2]
+    run(flat(jnp.float32), rest)
+    run(collapsed(jnp.float32), rest)
+    assert grpo._cache_size() == before
+
+
+# -- objectives and options --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["entropy bonus", "gspo"])
+def test_other_cotangents(kind: str) -> None:
+    """An entropy bonus (in the forward pass) and a coupled objective (by recompute)."""
+    case = calibrated(jnp.bfloat16, seed=5)
+    rest = loss_inputs(case)
+    rest["mask"] = np.arange(N).reshape(SHAPE) % 9 != 2
+    if kind == "gspo":
+        rest["advantages"] = rest["advantages"][:, 0]
+    value, metrics, report, grads = run(case, rest, TOLERANCE, Run(kind))
+    off_value, _, _, off = run(case, rest, None, Run(kind))
+    assert_same_bits(value, off_value)
+    assert int(report.dense_chunks) == 0 and metric_values(metrics)["left_out_mass_max"] > 0
+    for name, got, ordinary, truth in zip(("dh", "dw"), grads, off, truth_of(case, rest, kind), strict=True):
+        assert_as_good(f"{kind} {name}", got, ordinary, truth)
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_logprobs_with_every_option(layout: str) -> None:
+    """Random cotangents on logp, entropy and lse at once, with all that changes logits; padding holds garbage."""
+    rng = np.random.default_rng(2)
+    case = calibrated(jnp.bfloat16, seed=7)
+    real = VOCAB - 300
+    targets, head = np.where(case.targets >= real, 5, case.targets), np.array(case.lm_head)
+    head[real:] = 100
+    bias = np.asarray(jnp.asarray(0.3 * rng.standard_normal(VOCAB), jnp.bfloat16)).copy()
+    bias[real:] = np.nan
+    mask = rng.random(SHAPE) < 0.8
+    hidden = np.array(case.hidden)
+    hidden[~mask] = np.nan
+    options = dict(
+        temperature=rng.uniform(0.7, 1.1, SHAPE).astype(np.float32), softcap=50.0, scale=1.1, mask=mask, bias=bias
+    )
+    case, g = Case(hidden, head, targets), cotangents(rng, SHAPE)
+    g = (g[0], 0.1 * g[1], g[2])
+    primals = (*case.parameters(layout), jnp.asarray(bias))
+    kept: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        out = real_stats(*args)
+        kept.append(out[1])
+        return out
+
+    def call(h: Any, w: Any, bias: Any) -> Any:
+        stats = linear_logprobs(
+            h, w, jnp.asarray(targets), head_layout=layout, vocab_size=real, chunk_size=CHUNK, backend="chunked",
+            sparse_backward="auto", **{**options, "bias": bias},
+        )  # fmt: skip
+        return three(stats), kept[-1]
+
+    @jax.jit
+    def gradients(*primals: Any) -> Any:
+        with mock.patch.object(sparse_vjp, "stats", noted):
+            _, pull, report = jax.vjp(call, *primals, has_aux=True)
+        return pull(g), report
+
+    real_stats = sparse_vjp.stats
+    got, report = gradients(*primals)
+    assert int(report.dense_chunks) == 0 < int(report.chunks)
+    traced = {k: v for k, v in options.items() if k != "bias"}
+    _, plain = run_head(HeadStatics("plain", layout, CHUNK, real), primals, jnp.asarray(targets), g, traced)
+    _, truth = head_truth(case, g, bias=bias, layout=layout, vocab_size=real, **traced)
+    for name, a, b, t in zip(("dh", "dw", "dbias"), got, plain, truth, strict=True):
+        if name == "dw" and layout == "hv":
+            a, b, t = a.T, b.T, t.T
+        if name == "dbias":
+            a, b, t = f64(a)[None], f64(b)[None], t[None]
+        assert_as_good(name, a, b, t)
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_lora_over_a_frozen_head(layout: str) -> None:
+    case = calibrated(jnp.bfloat16, seed=11)
+    rest = loss_inputs(case)
+    rng = np.random.default_rng(3)
+    h, w = case.parameters(layout)
+    a = jnp.asarray(0.1 * rng.standard_normal((w.shape[0], 4)), jnp.bfloat16)
+    b = jnp.asarray(0.1 * rng.standard_normal((4, w.shape[1])), jnp.bfloat16)
+
+    def gradients(mode: str) -> Any:
+        def loss(h: Any, a: Any, b: Any) -> Any:
+            return linear_grpo_loss(
+                h, w, jnp.asarray(case.targets), objective=OBJECTIVES["clip"], lora=(a, b), lora_scale=0.5,
+                sparse_backward=mode, chunk_size=CHUNK, head_layout=layout, backend="chunked", **rest,
+            )  # fmt: skip
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(h, a, b)
+
+    (got, metrics), (ordinary, _) = gradients("auto"), gradients("off")
+    assert metric_values(metrics)["dense_chunks"] < 0.5
+    full = f64(w) + 0.5 * f64(a) @ f64(b)
+    _, dh, dw, _ = oracle.linear_grpo_loss(
+        case.hidden, full, case.targets, objective=OBJECTIVES["clip"], head_layout=layout, **rest
+    )
+    truth = (dh, 0.5 * dw @ f64(b).T, 0.5 * f64(a).T @ dw)
+    for name, x, y, t in zip(("dh", "da", "db"), got, ordinary, truth, strict=True):
+        assert_as_good(f"{layout} {name}", x, y, t)
+
+
+# -- the argument ------------------------------------------------------------------------------------------------------
+
+
+def small(**options: Any) -> Any:
+    h, w = jnp.ones((1, 4, 8)), jnp.ones((16, 8))
+    return linear_grpo_loss(h, w, jnp.zeros((1, 4), int), advantages=jnp.ones(1), **options)
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [(True, TypeError), (None, TypeError), (np.full(2, 0.1), TypeError), ("on", ValueError), (0, ValueError),
+     (2.0, ValueError), (float("nan"), ValueError)],
+)  # fmt: skip
+def test_bad_values_are_refused(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"linear_grpo_loss: sparse_backward.*expected 'off', 'auto' or a probability mass"):
+        small(sparse_backward=value)
+    with pytest.raises(error, match="linear_logprobs: sparse_backward"):
+        linear_logprobs(jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.zeros(4, int), sparse_backward=value)
+
+
+@pytest.mark.parametrize("backend", ["reference", "pallas_tpu"])
+def test_backends_without_it_say_so(backend: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"linear_grpo_loss.*{backend}.*no sparse backward"):
+        small(sparse_backward="auto", backend=backend, interpret=backend == "pallas_tpu")
+
+
+def test_off_is_the_plain_call_and_metrics_come_only_with_it() -> None:
+    case = calibrated(jnp.bfloat16)
+    rest = loss_inputs(case)
+    h, w = case.parameters()
+
+    def gradients(**options: Any) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            return linear_grpo_loss(h, w, jnp.asarray(case.targets), chunk_size=CHUNK, **rest, **options)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+
+    plain, off = gradients(), gradients(sparse_backward="off")
+    assert_same_bits(plain, off)
+    assert "left_out_mass" not in plain[0][1]
+
+
+def test_explain_says_what_it_does() -> None:
+    h = jax.ShapeDtypeStruct((1, 4096, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((151936, 64), jnp.bfloat16)
+    off = explain(linear_grpo_loss, h, w)
+    auto = explain(linear_grpo_loss, h, w, sparse_backward="auto")
+    assert "sparse" not in str(off) and "2^-8" in auto.way
+    assert "1 + 2 K/V" in auto.matmuls and auto.tiles["slab"] == 4096
+    by_recompute = explain(linear_logprobs, h, w, sparse_backward=1e-3)
+    assert "1 + 3 K/V" in by_recompute.matmuls and "0.001" in by_recompute.way
+    with pytest.raises(NotImplementedError, match="reference.*no sparse backward"):
+        explain(linear_grpo_loss, h, w, sparse_backward="auto", backend="reference")
+    with pytest.raises(ValueError, match="sparse_backward='on'"):
+        explain(linear_grpo_loss, h, w, sparse_backward="on")
