@@ -63,7 +63,7 @@ def cpu_copies_logits_for_dw() -> bool:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none where it has ``check_vma=False``."""
+    """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none with ``check_vma=False``."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 

@@ -80,8 +80,9 @@ def linear_logprobs(
       head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
         parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
       sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
-        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16). It holds for every token: those that would leave
-        out more go through all columns, and so does everything where that is cheaper (docs/sparse-backward.md).
+        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16, half an ulp of other dtypes). It holds
+        for every token: those that would leave out more go through all columns, and so does everything where that is
+        cheaper (docs/sparse-backward.md).
       chunk_size: tokens per chunk; ``None`` lets the library choose.
       memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
@@ -487,12 +488,12 @@ def _sparse_way(way: str, by_recompute: bool, tolerance: Array, vocab: int) -> t
         mass = float(tolerance)
         left_out = f"2^{round(math.log2(mass))}" if math.log2(mass).is_integer() else f"{mass:.3g}"
     way += (
-        f"; backward over the K active columns of a chunk, which leave at most {left_out} of a row's mass out (rows that "
-        f"would leave out more: all columns, as a group); dense chunks where K > {most:,}"
+        f"; backward over the K active columns of a chunk, which leave at most {left_out} of a row's mass out (rows "
+        f"that would leave out more: all columns, as a group); dense chunks where K > {most:,}"
     )
     matmuls = (
-        f"1 + {3 if by_recompute else 2} K/V per live token, {'4' if by_recompute else '3'} in dense chunks, 4 per hard "
-        "row; one less of the K/V and of the rest with a frozen head, 1 without a gradient"
+        f"1 + {3 if by_recompute else 2} K/V per live token, {4 if by_recompute else 3} in dense chunks, 4 a hard row; "
+        "one less of the K/V and of the rest with a frozen head, 1 without a gradient"
     )
     return way, matmuls, slab
 

@@ -9,9 +9,9 @@ A trained policy's softmax is nearly empty. Per chunk of C tokens, with M one ``
     dense chunks      where neither pays, x is made into dx as without all this
 
 What the columns left out would add to a row of dH, ``-g sum p_v W_v``, is replaced by ``-g u c``, with u their mass and
-c a mean row of the head: head rows have much in common, so this takes away most of the error for the price of one more
-vector. What is left is at most ``|g| u max_v ||W_v - c||``, and ``|g| u ||h||`` in all of dW; u is known and reported
-(docs/sparse-backward.md).
+c a mean row of the head: head rows have much in common, so this takes away half of the error or more, for the price of
+one more vector. What is left is at most ``|g| u max_v ||W_v - c||``, and ``|g| u ||h||`` in all of dW; u is known and
+reported (docs/sparse-backward.md).
 
 The K columns are taken in slabs by a loop with a traced trip count, so nothing compiles anew when the policy sharpens.
 Decisions are loops of no or one trip, too: a loop updates dW in place, where a conditional would copy it.
@@ -125,7 +125,9 @@ def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_
 
     def miss(mass: Array, every: int = 1) -> Array:
         part = share[::every]
-        spread = jnp.log(vocab_size / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)) + stats.entropy[::every]
+        # A difference of logarithms: the quotient overflows for the tiny masses of a collapsed policy.
+        log_mass = jnp.log(jnp.maximum(mass, jnp.finfo(jnp.float32).tiny))
+        spread = jnp.log(jnp.float32(vocab_size)) - log_mass + stats.entropy[::every]
         weight = jnp.maximum(1.0, (1.0 - part) + part * spread)
         return ~(mass * weight <= limit[::every])
 
@@ -172,8 +174,8 @@ def mean_row(p: ColumnPasses, head: Head) -> Array:
 
 
 def _in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform) -> Array:
-    """``[C, H]`` float32: dH of a mass in columns whose head rows are all ``c [1, H]`` and whose logits are far from the
-    softcap; without the entropy's part, which depends on how the mass is spread."""
+    """``[C, H]`` float32: dH of a mass in columns whose head rows are all ``c [1, H]`` and whose logits are far from
+    the softcap; without the entropy's part, which depends on how the mass is spread."""
     t = t.column()
     dz_sum = jnp.where(g.any_nonzero(), (g.lse - g.logp) * mass, 0.0)[:, None]
     return pull_back(dz_sum, jnp.zeros_like(dz_sum), t) * c

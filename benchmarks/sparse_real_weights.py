@@ -1,0 +1,175 @@
+"""What a sparse backward leaves out of real policies' gradients, and of the generator's; in NumPy, on a CPU.
+
+    python benchmarks/sparse_real_weights.py --fit benchmarks/results/realistic_fit.json
+    python benchmarks/sparse_real_weights.py --states qwen.npz --model qwen.gguf --gsm8k test.jsonl
+    python benchmarks/sparse_real_weights.py --real benchmarks/results/sparse_real_weights.json NAME=qwen.npz...
+
+The first records the table of ``logitless.bench.realistic`` at the full vocabulary; the second runs a model over GSM8K
+questions with their solutions and keeps ``h`` (final hidden states that predict the solutions' tokens), ``y`` (those
+tokens) and ``head``; the third records the same table for such states, and the errors of dH and dW with cotangent 1 at
+every log-probability: of the ordinary path (float32 logits, bfloat16 operands and dlogits), and with all but the K
+columns of largest column maximum left out, once plainly and once with the mean head row in their place, as the library
+does. Rows that would leave out more than 2^-8 go through all columns. Truth is float32 from the same bfloat16 inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.bench import realistic, timing
+
+TOLERANCE = 2.0**-8
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To bfloat16 and back."""
+    return np.asarray(x).astype(jnp.bfloat16).astype(np.float32)
+
+
+def norms(x: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(x, axis=1).astype(np.float64)
+
+
+def gradient_errors(h: np.ndarray, w: np.ndarray, y: np.ndarray, widths: tuple[int, ...]) -> dict[str, Any]:
+    """Errors relative to the truth's norm, and to the ordinary path's own errors."""
+    rows = np.arange(len(h))
+    p = h @ w.T
+    p -= p.max(1, keepdims=True)
+    np.exp(p, out=p)
+    p /= p.sum(1, keepdims=True)
+    best = p.max(0)
+    best[y] = np.inf
+    order = np.argsort(-best)
+    dx = np.negative(p, out=p)
+    dx[rows, y] += 1
+    low = rounded(dx)
+    truth, dw_truth = dx @ w, dx.T @ h
+    ordinary, dw = rounded(low @ w), rounded(low.T @ h)
+    own, size_of_row = norms(ordinary - truth), norms(truth)
+    size = float(np.linalg.norm(size_of_row))
+    dw_own, dw_size = float(np.linalg.norm(dw - dw_truth)), float(np.linalg.norm(dw_truth))
+    del dw
+    out: dict[str, Any] = {"ordinary": {"dh": float(np.linalg.norm(own)) / size, "dw": dw_own / dw_size}, "kept": {}}
+    mean = w[:: len(w) // 4096][:4096].mean(0)
+    for width in widths:
+        keep = np.sort(order[:width])
+        inactive = np.ones(len(w), bool)
+        inactive[keep] = False
+        mass = -dx[:, inactive].sum(1, dtype=np.float64).astype(np.float32)
+        hard = mass > TOLERANCE
+        partial = low[:, keep] @ w[keep]
+        row: dict[str, Any] = {"hard_rows": float(hard.mean()), "left_out_mass": float(mass[~hard].mean())}
+        for name, c in (("plainly", np.zeros_like(mean)), ("mean_row", mean)):
+            got = np.where(hard[:, None], ordinary, rounded(partial - mass[:, None] * c))
+            error = norms(got - truth)
+            ratio = error[~hard] / own[~hard]
+            above = ~hard & (error > 1.5 * own)
+            row[name] = {
+                "dh": float(np.linalg.norm(error)) / size,
+                "dh_to_ordinary": float(np.linalg.norm(error) / np.linalg.norm(own)),
+                "largest_row_to_ordinary": float(error.max() / own.max()),
+                "rows_above_1.5x_their_own": float(np.mean(ratio > 1.5)),
+                "worst_row_to_its_own": float(ratio.max()),
+                "their_median_1_minus_p": float(np.median(dx[rows, y][above])),
+                "their_share_of_dh_squared": float(np.sum(size_of_row[above] ** 2) / size**2),
+            }
+        if width == widths[1]:
+            dw = low.T @ np.where(hard[:, None], h, 0.0)
+            dw[keep] += low[:, keep].T @ np.where(hard[:, None], 0.0, h)
+            error = float(np.linalg.norm(rounded(dw) - dw_truth))
+            row["dw"], row["dw_to_ordinary"] = error / dw_size, error / dw_own
+            del dw
+        out["kept"][str(width)] = row
+    return out
+
+
+def real_weights(path: str, tokens: int) -> dict[str, Any]:
+    with np.load(path) as f:
+        h, y, w = rounded(f["h"][:tokens]), f["y"][:tokens], rounded(f["head"].astype(np.float32))
+    if len(h) < tokens:
+        raise SystemExit(f"{path} has {len(h)} tokens, expected at least {tokens}; give a smaller --tokens.")
+    start = time.perf_counter()
+    chunks = (*(c for c in realistic.CHUNKS if c < tokens), tokens)
+    table = realistic.measure(h, w, y, chunks)
+    widths = tuple(round(k * len(w) / realistic.MEASURED_VOCAB) for k in realistic.WIDTHS)
+    errors = gradient_errors(h, w, y, widths)
+    print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)
+    return dict(tokens=tokens, hidden=h.shape[1], vocab=len(w), table=table, errors=errors)
+
+
+def fit(hidden: int) -> dict[str, Any]:
+    n, vocab = realistic.CHUNKS[-1], realistic.MEASURED_VOCAB
+    states, head = realistic.realistic_head(n, hidden, vocab)
+    y = realistic.sample_targets(jnp.asarray(states), jnp.asarray(head))
+    return dict(hidden=hidden, vocab=vocab, seed=0, table=realistic.measure(states, head, y), aim=realistic.MEASURED)
+
+
+def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, np.ndarray]:
+    """Final hidden states of a model (a folder or a ``.gguf`` file) over questions with their solutions."""
+    import jax
+
+    from logitless.train import data, tokenizer, weights
+    from logitless.train import model as models
+
+    config, params = weights.load_model(model)
+    text = tokenizer.load_tokenizer(model)
+    run = jax.jit(lambda p, *args: models.hidden_states(p, config, *args)[0])
+    hidden: list[np.ndarray] = []
+    targets: list[int] = []
+    for problem in data.gsm8k(gsm8k, instruction=""):
+        prompt, solution = text.encode_prompt(problem.prompt, chat=True), text.encode(str(problem.meta["solution"]))
+        ids = prompt + solution
+        if len(ids) > length:
+            continue
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(ids)] = ids
+        at = np.arange(length)[None]
+        h = run(params, padded, at, at < len(ids))[0]
+        hidden.append(np.asarray(h[len(prompt) - 1 : len(ids) - 1], np.float32))
+        targets += solution
+        print(f"{len(targets)} tokens", flush=True)
+        if len(targets) >= tokens:
+            break
+    head = np.asarray(models.lm_head(params, config)).astype(np.float16)
+    return dict(h=np.concatenate(hidden)[:tokens], y=np.asarray(targets)[:tokens], head=head)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("npz", nargs="*", metavar="NAME=FILE", help="states to measure, for --real")
+    p.add_argument("--fit", help="JSON file for the generator's table")
+    p.add_argument("--real", help="JSON file for the tables and errors of real weights")
+    p.add_argument("--states", help=".npz file for a model's states")
+    p.add_argument("--model", help="a folder (config.json, safetensors) or a .gguf file, for --states")
+    p.add_argument("--gsm8k", help="JSONL file of GSM8K, for --states")
+    p.add_argument("--tokens", type=int, default=1024)
+    p.add_argument("--hidden", type=int, default=1536, help="width of the generator's hidden states")
+    args = p.parse_args()
+    if not (args.fit or args.real or args.states):
+        p.error("nothing to do: give --fit, --real or --states")
+    if args.states:
+        if not args.model or not args.gsm8k:
+            p.error("--states needs --model and --gsm8k")
+        np.savez(args.states, **states(args.model, args.gsm8k, args.tokens))  # type: ignore[arg-type]
+    environment = timing.environment()
+    if args.fit:
+        Path(args.fit).write_text(json.dumps(dict(environment=environment, **fit(args.hidden)), indent=1))
+    if args.real:
+        named = dict(item.split("=", 1) for item in args.npz)
+        if not named:
+            p.error("--real needs NAME=FILE.npz")
+        result: dict[str, Any] = dict(environment=environment, tolerance=TOLERANCE, weights={})
+        for name, path in named.items():
+            result["weights"][name] = real_weights(path, args.tokens)
+            Path(args.real).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
