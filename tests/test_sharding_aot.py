@@ -41,8 +41,9 @@ def compiled(slice_name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
 
 def check(layout: str, got: dict[str, Any], dense: int) -> None:
     assert got["kernels"] == 2
-    # Against the naive dense loss; of the vocabulary-parallel program inputs and outputs alone are a quarter of it.
-    assert got["peak_bytes"] <= 0.45 * dense, (layout, got)
+    # Against the naive dense loss. Later versions of libtpu than 0.0.42 keep E, the direction and its sum apart.
+    older = tpu_aot.versions()["libtpu"].startswith("0.0.42")
+    assert got["peak_bytes"] <= (0.45 if older or layout != "tensor" else 0.51) * dense, (layout, got)
     sizes = [c["bytes"] for c in got["collectives"]]
     if layout == "tensor":
         assert max(sizes) == HIDDEN
