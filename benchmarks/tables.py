@@ -178,6 +178,29 @@ def tpu_tables() -> list[str]:
     return out
 
 
+def sharded_tables() -> list[str]:
+    result = read("tpu_sharded.json")
+    if result is None:
+        return []
+    out = [
+        "## Many chips, ahead of time",
+        "",
+        f"{result['what']}. {result['tokens_per_chip']} tokens a chip, H={result['hidden']}, V={result['vocab']}, "
+        f"libtpu {result['versions']['libtpu']}.",
+        "",
+        f"    {result['command']}",
+        "",
+        "| slice | layout | program | peak MiB a chip |",
+        "|---|---|---|---|",
+    ]
+    for slice_name, layouts in result["slices"].items():
+        for layout, programs in layouts.items():
+            for name, row in programs.items():
+                if isinstance(row, dict) and "peak_bytes" in row:
+                    out.append(f"| {slice_name} | {layout} | {name} | {mib(row['peak_bytes'])} |")
+    return [*out, ""]
+
+
 def cpu_tables() -> list[str]:
     path = RESULTS / "cpu_head.jsonl"
     if not path.exists():
@@ -256,6 +279,7 @@ def render() -> str:
                 *training_tables(),
                 *cpu_tables(),
                 *tpu_tables(),
+                *sharded_tables(),
             ]
         ).rstrip()
         + "\n"
