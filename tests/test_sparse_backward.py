@@ -19,7 +19,7 @@ import pytest
 from conftest import token_stats
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head import sparse, sparse_columns, sparse_vjp
+from logitless.head import sparse, sparse_columns, sparse_report, sparse_vjp
 from logitless.stats import StatCotangents
 from numerics import EPS, HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from numerics import HeadCase as Case
@@ -124,8 +124,8 @@ def grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
             sparse_backward=mode, **rest,
         )  # fmt: skip
 
-    real_metrics = sparse.report_metrics
-    with mock.patch.object(sparse, "report_metrics", metrics_and_report):
+    real_metrics = sparse_report.report_metrics
+    with mock.patch.object(sparse_report, "report_metrics", metrics_and_report):
         (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
     return value, metrics, metrics.pop("report", None), grads
 

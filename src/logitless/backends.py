@@ -24,6 +24,8 @@ class Route:
     bytes_moved: str
     tiles: dict[str, Any]
     because: str
+    fused_statistics: bool = False
+    """Statistics without a gradient never hold logits."""
 
     def __str__(self) -> str:
         tiles = ", ".join(f"{k}={v}" for k, v in self.tiles.items()) or "none"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from logitless.backends import Route
 from logitless.head import api as head_api
+from logitless.head import route as head_route
 from logitless.logits import api as logits_api
 from logitless.objectives.objective import Objective
 from logitless.parallel import context
@@ -36,12 +33,11 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     if call in (logits_api.logprobs, logits_api.grpo_loss):
         (logits,) = _positional(name, ("logits",), args, kwargs)
         with context.under(name, sharding):
-            route = logits_api.route(name, logits, objective, backend, kwargs.get("interpret", False), sharding)
-        return _in_tiles(route, logits)
+            return logits_api.route(name, logits, objective, backend, kwargs.get("interpret", False), sharding)
     if call in (head_api.linear_logprobs, head_api.linear_grpo_loss):
         hidden, lm_head = _positional(name, ("hidden", "lm_head"), args, kwargs)
         with context.under(name, sharding):
-            return head_api.route(
+            return head_route.route(
                 name,
                 hidden,
                 lm_head,
@@ -58,18 +54,6 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     raise TypeError(
         f"explain: {name!r} is not one of logprobs, grpo_loss, linear_logprobs, linear_grpo_loss; "
         "pass the function itself, then its arguments."
-    )
-
-
-def _in_tiles(route: Route, logits: Any) -> Route:
-    """On a TPU a row too wide for VMEM is swept tile by tile: once for its statistics, once more for its dlogits."""
-    if route.backend != "pallas_tpu" or route.tiles.get("tiles", 1) == 1 or "one pass" not in route.way:
-        return route
-    size = math.prod(logits.shape) * jnp.dtype(logits.dtype).itemsize
-    return dataclasses.replace(
-        route,
-        way=f"statistics, then dlogits: a row of {logits.shape[-1]} columns does not fit VMEM at once",
-        bytes_moved=f"logits read 2x ({2 * size:,} B), dlogits written once ({size:,} B)",
     )
 
 

@@ -34,7 +34,7 @@ from logitless.head.operator import (
     zero_grads,
 )
 from logitless.head.rows import RowPasses
-from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, sweep_over
 from logitless.logits.chunked import blank_stats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import may_have_gradient
@@ -70,14 +70,14 @@ class Wanted:
     lora: bool
 
 
-def _chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
+def chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
     t = transform.temperature
     if t is None or jnp.ndim(t) == 0:
         return transform
     return dataclasses.replace(transform, temperature=visit.take(jnp.asarray(t)))
 
 
-def _chunk_inputs(inputs: LossInputs, visit: Visit, n: int) -> LossInputs:
+def chunk_inputs(inputs: LossInputs, visit: Visit, n: int) -> LossInputs:
     """The chunk's loss constants; the padding of the last chunk is masked out."""
 
     def take(leaf: Array) -> Array:
@@ -87,12 +87,12 @@ def _chunk_inputs(inputs: LossInputs, visit: Visit, n: int) -> LossInputs:
     return dataclasses.replace(part, mask=part.mask & visit.inside(n))
 
 
-def _chunk_hidden(visit: Visit, h: Array) -> Array:
+def chunk_hidden(visit: Visit, h: Array) -> Array:
     """The chunk's hidden states; zeros as the padding of the last chunk, since a dead token may hold NaN."""
     return jnp.where(visit.inside(h.shape[0])[:, None], visit.take(h), jnp.zeros((), h.dtype))
 
 
-def _sweep_stats(
+def sweep_stats(
     c: SweepConfig,
     sweep: Sweep,
     out: TokenStats,
@@ -102,8 +102,8 @@ def _sweep_stats(
     transform: LogitTransform,
 ) -> TokenStats:
     def body(visit: Visit, out: TokenStats) -> TokenStats:
-        x = raw_logits(_chunk_hidden(visit, h), head, c.logits_dtype)
-        t, inside = _chunk_transform(transform, visit), visit.inside(h.shape[0])
+        x = raw_logits(chunk_hidden(visit, h), head, c.logits_dtype)
+        t, inside = chunk_transform(transform, visit), visit.inside(h.shape[0])
         return jax.tree.map(visit.put, out, c.rows.statistics(x, visit.take(targets), t, inside))
 
     return sweep.run(body, out)
@@ -114,8 +114,8 @@ def token_stats(
 ) -> TokenStats:
     """Statistics of flattened tokens ``h [N, H]``: one matmul per live token."""
     n = h.shape[0]
-    sweep = whole_sweep(n, c.chunk) if live is None else live_sweep(live, c.chunk)
-    return _sweep_stats(c, sweep, blank_stats(n), h, head, targets, transform)
+    sweep = sweep_over(n, live, c.chunk)
+    return sweep_stats(c, sweep, blank_stats(n), h, head, targets, transform)
 
 
 def token_sums(
@@ -123,18 +123,18 @@ def token_sums(
 ) -> RowSums:
     """Sums over the head's columns, for a shard of the vocabulary: one matmul per live token."""
     n = h.shape[0]
-    sweep = whole_sweep(n, c.chunk) if live is None else live_sweep(live, c.chunk)
+    sweep = sweep_over(n, live, c.chunk)
 
     def body(visit: Visit, out: RowSums) -> RowSums:
-        x = raw_logits(_chunk_hidden(visit, h), head, c.logits_dtype)
-        t = _chunk_transform(transform, visit)
+        x = raw_logits(chunk_hidden(visit, h), head, c.logits_dtype)
+        t = chunk_transform(transform, visit)
         return jax.tree.map(visit.put, out, c.rows.sums(x, visit.take(targets), t))
 
     return sweep.run(body, empty_sums((n,)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Accumulator:
+class Accumulator:
     """Gradient buffers of a sweep and how a chunk is added to them."""
 
     config: SweepConfig
@@ -173,18 +173,18 @@ def stats_and_gradients(
     """Grad in forward: statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
     n = h.shape[0]
     gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
-    acc = _Accumulator(c, wanted)
+    acc = Accumulator(c, wanted)
 
     def body(visit: Visit, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
         out, grads = carry
-        h_chunk = _chunk_hidden(visit, h)
+        h_chunk = chunk_hidden(visit, h)
         x = raw_logits(h_chunk, head, c.logits_dtype)
-        own, t = _chunk_inputs(inputs, visit, n), _chunk_transform(transform, visit)
+        own, t = chunk_inputs(inputs, visit, n), chunk_transform(transform, visit)
         stats, dx = c.rows.statistics_and_dx(x, visit.take(targets), t, objective, own, h.dtype)
         return jax.tree.map(visit.put, out, stats), acc.add(visit, grads, dx, h_chunk, head)
 
     stats, (dh, grads) = gradient.run(body, (blank_stats(n), acc.start(h, head)))
-    stats = _sweep_stats(c, rest, stats, h, head, targets, transform)
+    stats = sweep_stats(c, rest, stats, h, head, targets, transform)
     return stats, dh, acc.finish(grads, head)
 
 
@@ -200,7 +200,7 @@ def stats_in_gradient_order(
     """The statistics of :func:`stats_and_gradients`, to the bit, without its gradients."""
     stats = blank_stats(h.shape[0])
     for sweep in split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk):
-        stats = _sweep_stats(c, sweep, stats, h, head, targets, transform)
+        stats = sweep_stats(c, sweep, stats, h, head, targets, transform)
     return stats
 
 
@@ -217,9 +217,9 @@ def gradients(
 ) -> tuple[Array | None, HeadGrads]:
     """By recompute: gradients for given cotangents; tokens whose cotangents are all zero are not visited."""
     moving = g.any_nonzero() if live is None else g.any_nonzero() & live
-    start = _Accumulator(c, wanted).start(h, head)
+    start = Accumulator(c, wanted).start(h, head)
     dh, grads = add_gradients(c, wanted, h, head, targets, transform, moving, stats, g, start)
-    return dh, _Accumulator(c, wanted).finish(grads, head)
+    return dh, Accumulator(c, wanted).finish(grads, head)
 
 
 def add_gradients(
@@ -237,14 +237,14 @@ def add_gradients(
     """:func:`gradients` of the tokens ``moving [N]``: their rows of dH written into ``start``, the rest added to it."""
     n = h.shape[0]
     sweep = live_sweep(moving, c.chunk, c.rest_at_once)
-    acc = _Accumulator(c, wanted)
+    acc = Accumulator(c, wanted)
 
     def body(visit: Visit, carry: Any) -> Any:
-        h_chunk = _chunk_hidden(visit, h)
+        h_chunk = chunk_hidden(visit, h)
         x = raw_logits(h_chunk, head, c.logits_dtype)
         inside = visit.inside(n)
         g_chunk = jax.tree.map(lambda a: jnp.where(inside, visit.take(a), 0.0), g)
-        s_chunk, t = jax.tree.map(visit.take, stats), _chunk_transform(transform, visit)
+        s_chunk, t = jax.tree.map(visit.take, stats), chunk_transform(transform, visit)
         dx = c.rows.dx_from(x, visit.take(targets), t, s_chunk, g_chunk, h.dtype)
         return acc.add(visit, carry, dx, h_chunk, head)
 

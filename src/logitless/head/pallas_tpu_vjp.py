@@ -49,7 +49,7 @@ class TpuCall:
         )
 
 
-def _forward(
+def forward_sweep(
     c: TpuCall, h: Array, head: Head, targets: Array, t: LogitTransform, live: Array | None, direction: bool
 ) -> tuple[TokenStats, Array | None]:
     f = front(live)
@@ -64,14 +64,14 @@ def _forward(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stats(c: TpuCall, h: Array, head: Head, targets: Array, t: LogitTransform, live: Array | None) -> TokenStats:
     """Statistics of ``h [N, H]``; differentiable with respect to the hidden states, the head and its bias."""
-    return _forward(c, h, head, targets, t, live, False)[0]
+    return forward_sweep(c, h, head, targets, t, live, False)[0]
 
 
 def _stats_fwd(c: TpuCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
     derivatives.refuse(c.name, **{"temperature, softcap or scale": t})
     wants = (derivatives.wanted(h), derivatives.wanted(head.weight), derivatives.wanted(head.bias))
     h, head, targets, t, live = args = derivatives.values((h, head, targets, t, live))
-    out, direction = _forward(c, h, head, targets, t, live, wants[0] and c.logp_only)
+    out, direction = forward_sweep(c, h, head, targets, t, live, wants[0] and c.logp_only)
     return out, (derivatives.Static(wants), args, out, direction)
 
 

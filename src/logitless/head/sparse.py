@@ -34,14 +34,13 @@ from logitless.head import sparse_columns as columns_of
 from logitless.head.chunked import SweepConfig, Wanted
 from logitless.head.operator import Head, HeadGrads, dhidden, in_parameter_dtypes, raw_logits
 from logitless.head.sparse_columns import ColumnPasses, Columns
-from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.head.sparse_report import SparseReport, blank_report, chunk_report, noted
+from logitless.head.sweep import Visit, split_sweep
 from logitless.logits.chunked import blank_stats, rows_stats
 from logitless.logits.reference import transformed
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import cotangents, may_have_gradient
-from logitless.objectives.metrics import Metric, Metrics
 from logitless.objectives.objective import Objective
-from logitless.pytree import register
 from logitless.stats import StatCotangents, TokenStats, dz
 from logitless.transform import LogitTransform, pull_back
 
@@ -59,55 +58,10 @@ _PROBE = 64
 """Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class SparseReport:
-    """What a sparse backward left out, and how wide it was. Zeros where no gradient was taken."""
-
-    left_out: Array  # [N] float32: mass that each row's gradient lacks; 0 in rows that went dense
-    rows: Array  # [N] bool: rows that have a gradient
-    hard: Array  # [N] bool: rows of sparse chunks that went dense
-    chunks: Array  # () int32
-    dense_chunks: Array  # () int32
-    active: Array  # () float32: active columns, summed over the sparse chunks
-    width: Array  # () float32: columns that the backward matmuls took, summed over all chunks
-
-
-def blank_report(n: int) -> SparseReport:
-    """Nothing has happened."""
-    no, zero = jnp.zeros((n,), bool), jnp.float32(0)
-    return SparseReport(jnp.zeros((n,), jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
-
-
-def report_metrics(report: SparseReport, vocab: int) -> Metrics:
-    """The probability mass that the backward pass left out of each row, and how many columns it took.
-
-    ``left_out_mass`` (mean, ``_max``) and ``hard_rows`` are over the tokens with a gradient; ``active_columns`` is the
-    share of the vocabulary that was active in the sparse chunks, ``backward_columns`` the share that the backward
-    matmuls took in all chunks (whole slabs; 1 in dense ones), ``dense_chunks`` the share of dense chunks.
-    """
-    r = jax.lax.stop_gradient(report)
-    rows, chunks = jnp.sum(r.rows, dtype=jnp.float32), r.chunks.astype(jnp.float32)
-    dense = r.dense_chunks.astype(jnp.float32)
-    return {
-        "left_out_mass": Metric(jnp.sum(r.left_out), rows),
-        "left_out_mass_max": Metric(jnp.max(r.left_out), rows),
-        "hard_rows": Metric(jnp.sum(r.hard, dtype=jnp.float32), rows),
-        "active_columns": Metric(r.active / vocab, chunks - dense),
-        "backward_columns": Metric(r.width / vocab, chunks),
-        "dense_chunks": Metric(dense, chunks),
-    }
-
-
 def column_passes(c: SweepConfig, head: Head) -> ColumnPasses:
     """Static sizes for a head."""
     slab = columns_of.slab_width(head.vocab)
     return ColumnPasses(c.vocab_size, c.rows.tile, slab, columns_of.most_columns(head.vocab, slab))
-
-
-def row_limit(tolerance: Array, stats: TokenStats) -> Array:
-    """Mass that each row may leave out."""
-    return jnp.broadcast_to(tolerance, stats.logp.shape)
 
 
 def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_size: int) -> Callable[..., Array]:
@@ -117,7 +71,7 @@ def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_
     ``s = sum p |log p + H| <= u (log(N / u) + H)`` over N columns of mass u. Both count relative to the sum of the
     cotangents' magnitudes; without cotangents (``None``, not known yet) the mass itself counts.
     """
-    limit = row_limit(tolerance, stats)
+    limit = jnp.broadcast_to(tolerance, stats.logp.shape)
     if g is None:
         return lambda mass, every=1: ~(mass <= limit[::every])
     size = jnp.abs(g.logp) + jnp.abs(g.entropy) + jnp.abs(g.lse)
@@ -134,16 +88,16 @@ def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_
     return miss
 
 
-def _once(when: Array, body: Callable[[Any], Any], carry: Any) -> Any:
+def once(when: Array, body: Callable[[Any], Any], carry: Any) -> Any:
     """``body(carry)`` if ``when``, else ``carry``, in place."""
     return lax.fori_loop(0, when.astype(jnp.int32), lambda _, state: body(state), carry)
 
 
-def _for_hard_rows(c: SweepConfig) -> SweepConfig:
+def for_hard_rows(c: SweepConfig) -> SweepConfig:
     return dataclasses.replace(c, chunk=min(c.chunk, _HARD_CHUNK), rest_at_once=True)
 
 
-def _every(size: int) -> int:
+def probe_stride(size: int) -> int:
     """Stride of the probed rows of a chunk."""
     return max(size // _PROBE, min(size, 8))
 
@@ -173,7 +127,7 @@ def mean_row(p: ColumnPasses, head: Head) -> Array:
     return dhidden(jnp.ones((1, size), head.weight.dtype), columns_of.head_columns(head, index)) / size
 
 
-def _in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform) -> Array:
+def in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform) -> Array:
     """``[C, H]`` float32: dH of a mass in columns whose head rows are all ``c [1, H]`` and whose logits are far from
     the softcap; without the entropy's part, which depends on how the mass is spread."""
     t = t.column()
@@ -181,7 +135,7 @@ def _in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform)
     return pull_back(dz_sum, jnp.zeros_like(dz_sum), t) * c
 
 
-def _add_slabs(
+def add_slabs(
     p: ColumnPasses,
     start: Array | None,
     trips: Array,
@@ -209,11 +163,7 @@ def _add_slabs(
     return lax.fori_loop(0, trips, slab, (start, grads))
 
 
-def _trips(p: ColumnPasses, count: Array) -> Array:
-    return (count + (p.slab - 1)) // p.slab
-
-
-def _without(g: StatCotangents, rows: Array) -> StatCotangents:
+def without(g: StatCotangents, rows: Array) -> StatCotangents:
     return jax.tree.map(lambda a: jnp.where(rows, 0.0, a), g)
 
 
@@ -233,7 +183,7 @@ def stats_and_gradients(
     p = column_passes(c, head)
     backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
     gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
-    acc = chunked._Accumulator(c, wanted)
+    acc = chunked.Accumulator(c, wanted)
     common = mean_row(p, head) if wanted.hidden else None
 
     def cotangents_of(stats: TokenStats, own: LossInputs) -> StatCotangents:
@@ -243,12 +193,12 @@ def stats_and_gradients(
     def body(visit: Visit, carry: tuple[TokenStats, Any, SparseReport]) -> tuple[TokenStats, Any, SparseReport]:
         out, (dh, grads), report = carry
         size = visit.read.size
-        h_chunk, y = chunked._chunk_hidden(visit, h), visit.take(targets)
+        h_chunk, y = chunked.chunk_hidden(visit, h), visit.take(targets)
         x = raw_logits(h_chunk, head, c.logits_dtype)
-        own, t = chunked._chunk_inputs(inputs, visit, n), chunked._chunk_transform(transform, visit)
+        own, t = chunked.chunk_inputs(inputs, visit, n), chunked.chunk_transform(transform, visit)
 
         def probe() -> Array:
-            every = _every(size)
+            every = probe_stride(size)
             few_x, few_y = lax.optimization_barrier(x)[::every], y[::every]
             few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, tree) for tree in (t, own))
             stats = rows_stats(few_x, few_y, few_t, p.vocab_size, p.tile)
@@ -263,11 +213,11 @@ def stats_and_gradients(
 
         zero = jnp.zeros((size,), jnp.float32)
         unseen = (blank_stats(size), StatCotangents(zero, zero, zero), columns_of.blank_columns(p, head.vocab, size))
-        stats, g, found = _once(~probe(), look, unseen)
+        stats, g, found = once(~probe(), look, unseen)
         hard = g.any_nonzero() & misses(tolerance, stats, g, p.vocab_size)(found.left_out) & ~found.dense
-        trips, easy = _trips(p, found.count), _without(g, hard)
-        start = None if common is None else _in_their_place(common, found.left_out, easy, t)
-        dh_chunk, grads = _add_slabs(
+        trips, easy = p.slabs(found.count), without(g, hard)
+        start = None if common is None else in_their_place(common, found.left_out, easy, t)
+        dh_chunk, grads = add_slabs(
             p, start, trips, found.index, lambda index, _: columns_of.take_logits(x, index), y, t, stats, easy, h_chunk,
             head, grads,
         )  # fmt: skip
@@ -281,145 +231,16 @@ def stats_and_gradients(
             # dx stands where x stood, if it can
             return (dx if dx.dtype == x.dtype else x), stats, cotangents_of(stats, own), carry
 
-        _, stats, g, carry = _once(found.dense, dense, (x, stats, g, (dh, grads)))
+        _, stats, g, carry = once(found.dense, dense, (x, stats, g, (dh, grads)))
         rows = g.any_nonzero()
-        part = _chunk_report(p, head, found, rows, hard)
-        return jax.tree.map(visit.put, out, stats), carry, _noted(visit, report, part)
+        part = chunk_report(p, head, found, rows, hard)
+        return jax.tree.map(visit.put, out, stats), carry, noted(visit, report, part)
 
     start = (blank_stats(n), acc.start(h, head), blank_report(n))
     stats, (dh, grads), report = gradient.run(body, start)
-    stats = chunked._sweep_stats(c, rest, stats, h, head, targets, transform)
+    stats = chunked.sweep_stats(c, rest, stats, h, head, targets, transform)
     g = cotangents_of(stats, inputs)
     dh, grads = chunked.add_gradients(
-        _for_hard_rows(c), wanted, h, head, targets, transform, report.hard, stats, g, (dh, grads)
+        for_hard_rows(c), wanted, h, head, targets, transform, report.hard, stats, g, (dh, grads)
     )
     return stats, dh, in_parameter_dtypes(grads, head), report
-
-
-def _chunk_report(p: ColumnPasses, head: Head, found: Columns, rows: Array, hard: Array) -> SparseReport:
-    width = jnp.where(found.dense, head.vocab, _trips(p, found.count) * p.slab)
-    return SparseReport(
-        left_out=jnp.where(hard | ~rows | found.dense, 0.0, found.left_out),
-        rows=rows,
-        hard=hard,
-        chunks=jnp.int32(1),
-        dense_chunks=found.dense.astype(jnp.int32),
-        active=found.count.astype(jnp.float32),
-        width=width.astype(jnp.float32),
-    )
-
-
-def _noted(visit: Visit, report: SparseReport, part: SparseReport) -> SparseReport:
-    """``report`` with a chunk's own: its rows put where they stand, its counts added."""
-
-    def note(whole: Array, own: Array) -> Array:
-        return visit.put(whole, own) if whole.ndim else whole + own
-
-    return jax.tree.map(note, report, part)
-
-
-# -- by recompute ---------------------------------------------------------------------------------------------------
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class ChunkColumns:
-    """The columns that a forward sweep found for each of its chunks, for the backward sweep over the same chunks."""
-
-    index: Array  # [chunks, most] int32
-    count: Array  # [chunks] int32
-    left_out: Array  # [N] float32; infinite in the rows of dense chunks
-
-
-def _stats_sweep(n: int, chunk: int, live: Array | None) -> Sweep:
-    return whole_sweep(n, chunk) if live is None else live_sweep(live, chunk)
-
-
-def stats_and_columns(
-    c: SweepConfig,
-    wanted: Wanted,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    live: Array | None,
-    tolerance: Array,
-) -> tuple[TokenStats, ChunkColumns, SparseReport]:
-    """Statistics, one matmul per live token, and each chunk's active columns for :func:`gradients`."""
-    n = h.shape[0]
-    p = column_passes(c, head)
-    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
-    sweep = _stats_sweep(n, c.chunk, live)
-
-    def body(visit: Visit, carry: Any) -> Any:
-        out, kept, report, at = carry
-        x = raw_logits(chunked._chunk_hidden(visit, h), head, c.logits_dtype)
-        t, inside, y = chunked._chunk_transform(transform, visit), visit.inside(n), visit.take(targets)
-        stats = c.rows.statistics(x, y, t, inside)
-        every = _every(visit.read.size)
-        few_x, few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, v) for v in (x, t, stats))
-        flat = columns_of.surely_dense(p, few_x, few_t, few, inside[::every], tolerance)
-        miss = misses(tolerance, stats, None, p.vocab_size)
-
-        def look(_: Any) -> Columns:
-            return columns_of.find(p, x, y, t, stats, inside, miss, tolerance, backward)
-
-        found = _once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
-        mass = jnp.where(found.dense, jnp.inf, found.left_out)
-        kept = ChunkColumns(
-            lax.dynamic_update_index_in_dim(kept.index, found.index, at, 0),
-            lax.dynamic_update_index_in_dim(kept.count, found.count, at, 0),
-            visit.put(kept.left_out, mass),
-        )
-        part = _chunk_report(p, head, found, inside, inside & miss(found.left_out) & ~found.dense)
-        return jax.tree.map(visit.put, out, stats), kept, _noted(visit, report, part), at + 1
-
-    chunks = n // c.chunk + 3  # the rest takes one whole chunk, or at most two quarters
-    kept = ChunkColumns(
-        jnp.zeros((chunks, p.most), jnp.int32), jnp.zeros((chunks,), jnp.int32), jnp.full((n,), jnp.inf, jnp.float32)
-    )
-    stats, kept, report, _ = sweep.run(body, (blank_stats(n), kept, blank_report(n), jnp.int32(0)))
-    return stats, kept, report
-
-
-def gradients(
-    c: SweepConfig,
-    wanted: Wanted,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    live: Array | None,
-    stats: TokenStats,
-    g: StatCotangents,
-    kept: ChunkColumns,
-    tolerance: Array,
-) -> tuple[Array | None, HeadGrads]:
-    """By recompute: gradients for given cotangents, over the columns that the forward sweep found."""
-    n = h.shape[0]
-    p = column_passes(c, head)
-    acc = chunked._Accumulator(c, wanted)
-    moving = g.any_nonzero() if live is None else g.any_nonzero() & live
-    hard = moving & misses(tolerance, stats, g, p.vocab_size)(kept.left_out)
-    easy = _without(g, hard | ~moving)
-    common = mean_row(p, head) if wanted.hidden else None
-
-    def body(visit: Visit, carry: Any) -> Any:
-        (dh, grads), at = carry
-        h_chunk, y = chunked._chunk_hidden(visit, h), visit.take(targets)
-        t, s = chunked._chunk_transform(transform, visit), jax.tree.map(visit.take, stats)
-        own = jax.tree.map(lambda a: jnp.where(visit.inside(n), visit.take(a), 0.0), easy)
-        trips = jnp.where(jnp.any(own.any_nonzero()), _trips(p, kept.count[at]), 0)
-        start = None if common is None else _in_their_place(common, visit.take(kept.left_out), own, t)
-        dh_chunk, grads = _add_slabs(
-            p, start, trips, kept.index[at], lambda _, part: raw_logits(h_chunk, part, c.logits_dtype), y, t, s, own,
-            h_chunk, head, grads,
-        )  # fmt: skip
-        if dh is not None and dh_chunk is not None:
-            dh = visit.put(dh, dh_chunk)
-        return (dh, grads), at + 1
-
-    start = (acc.start(h, head), jnp.int32(0))
-    carry, _ = _stats_sweep(n, c.chunk, live).run(body, start)
-    dh, grads = chunked.add_gradients(_for_hard_rows(c), wanted, h, head, targets, transform, hard, stats, g, carry)
-    return dh, in_parameter_dtypes(grads, head)

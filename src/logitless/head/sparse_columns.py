@@ -51,6 +51,10 @@ class ColumnPasses:
     slab: int
     most: int  # active columns above which a chunk is dense; a multiple of ``slab``
 
+    def slabs(self, count: Array) -> Array:
+        """How many slabs ``count`` columns take."""
+        return (count + (self.slab - 1)) // self.slab
+
 
 def slab_width(vocab: int) -> int:
     """Columns that the backward matmuls take at a time: wide enough for a matmul, narrow enough to waste little."""

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import derivatives
-from logitless.head import chunked, sparse
+from logitless.head import chunked, sparse, sparse_recompute
 from logitless.head.operator import Head
-from logitless.head.sparse import SparseReport, blank_report
-from logitless.head.vjp import HeadCall, _as_head, _refuse, _wanted
+from logitless.head.sparse_report import SparseReport, blank_report
+from logitless.head.vjp import HeadCall, as_head, refuse, wanted
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import total_loss
 from logitless.objectives.objective import Objective
@@ -32,18 +32,18 @@ def stats(
 def _stats_fwd(
     c: HeadCall, h: Any, head: Any, targets: Any, t: Any, live: Any, tolerance: Any
 ) -> tuple[tuple[TokenStats, SparseReport], Any]:
-    _refuse(c, head, t, sparse_backward=tolerance)
-    want = _wanted(h, head)
+    refuse(c, head, t, sparse_backward=tolerance)
+    want = wanted(h, head)
     args = derivatives.values((h, head, targets, t, live, tolerance))
-    out, kept, report = sparse.stats_and_columns(c.sweep, want, *args)
+    out, kept, report = sparse_recompute.stats_and_columns(c.sweep, want, *args)
     return (out, report), (derivatives.Static(want), args, out, kept)
 
 
 def _stats_bwd(c: HeadCall, saved: Any, ct: tuple[TokenStats, SparseReport]) -> tuple[Any, ...]:
     want, (h, head, targets, t, live, tolerance), out, kept = saved
     g = derivatives.stat_cotangents(ct[0])
-    dh, grads = sparse.gradients(c.sweep, want.value, h, head, targets, t, live, out, g, kept, tolerance)
-    return dh, _as_head(head, grads), None, None, None, None
+    dh, grads = sparse_recompute.gradients(c.sweep, want.value, h, head, targets, t, live, out, g, kept, tolerance)
+    return dh, as_head(head, grads), None, None, None, None
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
@@ -68,15 +68,15 @@ def token_loss(
 def _token_loss_fwd(
     c: HeadCall, h: Any, head: Any, targets: Any, t: Any, objective: Any, inputs: Any, tolerance: Any
 ) -> tuple[tuple[Array, TokenStats, SparseReport], Any]:
-    _refuse(c, head, t, objective=objective, **{"the loss's inputs": inputs, "sparse_backward": tolerance})
-    want = _wanted(h, head)
+    refuse(c, head, t, objective=objective, **{"the loss's inputs": inputs, "sparse_backward": tolerance})
+    want = wanted(h, head)
     h, head, targets, t, objective, inputs, tolerance = derivatives.values(
         (h, head, targets, t, objective, inputs, tolerance)
     )
     out, dh, grads, report = sparse.stats_and_gradients(
         c.sweep, want, h, head, targets, t, objective, inputs, tolerance
     )
-    return (total_loss(objective, out.logp, out.entropy, inputs), out, report), (dh, _as_head(head, grads))
+    return (total_loss(objective, out.logp, out.entropy, inputs), out, report), (dh, as_head(head, grads))
 
 
 def _token_loss_bwd(c: HeadCall, saved: Any, ct: tuple[Any, TokenStats, SparseReport]) -> tuple[Any, ...]:

@@ -120,6 +120,11 @@ def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
     return Sweep(order, 0, count, count, n=live.shape[0], chunk=chunk, rest_at_once=rest_at_once)
 
 
+def sweep_over(n: int, live: Array | None, chunk: int) -> Sweep:
+    """Every token, or those where ``live [n]`` is true."""
+    return whole_sweep(n, chunk) if live is None else live_sweep(live, chunk)
+
+
 def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:
     """``(live tokens that are also active, and as many others as fill its last chunk; the other live tokens)``."""
     rank = jnp.where(live & active, 0, jnp.where(live, 1, 2))

@@ -34,7 +34,7 @@ class HeadCall:
     placement: Any = None  # parallel.spec.Placement of a call over a mesh
 
 
-def _wanted(h: Any, head: Head) -> Wanted:
+def wanted(h: Any, head: Head) -> Wanted:
     return Wanted(
         hidden=derivatives.wanted(h),
         weight=derivatives.wanted(head.weight),
@@ -43,12 +43,12 @@ def _wanted(h: Any, head: Head) -> Wanted:
     )
 
 
-def _refuse(c: HeadCall, head: Head, t: Any, **more: Any) -> None:
+def refuse(c: HeadCall, head: Head, t: Any, **more: Any) -> None:
     transform = {"temperature, softcap or scale": t}
     derivatives.refuse(c.name, **transform, lora_scale=head.lora_scale, **more)
 
 
-def _as_head(head: Head, grads: HeadGrads) -> Head:
+def as_head(head: Head, grads: HeadGrads) -> Head:
     """Cotangents in the structure of the head; ``None`` (zero) where none was computed."""
     return Head(
         weight=grads.weight,  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ def stats(c: HeadCall, h: Array, head: Head, targets: Array, t: LogitTransform, 
 
 
 def _stats_fwd(c: HeadCall, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
-    _refuse(c, head, t)
-    want = derivatives.Static(_wanted(h, head))
+    refuse(c, head, t)
+    want = derivatives.Static(wanted(h, head))
     args = derivatives.values((h, head, targets, t, live))
     out = forward.token_stats(c.sweep, *args)
     return out, (want, args, out)
@@ -78,7 +78,7 @@ def _stats_bwd(c: HeadCall, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
     want, (h, head, targets, t, live), out = saved
     g = derivatives.stat_cotangents(ct)
     dh, grads = chunked.gradients(c.sweep, want.value, h, head, targets, t, live, out, g)
-    return dh, _as_head(head, grads), None, None, None
+    return dh, as_head(head, grads), None, None, None
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
@@ -96,11 +96,11 @@ def token_loss(
 def _token_loss_fwd(
     c: HeadCall, h: Any, head: Any, targets: Any, t: Any, objective: Any, inputs: Any
 ) -> tuple[tuple[Array, TokenStats], Any]:
-    _refuse(c, head, t, objective=objective, **{"the loss's inputs": inputs})
-    want = _wanted(h, head)
+    refuse(c, head, t, objective=objective, **{"the loss's inputs": inputs})
+    want = wanted(h, head)
     h, head, targets, t, objective, inputs = derivatives.values((h, head, targets, t, objective, inputs))
     out, dh, grads = chunked.stats_and_gradients(c.sweep, want, h, head, targets, t, objective, inputs)
-    return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, _as_head(head, grads))
+    return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, as_head(head, grads))
 
 
 def _token_loss_bwd(c: HeadCall, saved: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:

@@ -246,13 +246,17 @@ def route(
         way = "statistics and dlogits in one pass (each token's gradient follows from its own statistics)"
     else:
         way = f"statistics, then dlogits from cotangents ({why})"
-    one_pass = objective is not None and why is None and chosen in ("pallas_tpu", "mosaic_gpu")
-    reads = 1 if one_pass else 2
     tiles: dict[str, Any] = {}
     if chosen in ("pallas_tpu", "mosaic_gpu"):
         tiles = dict(LogitsCall(name, chosen, v).module().describe(n, v, dtype))
     elif chosen == "chunked":
         tiles = {"rows": row_chunk(n, v)}
+    one_pass = objective is not None and why is None and chosen in ("pallas_tpu", "mosaic_gpu")
+    if one_pass and chosen == "pallas_tpu" and tiles.get("tiles", 1) > 1:
+        # A row too wide for VMEM is swept tile by tile: once for its statistics, once more for its dlogits.
+        one_pass = False
+        way = f"statistics, then dlogits: a row of {v} columns does not fit VMEM at once"
+    reads = 1 if one_pass else 2
     moved = f"logits read {reads}x ({reads * size:,} B), dlogits written once ({size:,} B)"
     if chosen == "reference":
         moved = f"up to XLA; at least {3 * size:,} B"

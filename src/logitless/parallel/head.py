@@ -85,7 +85,7 @@ def _statistics(
     if c.backend == "pallas_tpu":
         from logitless.head import pallas_tpu_vjp
 
-        return pallas_tpu_vjp._forward(c.tpu_call(), h, head, targets, t, live, direction)
+        return pallas_tpu_vjp.forward_sweep(c.tpu_call(), h, head, targets, t, live, direction)
     return forward.token_stats(c.call.sweep, h, head, targets, t, live), None
 
 
@@ -147,8 +147,8 @@ def stats(c: ShardedHead, h: Array, head: Head, targets: Array, t: LogitTransfor
 
 
 def _stats_fwd(c: ShardedHead, h: Any, head: Any, targets: Any, t: Any, live: Any) -> tuple[TokenStats, Any]:
-    vjp._refuse(c.call, head, t)
-    want = vjp._wanted(h, head)
+    vjp.refuse(c.call, head, t)
+    want = vjp.wanted(h, head)
     h, head, targets, t, live = derivatives.values((h, head, targets, t, live))
     direction = c.backend == "pallas_tpu" and c.logp_only and want.hidden
     out, d, whole = _forward(c, h, head, targets, t, live, direction, c.placement.gathers)
@@ -179,7 +179,7 @@ def _stats_bwd(c: ShardedHead, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
     out_specs = (p.token_spec, _grad_specs(p, head, want))
     run = on_devices(p, local, (p.token_spec, head_specs, *token_specs(p, args)), out_specs)
     dh, grads = run(h, head if whole is None else whole, *args)
-    return dh, vjp._as_head(head, grads), None, None, None
+    return dh, vjp.as_head(head, grads), None, None, None
 
 
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
@@ -225,8 +225,8 @@ def _loss_specs(p: Placement, h: Any, head: Any, objective: Any, *rest: Any) -> 
 def _token_loss_fwd(
     c: ShardedHead, h: Any, head: Any, targets: Any, t: Any, objective: Any, inputs: Any
 ) -> tuple[tuple[Array, TokenStats], Any]:
-    vjp._refuse(c.call, head, t, objective=objective, **{"the loss's inputs": inputs})
-    want, p = vjp._wanted(h, head), c.placement
+    vjp.refuse(c.call, head, t, objective=objective, **{"the loss's inputs": inputs})
+    want, p = vjp.wanted(h, head), c.placement
     h, head, targets, t, objective, inputs = derivatives.values((h, head, targets, t, objective, inputs))
     sweep = dataclasses.replace(c.call.sweep, partial_head=True)
 
@@ -242,7 +242,7 @@ def _token_loss_fwd(
     args = (h, head, objective, targets, t, inputs)
     out_specs = (p.token_spec, p.token_spec, _grad_specs(p, head, want))
     out, dh, grads = on_devices(p, local, _loss_specs(p, *args), out_specs)(*args)
-    return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, vjp._as_head(head, grads))
+    return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, vjp.as_head(head, grads))
 
 
 def _token_loss_bwd(c: ShardedHead, saved: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from logitless import compat
 from logitless.backends import Route
-from logitless.head import api
+from logitless.head import route as head_route
 from logitless.objectives.objective import Objective
 from logitless.planning.chips import Chip, as_if_on, chip_of, roofline_seconds
 from logitless.tiles import MIB, column_tile, platform
@@ -164,7 +164,7 @@ def plan(
         raise ValueError(f"plan: live_tokens={live_tokens}, expected 0 to {tokens}, the number of tokens.")
     item = jnp.dtype(hidden.dtype).itemsize
     with as_if_on(where):
-        route = api.route(
+        route = head_route.route(
             "plan", hidden, lm_head, objective, backend, chunk_size, memory_budget, logits_dtype, False, head_layout
         )
         work = _Work(
@@ -240,7 +240,7 @@ def _way(w: _Work, route: Route, objective: Objective | None, lm_head: Any) -> t
     plane = w.live * w.vocab * (2 * w.logit * (1 + again) + (w.item * (1 + w.gradients) if w.gradients else 0))
     dw_sum = 2 * w.vocab * w.width * w.sum_item if w.wants_head else 0
     reads = matmuls - w.wants_head
-    if not w.gradients and "fused matmul" in route.bytes_moved:  # statistics alone, no logits in memory
+    if not w.gradients and route.fused_statistics:  # statistics alone, no logits in memory
         moved = -(-w.live // _FUSED_ROWS) * w.head + w.rows
         return 1, moved, w.masked * w.rows + _FUSED_SUMS, {}
     moved = plane + sweeps * (reads * w.head + dw_sum) + matmuls * w.live * w.width * w.item
