@@ -249,3 +249,12 @@ def test_where_the_chunked_sweep_serves_instead(options):
     plain = SweepConfig(32, jnp.float32, "float32", RowPasses(128, None, "mosaic_gpu", True))
     s = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     assert forward.not_fused_because(plain, s((32, 64)), Head(s((128, 64)))) is None
+
+
+@needs_mosaic
+def test_plan_knows_that_statistics_alone_hold_no_logits():
+    hidden, head = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 8192, 4096), (151936, 4096)))
+    options = dict(objective=None, gradients=(), chip="h200")
+    fused = logitless.plan(hidden, head, **options)
+    assert fused.flops == 2 * 8192 * 4096 * 151936 and fused.temporaries < 2**27
+    assert logitless.plan(hidden, head, logits_dtype="bfloat16", **options).temporaries > 2**29
