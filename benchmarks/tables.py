@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the files under benchmarks/results: ``python benchmarks/tables.py``."""
+"""Writes docs/benchmarks.md, and the table of README.md, from benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- from h200_suite.json: begin -->\n", "<!-- end -->\n"
+
+README_CASES = {
+    "linear_bpd1_t8192_h4096_vocab151936": "8,192 tokens, H=4096, V=151936, bf16 logits",
+    "linear_bpd1_t8192_h4096_vocab151936_f32logits": "the same, f32 logits",
+    "linear_bpd1_t8192_h4096_vocab151936, a quarter": "the same, bf16 logits, a quarter of the tokens live",
+    "qwen2.5-7b, RL batch": "Qwen2.5-7B, 24,576 tokens of an RL batch",
+    "qwen2.5-1.5b, 32k context": "Qwen2.5-1.5B, 32k context, f32 logits",
+    "qwen2.5-1.5b, 128k context": "Qwen2.5-1.5B, 128k context, f32 logits",
+    "logits_bpd1_t4096_vocab151936": "given logits (1, 4096, 151936), bf16",
+}
+"""Cases of the suite that README.md shows, and what it calls them."""
 
 
 def read(name: str) -> Any:
@@ -260,6 +273,27 @@ def suite_tables() -> list[str]:
     return out
 
 
+def readme() -> str:
+    """README.md with its table made anew."""
+    arms = {"naive": "dense, log_softmax", "strong": "dense, strongest form", "kernel": "**logitless**"}
+    records = {r["name"]: r["arms"] for r in read("h200_suite.json")["records"]}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        if "error" in row:
+            return row["error"]
+        ms, memory = row["median_ms"], row["mem/compiler"]["temporaries"] / 2**20
+        return f"{ms:.2f} ms, {memory:.1f} MiB" if ms < 10 else f"{ms:.1f} ms, {memory:,.0f} MiB"
+
+    lines = [f"| | {' | '.join(arms.values())} |", "|---" * (len(arms) + 1) + "|"]
+    for name, title in README_CASES.items():
+        lines.append(f"| {title} | {' | '.join(cell(records[name].get(arm)) for arm in arms)} |")
+    text = README.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END, 1)[1]
+    return before + BEGIN + "\n".join(lines) + "\n" + END + after
+
+
 def render() -> str:
     head = [
         "# Benchmarks",
@@ -288,3 +322,4 @@ def render() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(render())
+    README.write_text(readme())

@@ -221,3 +221,18 @@ def test_the_rl_batch_is_mostly_dead_weight() -> None:
     assert 0.2 < live < 0.7
     assert not b["mask"][:, :64].any()
     assert (b["advantages"] == 0).mean() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("again", [dict(device=dict(peak=90, from_compile=False)), dict(error="boom")])
+def test_a_peak_that_the_autotuner_reached_is_measured_without_it(monkeypatch, again):
+    asked = []
+
+    def ask(job, timeout_s, environment):
+        asked.append((job.get("peak_only", False), environment["JAX_COMPILATION_CACHE_DIR"]))
+        return again if job.get("peak_only") else dict(times_ms=[1.0], device=dict(peak=500, from_compile=True))
+
+    monkeypatch.setattr(microbench.child, "ask", ask)
+    found = microbench._run_arm(microbench.BenchConfig(), dict(kernel=True))
+    assert [peak_only for peak_only, _ in asked] == [False, True] and asked[0][1] == asked[1][1]
+    assert found["times_ms"] == [1.0]
+    assert found["device"] == again.get("device", dict(peak=500, from_compile=True))

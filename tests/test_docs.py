@@ -37,3 +37,4 @@ def test_benchmark_page_is_current() -> None:
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"
+    assert tables.README.read_text() == tables.readme(), "run `python benchmarks/tables.py`"

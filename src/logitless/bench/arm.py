@@ -1,7 +1,8 @@
 """One arm of a benchmark, in a process of its own: ``python -m logitless.bench.arm '{...}'`` prints one JSON line.
 
 Inputs are made on the host and put on the device once, so that the allocator's peak is that of the loss and not of the
-input generator. The arm is timed after it was compiled and warmed up. With ``{"gradcheck": ...}`` it is a
+input generator. The arm is timed after it was compiled and warmed up; with ``peak_only`` it takes one step, for that
+peak alone. With ``{"gradcheck": ...}`` it is a
 gradcheck instead, in a process of its own for the same reason.
 """
 
@@ -72,6 +73,8 @@ def run(c: dict[str, Any]) -> dict[str, Any]:
     after_compile = _memory_peak()  # a GPU's autotuner allocates, too
     value, grads = jax.block_until_ready(compiled(x, rest))
     device = _device_memory(_memory_peak(), after_compile, (x, rest), (value, grads))
+    if c.get("peak_only"):
+        return dict(device=device)
     result = dict(
         environment=timing.environment(),
         compiler=timing.compiled_memory(compiled),

@@ -79,13 +79,15 @@ def _time_chart(record: Record) -> Bars:
 
 
 def _memory_chart(record: Record) -> Bars:
-    bars, floor, gauge = [], None, "the compiler's plan"
+    peaks = [row.get("mem/device") for row in _good(record).values()]
+    seen = all(peak and not peak.get("from_compile") for peak in peaks)  # else a peak was the autotuner's, or unknown
+    gauge = "the device's peak" if seen else "the compiler's plan"
+    bars, floor = [], None
     for i, (arm, row) in enumerate(record["arms"].items()):
         if "error" in row:
             bars.append(Bar(arm, missing=row["error"][:48]))
             continue
-        memory = row.get("mem/device") or row["mem/compiler"]
-        gauge = "the device's peak" if row.get("mem/device") else gauge
+        memory = row["mem/device"] if seen else row["mem/compiler"]
         inputs = memory.get("inputs", memory.get("arguments", 0))
         parts = (("inputs", inputs), ("outputs", memory["outputs"]), ("temporaries", memory["temporaries"]))
         bars.append(Bar(arm, tuple((k, v / MIB) for k, v in parts), _tone(arm, i)))
