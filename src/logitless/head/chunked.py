@@ -156,7 +156,7 @@ class Accumulator:
     ) -> tuple[Array | None, HeadGrads]:
         dh, grads = carry
         if dh is not None:
-            dh = visit.put(dh, dhidden(dx, head))
+            dh = visit.put(dh, dhidden(dx, head, self.config.rows.tile))
         return dh, add_dhead(grads, dx, h_chunk, head, self.config.rows.tile)
 
 
