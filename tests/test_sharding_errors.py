@@ -106,8 +106,3 @@ def test_explicit_sharding_without_the_keyword_is_refused() -> None:
     placed = jax.device_put(H, NamedSharding(m, P("data")))
     with pytest.raises(ValueError, match="explicit sharding"):
         logitless.linear_logprobs(placed, W, Y)
-
-
-def test_sparse_backward_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="sparse_backward"):
-        logitless.linear_logprobs(H, W, Y, sharding=Sharding(mesh(data=2), tokens=P("data")), sparse_backward="auto")

@@ -21,6 +21,7 @@ from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.parallel import context
 from logitless.parallel import head as parallel_head
+from logitless.parallel import sparse as parallel_sparse
 from logitless.parallel.spec import Sharding
 from logitless.stats import TokenStats
 from logitless.transform import LogitTransform
@@ -161,14 +162,26 @@ def linear_grpo_loss(
         denominator, entropy_denominator,
     )  # fmt: skip
     columns_apart = c.placement is not None and bool(c.placement.vocab)
-    if inputs.sequences is not None or chosen in ("reference", "pallas_tpu") or columns_apart:
-        live = None if mask is None else inputs.mask.reshape(y.shape)
+    live = None if mask is None else inputs.mask.reshape(y.shape)
+    statistics_first = chosen == "reference" or (chosen == "pallas_tpu" and tolerance is None)
+    if inputs.sequences is not None or statistics_first or columns_apart:
         flat, report = _stats(c, chosen, h, head, y, t, live, objective.entropy_coef is None, tolerance)
         loss, metrics = loss_of_stats(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
         return loss, _with_report(metrics, report, head)
     report = None
     if c.placement is not None:
-        loss, flat = parallel_head.token_loss(parallel_head.ShardedHead(c, chosen), h, head, y, t, objective, inputs)
+        sharded = parallel_head.ShardedHead(c, chosen)
+        if tolerance is None:
+            loss, flat = parallel_head.token_loss(sharded, h, head, y, t, objective, inputs)
+        else:
+            loss, flat, report = parallel_sparse.token_loss(sharded, h, head, y, t, objective, inputs, tolerance)
+    elif chosen == "pallas_tpu" and tolerance is not None:
+        from logitless.head import pallas_tpu_sparse_vjp
+
+        call = _tpu_call(c, objective.entropy_coef is None)
+        loss, flat, report = pallas_tpu_sparse_vjp.token_loss(
+            call, h, head, y, t, live, objective, flat_inputs(inputs), tolerance
+        )
     elif tolerance is None:
         loss, flat = vjp.token_loss(c, h, head, y, t, objective, flat_inputs(inputs))
     else:
@@ -176,6 +189,13 @@ def linear_grpo_loss(
     flat = jax.lax.stop_gradient(flat)
     metrics = metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
     return loss, _with_report(metrics, report, head)
+
+
+def _tpu_call(c: HeadCall, logp_only: bool) -> Any:
+    from logitless.head import pallas_tpu_vjp
+
+    rows = c.sweep.rows
+    return pallas_tpu_vjp.TpuCall(c.name, rows.vocab_size, c.sweep.logits_dtype, logp_only, rows.interpret)
 
 
 def _stats(
@@ -191,15 +211,18 @@ def _stats(
 ) -> tuple[TokenStats, SparseReport | None]:
     """Statistics by the chosen backend; ``logp_only``: no gradient of entropy or lse is expected."""
     if c.placement is not None:
-        return parallel_head.stats(parallel_head.ShardedHead(c, chosen, logp_only), h, head, y, t, live), None
+        sharded = parallel_head.ShardedHead(c, chosen, logp_only)
+        if tolerance is not None:
+            return parallel_sparse.stats(sharded, h, head, y, t, live, tolerance)
+        return parallel_head.stats(sharded, h, head, y, t, live), None
     if chosen == "reference":
         return reference.token_stats(h, head, y, t, c.sweep.vocab_size, live, c.sweep.logits_dtype), None
     if chosen == "pallas_tpu":
-        from logitless.head import pallas_tpu_vjp
+        from logitless.head import pallas_tpu_sparse_vjp, pallas_tpu_vjp
 
-        rows = c.sweep.rows
-        call = pallas_tpu_vjp.TpuCall(c.name, rows.vocab_size, c.sweep.logits_dtype, logp_only, rows.interpret)
-        return pallas_tpu_vjp.stats(call, h, head, y, t, live), None
+        if tolerance is not None:
+            return pallas_tpu_sparse_vjp.stats(_tpu_call(c, logp_only), h, head, y, t, live, tolerance)
+        return pallas_tpu_vjp.stats(_tpu_call(c, logp_only), h, head, y, t, live), None
     if tolerance is not None:
         return sparse_vjp.stats(c, h, head, y, t, live, tolerance)
     return vjp.stats(c, h, head, y, t, live), None

@@ -192,23 +192,20 @@ def choose(
     if sparse_wanted and backend == "reference":
         raise NotImplementedError(
             f"{name}: backend='reference' has no sparse backward, it is the dense baseline. "
-            "Use backend=None, 'chunked' or 'mosaic_gpu', or sparse_backward='off'."
-        )
-    if sparse_wanted and placement is not None:
-        raise NotImplementedError(
-            f"{name}: sparse_backward does not work with sharding= yet; leave one of them out, or call it inside your "
-            "own shard_map."
+            "Use backend=None, 'chunked', 'mosaic_gpu' or 'pallas_tpu', or sparse_backward='off'."
         )
 
     def check(kernel: str) -> None:
         if kernel == "pallas_tpu":
-            from logitless.head import pallas_tpu
+            from logitless.head import pallas_tpu, pallas_tpu_sparse
 
-            if sparse_wanted:
-                raise NotImplementedError("it has no sparse backward yet")
             if head.lora_a is not None:
                 raise NotImplementedError("it has no LoRA yet")
+            if sparse_wanted and placement is not None:
+                raise NotImplementedError("its sparse backward does not work with sharding= yet")
             pallas_tpu.check(h, head.weight, layout=head.layout, bias=head.bias, logits_dtype=dtype)
+            if sparse_wanted:
+                pallas_tpu_sparse.check(head, dtype)
         else:
             from logitless.logits import mosaic_gpu
 

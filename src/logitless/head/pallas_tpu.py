@@ -3,6 +3,7 @@
 Over flattened tokens, live ones first (``n_live``, traced; later token tiles are skipped and fetch nothing):
 
     token_stats                one matmul      statistics
+    token_stats_and_maxima     one matmul      statistics, bit-identical to those, and columns' largest probabilities
     token_stats_and_direction  two matmuls     statistics, bit-identical to those, and d logp / d hidden
     dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
     dhead                      two matmuls     dW in its final dtype, dbias
@@ -56,7 +57,7 @@ def check(hidden: Any, lm_head: Any, *, layout: Layout, bias: Any = None, logits
     if n == 0:
         raise NotImplementedError("pallas_tpu: there are no tokens.")
     for kernel in ("forward", "dhidden", "dhead"):
-        _tiles(kernel, hidden, lm_head, layout)  # type: ignore[arg-type]
+        tiles_of(kernel, hidden, lm_head, layout)  # type: ignore[arg-type]
 
 
 def describe(hidden: Any, lm_head: Any, *, layout: Layout) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def describe(hidden: Any, lm_head: Any, *, layout: Layout) -> dict[str, Any]:
     head, rows = vocab * width * item, n * width * item
     out: dict[str, Any] = {}
     for kernel in ("forward", "dhidden", "dhead"):
-        t = _tiles(kernel, hidden, lm_head, layout)  # type: ignore[arg-type]
+        t = tiles_of(kernel, hidden, lm_head, layout)  # type: ignore[arg-type]
         if kernel == "dhead":
             moved = pl.cdiv(vocab, t.vocab) * rows * (1 if layout == "vh" else 2) + 2 * head
         else:
@@ -88,7 +89,7 @@ def describe(hidden: Any, lm_head: Any, *, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _tiles(kernel: Kernel, hidden: Any, lm_head: Any, layout: Layout) -> Tiles:
+def tiles_of(kernel: Kernel, hidden: Any, lm_head: Any, layout: Layout) -> Tiles:
     n, width = hidden.shape
     vocab = lm_head.shape[0 if layout == "vh" else 1]
     return choose(kernel, n, width, vocab, jnp.dtype(hidden.dtype).itemsize, layout, compat.tpu_vmem_bytes())
@@ -130,7 +131,7 @@ def _prepare(
         layout=layout,
         vocab=vocab,
         vocab_size=vocab if vocab_size is None else vocab_size,
-        tiles=tiles or _tiles(kernel, hidden, lm_head, layout),
+        tiles=tiles or tiles_of(kernel, hidden, lm_head, layout),
         logits_dtype=jnp.dtype(logits_dtype),
         has_bias=bias is not None,
         has_temperature=t is not None,
@@ -186,7 +187,7 @@ def token_sums(
     )
     return forward_sweep(
         call.spec, hidden, lm_head, call.targets, call.bias, call.temperature, call.scalars, call.n_live, direction
-    )
+    )[:3]
 
 
 def token_direction(
@@ -257,6 +258,37 @@ def token_stats(
         logits_dtype=logits_dtype, interpret=interpret, tiles=tiles,
     )  # fmt: skip
     return _statistics(sums, lm_head, targets, layout, vocab_size, n_live)
+
+
+def token_stats_and_maxima(
+    hidden: Array,
+    lm_head: Array,
+    targets: Array,
+    floor: Array,
+    *,
+    layout: Layout,
+    bias: Array | None = None,
+    transform: LogitTransform,
+    vocab_size: int | None = None,
+    n_live: Array | int | None = None,
+    logits_dtype: Any = jnp.float32,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
+) -> tuple[TokenStats, Array]:
+    """``(statistics [N], maxima [vocab_size] float32)``: for every column an upper bound of its largest log-probability
+    over the tokens whose ``floor [N]``, a lower bound of their logsumexp, is finite and whose target it is not. The
+    statistics are those of :func:`token_stats` to the bit. One matmul."""
+    call = _prepare(
+        "forward", hidden, lm_head, targets, layout, bias, transform, vocab_size, n_live, logits_dtype, interpret, tiles
+    )
+    floor = jnp.where(call.live, floor, jnp.inf)
+    sums, _, _, maxima = forward_sweep(
+        call.spec, hidden, lm_head, call.targets, call.bias, call.temperature, call.scalars, call.n_live, False, floor
+    )
+    assert maxima is not None
+    written = jnp.arange(maxima.shape[0]) * call.spec.tiles.tokens < call.n_live[0]
+    best = jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
+    return _statistics(sums, lm_head, targets, layout, vocab_size, n_live), best
 
 
 def token_stats_and_direction(

@@ -32,6 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from logitless import compat
 from logitless.head.pallas_tpu_forward import (
     LOG_ZERO,
+    clear_dead,
     clear_outside,
     dot,
     head_tile,
@@ -106,12 +107,6 @@ def _dhidden_kernel(
         pl.when(live & (j == last))(functools.partial(step, spec.tail_width, spec.tail % LANES != 0))
 
 
-def _clear_dead(ref: Any, axis: int, kept: Any) -> None:
-    """Zero the tokens of a block from ``kept`` on: dead ones may hold anything, and a block may end after the array."""
-    inside = jax.lax.broadcasted_iota(jnp.int32, ref.shape, axis) < kept
-    ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
-
-
 def _dhead_kernel(spec: Spec, n: int, want_bias: bool, n_live: Any, scalars: Any, h_ref: Any, *rest: Any) -> None:
     refs = list(rest)
     vh = spec.layout == "vh"
@@ -138,9 +133,9 @@ def _dhead_kernel(spec: Spec, n: int, want_bias: bool, n_live: Any, scalars: Any
 
         @pl.when(live & ((i + 1) * tokens > count))
         def _() -> None:
-            _clear_dead(h_ref, 0, count - i * tokens)
+            clear_dead(h_ref, 0, count - i * tokens)
             if ht_ref is not None:
-                _clear_dead(ht_ref, 1, count - i * tokens)
+                clear_dead(ht_ref, 1, count - i * tokens)
 
     def step(masked: bool) -> None:
         h, w = h_ref[...], w_ref[...]

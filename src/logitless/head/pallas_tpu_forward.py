@@ -10,6 +10,14 @@ with the exponentials rounded to the head's dtype before the matmul, as dlogits 
 queries ``h`` and keys and values ``W``. With and without the direction the statistics come from the same instructions
 on the same tiles: they are bit-identical.
 
+For a sparse backward (``pallas_tpu_sparse.py``) the sweep also gives, per token tile, the maximum over its tokens of
+
+    z_v - b        b = max(floor, logsumexp of the columns seen so far), floor known beforehand: the target's logit
+
+for every column v (at a token's own target its other tokens count). ``b`` is at most the logsumexp of the row, so no
+column is missed; a column swept before the row's leading one may look more probable than it is. Tokens that do not
+count have an infinite floor. Two more operations an element, ``4 V`` bytes written per token tile.
+
 Cost: one matmul (``2 N H V`` FLOP) for statistics, two with the direction. HBM bytes: W once per token tile
 (``ceil(N / tokens) V H b``), ``N H b`` of hidden states, ``4 N H`` written for ``E``.
 
@@ -81,8 +89,15 @@ def clear_outside(spec: Spec, w_ref: Any, width: int) -> None:
         w_ref[:, :width] = cleared
 
 
-def _absorb(sums: RowSums, z: Array, is_target: Array) -> tuple[RowSums, Array, Array]:
-    """``sums [T, 1]`` with the columns of ``z [T, C]`` taken in; also ``exp(z - m)`` and the factor on what was there.
+def clear_dead(ref: Any, axis: int, kept: Any) -> None:
+    """Zero the tokens of a block from ``kept`` on: dead ones may hold anything, and a block may end after the array."""
+    inside = jax.lax.broadcasted_iota(jnp.int32, ref.shape, axis) < kept
+    ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
+
+
+def _absorb(sums: RowSums, z: Array, is_target: Array) -> tuple[RowSums, Array, Array, Array]:
+    """``sums [T, 1]`` with the columns of ``z [T, C]`` taken in; also ``exp(z - m)``, the factor on what was there, and
+    ``z - m``, ``-inf`` at the target.
 
     The same sums as ``merge(sums, row_sums(z, is_target))``, relative to the new maximum at once, so that the
     exponentials serve the expected head row too.
@@ -104,18 +119,29 @@ def _absorb(sums: RowSums, z: Array, is_target: Array) -> tuple[RowSums, Array, 
         squares=a * a * sums.squares + total(e * e),
         target=sums.target,
     )
-    return absorbed, e, a
+    return absorbed, e, a, shifted
 
 
 def _kernel(
-    spec: Spec, direction: bool, n_live: Any, scalars: Any, h_ref: Any, w_ref: Any, y_ref: Any, *rest: Any
+    spec: Spec,
+    n: int,
+    direction: bool,
+    maxima: bool,
+    n_live: Any,
+    scalars: Any,
+    h_ref: Any,
+    w_ref: Any,
+    y_ref: Any,
+    *rest: Any,
 ) -> None:
     """One (token tile, vocabulary tile) step; scratch carries the sums, the output block carries ``E``."""
     refs = list(rest)
+    floor_ref = refs.pop(0) if maxima else None
     t_ref = refs.pop(0) if spec.per_token_temperature else None
     b_ref = refs.pop(0) if spec.has_bias else None
     out_ref = refs.pop(0)
     e_ref = refs.pop(0) if direction else None
+    best_ref = refs.pop(0) if maxima else None
     m_ref, s_ref, a_ref, q_ref, x_ref = refs
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
@@ -126,6 +152,13 @@ def _kernel(
         m_ref[...] = jnp.full_like(m_ref, LOW)
         for ref in (s_ref, a_ref, q_ref, x_ref) if e_ref is None else (s_ref, a_ref, q_ref, x_ref, e_ref):
             ref[...] = jnp.zeros_like(ref)
+
+    if maxima and not (spec.all_live and n % spec.tiles.tokens == 0):
+        count = n if spec.all_live else n_live[0]
+
+        @pl.when(live & (j == 0) & ((i + 1) * spec.tiles.tokens > count))
+        def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
+            clear_dead(h_ref, 0, count - i * spec.tiles.tokens)
 
     def step(width: int, masked: bool) -> None:
         if masked and direction:
@@ -138,9 +171,12 @@ def _kernel(
             z = jnp.where(column < spec.tail, z, NEG_INF)
         is_target = column == y_ref[...] - j * spec.tiles.vocab
         sums = RowSums(m_ref[...], s_ref[...], a_ref[...], q_ref[...], x_ref[...])
-        sums, e, a = _absorb(sums, z, is_target)
+        sums, e, a, shifted = _absorb(sums, z, is_target)
         m_ref[...], s_ref[...], a_ref[...], q_ref[...] = sums.maximum, sums.total, sums.centred, sums.squares
         x_ref[...] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
+        if floor_ref is not None and best_ref is not None:
+            bound = jnp.maximum(floor_ref[...], sums.maximum + jnp.log(sums.total))
+            best_ref[0, :, :width] = jnp.max(shifted + (sums.maximum - bound), axis=0, keepdims=True)
         if e_ref is None:
             return
         if spec.has_softcap:
@@ -209,11 +245,13 @@ def forward_sweep(
     scalars: Array,
     n_live: Array,
     direction: bool,
-) -> tuple[RowSums, Array, Array | None]:
-    """``(sums [N], raw target logit [N], E [N, H] or None)``; rows of dead tiles are not written.
+    floor: Array | None = None,
+) -> tuple[RowSums, Array, Array | None, Array | None]:
+    """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None)``; what belongs to
+    dead tiles is not written.
 
     ``hidden [N, H]``, ``targets [N]`` int32, ``bias [V]`` float32, ``temperature [N]``, ``scalars [3]``,
-    ``n_live [1]``.
+    ``n_live [1]``; ``floor [N]`` asks for the maxima.
     """
     n, width = hidden.shape
     tokens = spec.tiles.tokens
@@ -221,6 +259,9 @@ def forward_sweep(
     large = [(name, compat.in_hbm(x, spec.interpret)) for name, x in (("hidden", hidden), ("head", lm_head))]
     operands: list[tuple[str, Array]] = [("scalars", scalars), *large]
     operands.append(("token", targets[:, None]))
+    if floor is not None:
+        # Rows of the last block beyond the array must not count, whatever would stand there.
+        operands.append(("token", jnp.pad(floor, (0, -n % tokens), constant_values=jnp.inf)[:, None]))
     if temperature is not None:
         operands.append(("token", temperature[:, None]))
     if bias is not None:
@@ -238,8 +279,13 @@ def forward_sweep(
     matmuls = 2 if direction else 1
     passes = pl.cdiv(n, tokens)
     moved = passes * lm_head.nbytes + hidden.nbytes + (4 * n * width if direction else 0)
+    if floor is not None:
+        out_specs.append(pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j)))
+        out_shape.append(jax.ShapeDtypeStruct((passes, 1, spec.vocab_size), jnp.float32))
+        moved += 4 * passes * spec.vocab_size
+    what = "direction" if direction else "stats" if floor is None else "maxima"
     out = pl.pallas_call(
-        functools.partial(_kernel, spec, direction),
+        functools.partial(_kernel, spec, n, direction, floor is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(passes, spec.vocab_steps),
@@ -254,8 +300,13 @@ def forward_sweep(
         cost_estimate=pl.CostEstimate(
             flops=matmuls * 2 * n * width * spec.vocab_size, transcendentals=n * spec.vocab_size, bytes_accessed=moved
         ),
-        name=f"head_{'direction' if direction else 'stats'}_t{tokens}_v{spec.tiles.vocab}",
+        name=f"head_{what}_t{tokens}_v{spec.tiles.vocab}",
         interpret=spec.interpret,
     )(n_live, *(x for _, x in operands))
     sums = out[0]
-    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], out[1] if direction else None
+    return (
+        RowSums(*(sums[:, k] for k in range(5))),
+        sums[:, 5],
+        out[1] if direction else None,
+        None if floor is None else out[-1][:, 0],
+    )

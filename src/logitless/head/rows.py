@@ -34,6 +34,11 @@ class RowPasses:
     kernel: str = "xla"  # or "mosaic_gpu"
     interpret: bool = False
 
+    @property
+    def in_place(self) -> bool:
+        """Whether dx is made in the place, and so in the dtype, of ``x``; another dtype is a copy of it."""
+        return self.kernel == "mosaic_gpu"
+
     def _kernel(self) -> Any:
         from logitless.logits import mosaic_gpu
 

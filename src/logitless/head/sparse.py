@@ -32,7 +32,7 @@ from jax import Array, lax
 from logitless.head import chunked
 from logitless.head import sparse_columns as columns_of
 from logitless.head.chunked import SweepConfig, Wanted
-from logitless.head.operator import Head, HeadGrads, dhidden, in_parameter_dtypes, raw_logits
+from logitless.head.operator import Head, HeadGrads, dhidden, raw_logits
 from logitless.head.sparse_columns import ColumnPasses, Columns
 from logitless.head.sparse_report import SparseReport, blank_report, chunk_report, noted
 from logitless.head.sweep import Visit, split_sweep
@@ -102,7 +102,7 @@ def probe_stride(size: int) -> int:
     return max(size // _PROBE, min(size, 8))
 
 
-def _slab_dx(
+def slab_dx(
     p: ColumnPasses, x: Array, index: Array, y: Array, t: LogitTransform, s: TokenStats, g: StatCotangents, dtype: Any
 ) -> Array:
     """dx of the gathered columns ``index``; zero in unused slots, which lie beyond the vocabulary."""
@@ -155,7 +155,7 @@ def add_slabs(
         dh, grads = carry
         own = lax.dynamic_slice_in_dim(index, i * p.slab, p.slab)
         part = columns_of.head_columns(head, own)
-        dx = _slab_dx(p, logits(own, part), own, y, t, stats, g, h.dtype)
+        dx = slab_dx(p, logits(own, part), own, y, t, stats, g, h.dtype)
         if dh is not None:
             dh = dh + dhidden(dx, part)
         return dh, columns_of.add_head_columns(grads, own, dx, h, part)
@@ -226,9 +226,9 @@ def stats_and_gradients(
 
         def dense(state: Any) -> Any:
             x, _, _, carry = state
-            stats, dx = c.rows.statistics_and_dx(x, y, t, objective, own, h.dtype)
-            carry = acc.add(visit, carry, dx, h_chunk, head)
-            # dx stands where x stood, if it can
+            stats, dx = c.rows.statistics_and_dx(x, y, t, objective, own, x.dtype if c.rows.in_place else h.dtype)
+            carry = acc.add(visit, carry, dx.astype(h.dtype), h_chunk, head)
+            # What a loop hands on must not be overwritten: if x were, the kernel would write dx over a copy of it.
             return (dx if dx.dtype == x.dtype else x), stats, cotangents_of(stats, own), carry
 
         _, stats, g, carry = once(found.dense, dense, (x, stats, g, (dh, grads)))
@@ -243,4 +243,4 @@ def stats_and_gradients(
     dh, grads = chunked.add_gradients(
         for_hard_rows(c), wanted, h, head, targets, transform, report.hard, stats, g, (dh, grads)
     )
-    return stats, dh, in_parameter_dtypes(grads, head), report
+    return stats, dh, acc.finish(grads, head), report

@@ -39,6 +39,9 @@ _ROWS_THAT_CHOOSE = 128
 """Rows of a chunk on which the thresholds are tried. Which one is taken is a matter of cost; what it leaves out is then
 computed for every row."""
 
+_MASS_COLUMNS = 32768
+"""Most columns whose probabilities stand in memory while the thresholds are tried."""
+
 _LANES = 128
 
 
@@ -112,7 +115,8 @@ def masses(c: ColumnPasses, x: Array, t: LogitTransform, stats: TokenStats, leve
         beyond = (_slice(level, start, size)[:, None] > jnp.arange(last)[None, :]).astype(jnp.float32)
         return sums + jnp.matmul(p, beyond, precision=lax.Precision.HIGHEST)
 
-    return over_columns(x.shape[-1], c.tile, step, jnp.zeros((x.shape[0], last), jnp.float32)).T
+    tile = c.tile or _MASS_COLUMNS
+    return over_columns(x.shape[-1], tile, step, jnp.zeros((x.shape[0], last), jnp.float32)).T
 
 
 def left_out(c: ColumnPasses, x: Array, t: LogitTransform, stats: TokenStats, inactive: Array) -> Array:

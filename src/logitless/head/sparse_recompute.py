@@ -3,6 +3,9 @@
     forward    x = h W^T (M), statistics, active columns
     backward   x, dx, dh and dW over the K columns kept (3 M K / V); hard rows and those of dense chunks: all columns
 
+Where statistics are complete only after the sweep that makes them (a shard of the vocabulary), the columns are found by
+a second one (:func:`known_columns`, one more M).
+
 For sequence-level objectives, and cotangents that arrive later (``sparse.py`` has the rest).
 """
 
@@ -18,8 +21,8 @@ from jax import Array, lax
 from logitless.head import chunked, sparse
 from logitless.head import sparse_columns as columns_of
 from logitless.head.chunked import SweepConfig, Wanted
-from logitless.head.operator import Head, HeadGrads, in_parameter_dtypes, raw_logits
-from logitless.head.sparse_columns import Columns
+from logitless.head.operator import Head, HeadGrads, raw_logits
+from logitless.head.sparse_columns import ColumnPasses, Columns
 from logitless.head.sparse_report import SparseReport, blank_report, chunk_report, noted
 from logitless.head.sweep import Visit, sweep_over
 from logitless.logits.chunked import blank_stats
@@ -36,6 +39,22 @@ class ChunkColumns:
     index: Array  # [chunks, most] int32
     count: Array  # [chunks] int32
     left_out: Array  # [N] float32; infinite in the rows of dense chunks
+
+    def with_chunk(self, at: Array, visit: Visit, found: Columns) -> ChunkColumns:
+        """The ``at``-th chunk's columns in their place."""
+        mass = jnp.where(found.dense, jnp.inf, found.left_out)
+        return ChunkColumns(
+            lax.dynamic_update_index_in_dim(self.index, found.index, at, 0),
+            lax.dynamic_update_index_in_dim(self.count, found.count, at, 0),
+            visit.put(self.left_out, mass),
+        )
+
+
+def _nothing_kept(c: SweepConfig, p: ColumnPasses, n: int) -> ChunkColumns:
+    chunks = n // c.chunk + 3  # the rest takes one whole chunk, or at most two quarters
+    return ChunkColumns(
+        jnp.zeros((chunks, p.most), jnp.int32), jnp.zeros((chunks,), jnp.int32), jnp.full((n,), jnp.inf, jnp.float32)
+    )
 
 
 def stats_and_columns(
@@ -68,21 +87,58 @@ def stats_and_columns(
             return columns_of.find(p, x, y, t, stats, inside, miss, tolerance, backward)
 
         found = sparse.once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
-        mass = jnp.where(found.dense, jnp.inf, found.left_out)
-        kept = ChunkColumns(
-            lax.dynamic_update_index_in_dim(kept.index, found.index, at, 0),
-            lax.dynamic_update_index_in_dim(kept.count, found.count, at, 0),
-            visit.put(kept.left_out, mass),
-        )
+        kept = kept.with_chunk(at, visit, found)
         part = chunk_report(p, head, found, inside, inside & miss(found.left_out) & ~found.dense)
         return jax.tree.map(visit.put, out, stats), kept, noted(visit, report, part), at + 1
 
-    chunks = n // c.chunk + 3  # the rest takes one whole chunk, or at most two quarters
-    kept = ChunkColumns(
-        jnp.zeros((chunks, p.most), jnp.int32), jnp.zeros((chunks,), jnp.int32), jnp.full((n,), jnp.inf, jnp.float32)
-    )
-    stats, kept, report, _ = sweep.run(body, (blank_stats(n), kept, blank_report(n), jnp.int32(0)))
+    start = (blank_stats(n), _nothing_kept(c, p, n), blank_report(n), jnp.int32(0))
+    stats, kept, report, _ = sweep.run(body, start)
     return stats, kept, report
+
+
+def known_columns(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    live: Array | None,
+    stats: TokenStats,
+    tolerance: Array,
+    share: Array,
+) -> tuple[ChunkColumns, SparseReport]:
+    """Each chunk's active columns of a head that has a part of the vocabulary, from the statistics of the whole.
+
+    One matmul per live token; none for chunks that a few of their rows show to be dense. ``tolerance`` is that of the
+    whole vocabulary, against which columns are judged, ``share`` what a row may leave out here if nobody knows what it
+    leaves out elsewhere. Which rows are hard is not decided here: the report has none, and all of the masses.
+    """
+    n = h.shape[0]
+    p = sparse.column_passes(c, head)
+    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
+
+    def body(visit: Visit, carry: Any) -> Any:
+        kept, report, at = carry
+        h_chunk, y, inside = chunked.chunk_hidden(visit, h), visit.take(targets), visit.inside(n)
+        t, own = chunked.chunk_transform(transform, visit), jax.tree.map(visit.take, stats)
+        every = sparse.probe_stride(visit.read.size)
+        few_h, few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, v) for v in (h_chunk, t, own))
+        few_x = raw_logits(few_h, head, c.logits_dtype)
+        flat = columns_of.surely_dense(p, few_x, few_t, few, inside[::every], tolerance)
+        miss = sparse.misses(share, own, None, p.vocab_size)
+
+        def look(_: Any) -> Columns:
+            x = raw_logits(h_chunk, head, c.logits_dtype)
+            return columns_of.find(p, x, y, t, own, inside, miss, tolerance, backward)
+
+        found = sparse.once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
+        part = chunk_report(p, head, found, inside, jnp.zeros_like(inside))
+        return kept.with_chunk(at, visit, found), noted(visit, report, part), at + 1
+
+    start = (_nothing_kept(c, p, n), blank_report(n), jnp.int32(0))
+    kept, report, _ = sweep_over(n, live, c.chunk).run(body, start)
+    return kept, report
 
 
 def gradients(
@@ -99,11 +155,29 @@ def gradients(
     tolerance: Array,
 ) -> tuple[Array | None, HeadGrads]:
     """By recompute: gradients for given cotangents, over the columns that the forward sweep found."""
+    hard = sparse.misses(tolerance, stats, g, c.vocab_size)(kept.left_out)
+    return gradients_beside(c, wanted, h, head, targets, transform, live, stats, g, kept, hard)
+
+
+def gradients_beside(
+    c: SweepConfig,
+    wanted: Wanted,
+    h: Array,
+    head: Head,
+    targets: Array,
+    transform: LogitTransform,
+    live: Array | None,
+    stats: TokenStats,
+    g: StatCotangents,
+    kept: ChunkColumns,
+    hard: Array,
+) -> tuple[Array | None, HeadGrads]:
+    """:func:`gradients` where it is known which rows are ``hard [N]``: those go through all columns."""
     n = h.shape[0]
     p = sparse.column_passes(c, head)
     acc = chunked.Accumulator(c, wanted)
     moving = g.any_nonzero() if live is None else g.any_nonzero() & live
-    hard = moving & sparse.misses(tolerance, stats, g, p.vocab_size)(kept.left_out)
+    hard = hard & moving
     easy = sparse.without(g, hard | ~moving)
     common = sparse.mean_row(p, head) if wanted.hidden else None
 
@@ -126,4 +200,4 @@ def gradients(
     carry, _ = sweep_over(n, live, c.chunk).run(body, start)
     few = sparse.for_hard_rows(c)
     dh, grads = chunked.add_gradients(few, wanted, h, head, targets, transform, hard, stats, g, carry)
-    return dh, in_parameter_dtypes(grads, head)
+    return dh, acc.finish(grads, head)

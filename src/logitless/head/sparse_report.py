@@ -22,7 +22,7 @@ class SparseReport:
 
     left_out: Array  # [N] float32: mass that each row's gradient lacks; 0 in rows that went dense
     rows: Array  # [N] bool: rows that have a gradient
-    hard: Array  # [N] bool: rows of sparse chunks that went dense
+    hard: Array  # [N]: rows of sparse chunks that went dense; bool, or over vocabulary shards their share, float32
     chunks: Array  # () int32
     dense_chunks: Array  # () int32
     active: Array  # () float32: active columns, summed over the sparse chunks

@@ -176,7 +176,7 @@ def _stats_bwd(c: ShardedHead, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
 
     args = (targets, t, live, out, g, direction)
     head_specs = collectives.head_specs(p, head, gathered=True)
-    out_specs = (p.token_spec, _grad_specs(p, head, want))
+    out_specs = (p.token_spec, grad_specs(p, head, want))
     run = on_devices(p, local, (p.token_spec, head_specs, *token_specs(p, args)), out_specs)
     dh, grads = run(h, head if whole is None else whole, *args)
     return dh, vjp.as_head(head, grads), None, None, None
@@ -185,7 +185,7 @@ def _stats_bwd(c: ShardedHead, saved: Any, ct: TokenStats) -> tuple[Any, ...]:
 stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
 
 
-def _grad_specs(p: Placement, head: Head, want: Wanted) -> HeadGrads:
+def grad_specs(p: Placement, head: Head, want: Wanted) -> HeadGrads:
     """The PartitionSpec of each gradient that is asked for."""
     specs = collectives.head_specs(p, head)
     return HeadGrads(
@@ -213,11 +213,11 @@ def token_loss(
         return unflat(found, targets.shape)
 
     args = (h, head, objective, targets, t, inputs)
-    out = on_devices(p, local, _loss_specs(p, *args), p.token_spec)(*args)
+    out = on_devices(p, local, loss_specs(p, *args), p.token_spec)(*args)
     return total_loss(objective, out.logp, out.entropy, inputs), out
 
 
-def _loss_specs(p: Placement, h: Any, head: Any, objective: Any, *rest: Any) -> Any:
+def loss_specs(p: Placement, h: Any, head: Any, objective: Any, *rest: Any) -> Any:
     numbers = jax.tree.map(lambda _: PartitionSpec(), objective)
     return p.token_spec, collectives.head_specs(p, head), numbers, *token_specs(p, rest)
 
@@ -240,8 +240,8 @@ def _token_loss_fwd(
         return unflat(found, targets.shape), dh, collectives.reduce_grads(p, grads, head)
 
     args = (h, head, objective, targets, t, inputs)
-    out_specs = (p.token_spec, p.token_spec, _grad_specs(p, head, want))
-    out, dh, grads = on_devices(p, local, _loss_specs(p, *args), out_specs)(*args)
+    out_specs = (p.token_spec, p.token_spec, grad_specs(p, head, want))
+    out, dh, grads = on_devices(p, local, loss_specs(p, *args), out_specs)(*args)
     return (total_loss(objective, out.logp, out.entropy, inputs), out), (dh, vjp.as_head(head, grads))
 
 

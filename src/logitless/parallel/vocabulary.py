@@ -42,7 +42,7 @@ def statistics(
         return _tpu_statistics(c, h, head, targets, own, t, live, direction)
 
     def sums(columns: int) -> RowSums:
-        return chunked.token_sums(_with_columns(c.call.sweep, columns), h, head, own, t, live)
+        return chunked.token_sums(with_columns(c.call.sweep, columns), h, head, own, t, live)
 
     local = by_columns(c.placement, vocab_size, head.vocab, sums, no_columns)
     return finished(c.placement.vocab, local, targets, vocab_size, live), None
@@ -59,7 +59,7 @@ def finished(axes: tuple[str, ...], local: RowSums, targets: Array, vocab_size: 
     return lax.optimization_barrier(masked_stats(stats, live))
 
 
-def _with_columns(sweep: SweepConfig, columns: int) -> SweepConfig:
+def with_columns(sweep: SweepConfig, columns: int) -> SweepConfig:
     return dataclasses.replace(sweep, rows=dataclasses.replace(sweep.rows, vocab_size=columns))
 
 
@@ -124,7 +124,7 @@ def gradients(
 
     def local(columns: int) -> tuple[Array | None, HeadGrads]:
         if c.backend != "pallas_tpu":
-            partial = dataclasses.replace(_with_columns(sweep, columns), partial_hidden=True, partial_head=True)
+            partial = dataclasses.replace(with_columns(sweep, columns), partial_hidden=True, partial_head=True)
             return chunked.gradients(partial, want, h, head, own, t, live, out, g)
         from logitless.head import pallas_tpu_vjp
 

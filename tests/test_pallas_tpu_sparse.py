@@ -1,0 +1,417 @@
+"""The sparse backward on TPU, in Pallas' interpreter: column maxima, tolerance and gradients against float64.
+
+Interpreted kernels compile slowly, so inputs of one shape share one compiled function. Chunks and tiles are cut small,
+so that every loop has several turns and a ragged end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless.bench import realistic
+from logitless.head import pallas_tpu, pallas_tpu_sparse, pallas_tpu_sparse_columns, sparse_report
+from logitless.head.pallas_tpu_tiles import MIB, Tiles
+from logitless.planning import tpu_aot
+from logitless.transform import LogitTransform
+from numerics import HeadCase as Case
+from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_case, head_truth, run_head, three
+from test_sparse_backward import assert_as_good, row_norms
+
+ROOT = Path(__file__).parents[1]
+N, WIDTH, VOCAB = 192, 128, 4096
+SHAPE = (8, N // 8)
+TILE = 2048  # of the vocabulary, in the forward sweep at this shape
+TOLERANCE = 2.0**-8
+DAPO = Objective(aggregation="dapo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps() -> Iterator[None]:
+    few = mock.patch.object(pallas_tpu_sparse_columns, "FEW", 64)
+    with few, mock.patch.multiple(pallas_tpu_sparse, CHUNK=80, HARD_TILES={"dhidden": 128, "dhead": 128}):
+        yield
+
+
+# -- the forward sweep -------------------------------------------------------------------------------------------------
+
+
+def test_maxima_are_bounds_and_statistics_keep_their_bits() -> None:
+    """Ragged tokens and vocabulary, tokens that do not count, dead ones that hold NaN."""
+    n_live = 130
+    n, vocab, real, tile = 200, 515, 300, 128
+    case = head_case(3, (n,), WIDTH, vocab, jnp.bfloat16, lead=3.0)
+    y = case.targets % real
+    live = np.arange(n) < n_live
+    counts = live & (np.arange(n) % 5 != 2)
+    hidden = case.hidden.copy()
+    hidden[~live] = np.nan
+    call: dict[str, Any] = dict(
+        layout="vh", transform=LogitTransform(temperature=jnp.float32(0.8)), vocab_size=real, interpret=True,
+        tiles=Tiles(128, tile, 32 * MIB),
+    )  # fmt: skip
+    z = f64(case.hidden) @ f64(case.lm_head)[:real].T / f64(np.float32(0.8))
+    z_y = z[np.arange(n), y]
+    floor = np.where(counts, z_y, np.inf).astype(np.float32)
+
+    @jax.jit
+    def run(h: Any, w: Any, y: Any, floor: Any, n_live: Any) -> Any:
+        some = dict(call, n_live=n_live)
+        clean = jnp.where(jnp.arange(n)[:, None] < n_live, h, jnp.zeros((), h.dtype))
+        plain = pallas_tpu.token_stats(h, w, y, **some)
+        whole = pallas_tpu.token_stats_and_maxima(clean, w, y, floor, **call)  # all live, 56 of them beyond the array
+        return plain, pallas_tpu.token_stats_and_maxima(h, w, y, floor, **some), whole
+
+    plain, (stats, maxima), (whole, same) = run(hidden, case.lm_head, y, floor, n_live)
+    assert_same_bits(stats, plain)
+    assert_same_bits(jax.tree.map(lambda a: a[:n_live], whole), jax.tree.map(lambda a: a[:n_live], plain))
+    np.testing.assert_array_equal(np.asarray(maxima), np.asarray(same))
+    others = np.where(np.arange(real)[None] == y[:, None], -np.inf, z)
+    expected = np.full(real, -np.inf)
+    for start in range(0, real, tile):
+        seen = others[:, : start + tile]
+        bound = np.maximum(z_y, np.log(np.exp(seen - 50).sum(1)) + 50)
+        own = (others - bound[:, None])[counts, start : start + tile]
+        expected[start : start + tile] = own.max(0)
+    np.testing.assert_allclose(np.asarray(maxima), expected, rtol=0, atol=2e-5)
+    lse = np.log(np.exp(z - 50).sum(1)) + 50
+    assert (np.asarray(maxima) >= (others - lse[:, None])[counts].max(0) - 2e-5).all()
+
+
+# -- a loss ------------------------------------------------------------------------------------------------------------
+
+
+def calibrated(seed: int = 0) -> Case:
+    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, jnp.bfloat16)
+    y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
+    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
+
+
+def flat() -> Case:
+    rng = np.random.default_rng(0)
+    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / WIDTH**0.5
+    return Case(np.asarray(h, jnp.bfloat16), np.asarray(w, jnp.bfloat16), rng.integers(0, VOCAB, SHAPE))
+
+
+def spread(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray) -> Case:
+    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
+    w = np.zeros((VOCAB, WIDTH))
+    w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
+    h = np.zeros((N, WIDTH))
+    h[:, : len(sizes)] = levels
+    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), jnp.bfloat16), np.asarray(w, jnp.bfloat16), targets.reshape(SHAPE))
+
+
+def collapsed() -> Case:
+    """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
+    y = np.arange(N) % 16
+    levels = np.zeros((N, 17))
+    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
+    return spread(levels, np.array([1] * 16 + [VOCAB - 16]), np.where(np.arange(N) % 5, y, 100))
+
+
+def adversarial() -> Case:
+    """Rows with none to half of their mass spread over columns that all stay under a candidate threshold."""
+    sizes = np.array([1] * 8 + [VOCAB // 32] * 28)
+    sizes = np.append(sizes, VOCAB - sizes.sum())
+    rng = np.random.default_rng(1)
+    levels = np.full((N, len(sizes)), -40.0)
+    levels[:, :8] = np.where(np.arange(N)[:, None] % 8 == np.arange(8), 0.0, -40.0)
+    for t in np.flatnonzero(np.arange(N) % 5 == 0):
+        some = rng.choice(np.arange(8, 36), rng.integers(1, 5), replace=False)
+        levels[t, some] = np.log(0.9 * TOLERANCE * pallas_tpu_sparse_columns.THRESHOLDS[t % 2])
+    return spread(levels, sizes, np.arange(N) % 8)
+
+
+def loss_inputs(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
+    return dict(
+        advantages=rng.standard_normal(SHAPE).astype(np.float32),
+        mask=np.ones(SHAPE, bool),
+        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
+    )
+
+
+TRACED: list[str] = []
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def grpo(backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
+    """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off."""
+    TRACED.append(backend)
+    real_metrics = sparse_report.report_metrics
+
+    def loss(h: Any, w: Any) -> Any:
+        return linear_grpo_loss(
+            h, w, y, objective=DAPO, backend=backend, interpret=backend == "pallas_tpu", chunk_size=64,
+            sparse_backward="off" if tolerance is None else tolerance, **rest,
+        )  # fmt: skip
+
+    def with_report(report: Any, vocab: int) -> Any:
+        return {**real_metrics(report, vocab), "report": report}
+
+    with mock.patch.object(sparse_report, "report_metrics", with_report):
+        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+    return value, metrics, metrics.pop("report", None), grads
+
+
+def run(case: Case, rest: Any, tolerance: float | None = TOLERANCE, backend: str = "pallas_tpu") -> Any:
+    return grpo(backend, *case.parameters(), jnp.asarray(case.targets), rest, tolerance and jnp.float32(tolerance))
+
+
+def truth_of(case: Case, rest: Any) -> tuple[np.ndarray, np.ndarray]:
+    hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
+    return oracle.linear_grpo_loss(hidden, case.lm_head, case.targets, objective=DAPO, head_layout="vh", **rest)[1:3]
+
+
+def logp_cotangents(case: Case, rest: Any) -> np.ndarray:
+    s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
+    return oracle.policy_loss_grad(s.logp, s.entropy, objective=DAPO, **rest)[1].reshape(-1)
+
+
+def probabilities(case: Case) -> np.ndarray:
+    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
+    x -= x.max(1, keepdims=True)
+    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
+
+
+def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() -> None:
+    """Errors, the active set and the masses left out, in float64; dead rows hold NaN, a third have no advantage."""
+    case = calibrated()
+    rest = loss_inputs(case)
+    dead, idle = np.arange(N) % 7 == 3, np.arange(N) % 3 == 1
+    rest["mask"] = ~dead.reshape(SHAPE)
+    rest["advantages"] = np.where(idle.reshape(SHAPE), 0, rest["advantages"])
+    counts = ~dead & ~idle
+    hidden = np.array(case.hidden)
+    hidden[~rest["mask"]] = np.nan
+    clean, case = case, Case(hidden, case.lm_head, case.targets)
+
+    value, metrics, report, grads = run(case, rest)
+    off_value, _, none, exact = run(case, rest, None)
+    _, _, _, ordinary = run(case, rest, None, "chunked")
+    _, _, _, by_chunks = run(case, rest, TOLERANCE, "chunked")
+    assert none is None
+    np.testing.assert_allclose(value, off_value, rtol=3e-7)  # the same statistics, summed in another order
+    for name, got, off, other, kernel, truth in zip(
+        ("dh", "dw"), grads, ordinary, by_chunks, exact, truth_of(case, rest), strict=True
+    ):
+        assert got.dtype == jnp.bfloat16
+        assert_as_good(name, got, off, truth)
+        own = np.linalg.norm(f64(off) - truth)
+        assert np.linalg.norm(f64(got) - f64(other)) <= 2.5 * own, f"{name}: not what 'chunked' leaves"
+        assert (f64(got) != f64(kernel)).any()
+
+    p, y = probabilities(clean), case.targets.reshape(-1)
+    z = np.log(p)
+    others = np.where(np.arange(VOCAB)[None] == y[:, None], 0.0, p)
+    bound = np.stack([others[:, : s + TILE].sum(1) for s in range(0, VOCAB, TILE)], 1)
+    bound = np.log(np.maximum(bound, p[np.arange(N), y][:, None]))[:, np.arange(VOCAB) // TILE]
+    best = (z - bound)[counts].max(0)
+    best[y[counts]] = np.inf
+    edges = np.log(TOLERANCE * np.array(pallas_tpu_sparse_columns.THRESHOLDS))
+    (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
+    assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
+    mass = np.where(counts, p[:, inactive].sum(1), 0.0)
+    edge = TOLERANCE - pallas_tpu_sparse_columns.MASS_ERROR
+    hard = mass > edge
+    assert 0 < hard.sum() < N // 3 and np.abs(mass / edge - 1).min() > 1e-3  # and no row
+    np.testing.assert_array_equal(np.asarray(report.rows), counts)
+    np.testing.assert_array_equal(np.asarray(report.hard), hard)
+    np.testing.assert_allclose(np.asarray(report.left_out), np.where(hard, 0, mass), rtol=1e-3, atol=3e-6)
+    assert not f64(grads[0]).reshape(N, -1)[dead | idle].any()
+    g = logp_cotangents(clean, rest)
+    dx = -g[:, None] * p
+    dx[np.arange(N), y] += g
+    dx[np.ix_(~hard, inactive)] = 0  # what easy rows leave out, and nothing else
+    expected = dx.T @ f64(clean.hidden).reshape(N, -1)
+    assert np.linalg.norm(f64(grads[1]) - expected) <= 1.1 * np.linalg.norm(f64(exact[1]) - truth_of(case, rest)[1])
+    values = metric_values(metrics)
+    assert values["dense_chunks"] == 0 and values["active_columns"] <= values["backward_columns"] < 0.25
+    assert 0 < values["left_out_mass"] <= values["left_out_mass_max"] <= TOLERANCE
+    assert values["hard_rows"] == pytest.approx(hard[counts].mean())
+
+
+def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
+    """And neither other data nor another tolerance compiles anew."""
+    traced = []
+    for case, tolerance in ((flat(), TOLERANCE), (calibrated(), 2.0**-13)):
+        rest = loss_inputs(case)
+        _, metrics, report, grads = run(case, rest, tolerance)
+        _, _, _, off = run(case, rest, None)
+        traced.append(len(TRACED))
+        assert_same_bits(grads, off)
+        values = metric_values(metrics)
+        assert values["dense_chunks"] == values["backward_columns"] == 1
+        assert values["left_out_mass_max"] == values["hard_rows"] == 0 == int(report.active)
+    assert traced[0] == traced[1] > 0
+
+
+def test_collapsed_rows() -> None:
+    """Nearly everything is one column; hopeless targets are active all the same."""
+    case = collapsed()
+    rest = loss_inputs(case)
+    _, metrics, _, grads = run(case, rest)
+    _, _, _, ordinary = run(case, rest, None, "chunked")
+    values = metric_values(metrics)
+    assert values["dense_chunks"] == values["hard_rows"] == 0
+    assert values["active_columns"] == pytest.approx(17 / VOCAB)
+    assert values["left_out_mass_max"] < 1e-5
+    for got, off, truth in zip(grads, ordinary, truth_of(case, rest), strict=True):
+        assert_as_good("collapsed", got, off, truth)
+
+
+def test_adversarial_rows_stay_within_the_tolerance() -> None:
+    """Mass spread just under the thresholds: a rule on single probabilities would leave out half of a row."""
+    case = adversarial()
+    rest = loss_inputs(case)
+    _, _, report, (dh, dw) = run(case, rest)
+    hard, left_out = np.asarray(report.hard), np.asarray(report.left_out)
+    assert hard.any() and not hard.all() and int(report.dense_chunks) == 0
+    assert (left_out <= TOLERANCE).all() and not left_out[hard].any()
+    truth = truth_of(case, rest)
+    g = np.abs(logp_cotangents(case, rest))
+    error, size = row_norms(f64(dh) - truth[0]).reshape(-1), row_norms(truth[0]).reshape(-1)
+    largest = 2.0  # ||W_v - c|| of unit vectors
+    assert (error <= g * largest * TOLERANCE + 2.0**-7 * size).all()  # and what bfloat16 rounds
+    assert (error[hard] <= 2.0**-7 * size[hard]).all()
+    norms = row_norms(case.hidden).reshape(-1)
+    assert row_norms(f64(dw) - truth[1]).max() < (g * TOLERANCE * norms).sum() + 2.0**-7 * np.abs(truth[1]).max()
+
+
+# -- any cotangents ----------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_with_every_option() -> None:
+    """Random cotangents of logp, entropy and lse at once, with all that changes logits; padding holds garbage."""
+    rng = np.random.default_rng(2)
+    case = calibrated(seed=7)
+    real = VOCAB - 300
+    targets, head = np.where(case.targets >= real, 5, case.targets), np.array(case.lm_head)
+    head[real:] = 100
+    bias = np.asarray(jnp.asarray(0.3 * rng.standard_normal(VOCAB), jnp.bfloat16)).copy()
+    bias[real:] = np.nan
+    mask = rng.random(SHAPE) < 0.8
+    hidden = np.array(case.hidden)
+    hidden[~mask] = np.nan
+    options = dict(temperature=rng.uniform(0.7, 1.1, SHAPE).astype(np.float32), softcap=50.0, scale=1.1, mask=mask)
+    case, g = Case(hidden, head, targets), cotangents(rng, SHAPE)
+    g = (g[0], 0.1 * g[1], g[2])
+    primals = (*case.parameters(), jnp.asarray(bias))
+    call = dict(vocab_size=real, backend="pallas_tpu", interpret=True, **options)
+    kept: list[Any] = []
+
+    def noted(*args: Any, **more: Any) -> Any:
+        out = real_gradients(*args, **more)
+        kept.append(out[-1])
+        return out
+
+    @jax.jit
+    def gradients(*primals: Any) -> Any:
+        def stats(h: Any, w: Any, bias: Any) -> Any:
+            return three(linear_logprobs(h, w, jnp.asarray(targets), bias=bias, sparse_backward="auto", **call))
+
+        with mock.patch.object(pallas_tpu_sparse, "gradients", noted):
+            out, pull = jax.vjp(stats, *primals)
+            return out, pull(g), kept[-1]
+
+    real_gradients = pallas_tpu_sparse.gradients
+    values, got, report = gradients(*primals)
+    assert int(report.dense_chunks) == 0 and 0 < int(report.hard.sum()) < mask.sum() // 2
+    _, plain = run_head(HeadStatics("plain", "vh", None, real), primals, jnp.asarray(targets), g, options)
+    truth, grads = head_truth(case, g, bias=bias, layout="vh", vocab_size=real, **options)
+    np.testing.assert_allclose(values[0], truth.logp, rtol=1e-5, atol=1e-5)
+    for name, a, b, t in zip(("dh", "dw", "dbias"), got, plain, grads, strict=True):
+        if name == "dbias":
+            a, b, t = f64(a)[None], f64(b)[None], t[None]
+        assert_as_good(name, a, b, t)
+
+
+def test_a_frozen_head_has_no_gradient_of_its_own() -> None:
+    case = calibrated()
+    rest = loss_inputs(case)
+
+    def loss(h: Any, w: Any) -> Any:
+        return linear_grpo_loss(
+            h, w, jnp.asarray(case.targets), objective=DAPO, backend="pallas_tpu", interpret=True,
+            sparse_backward="auto", **rest,
+        )  # fmt: skip
+
+    traced = jax.jit(jax.grad(loss, has_aux=True)).trace(*case.parameters())
+    got, metrics = traced.lower().compile()(*case.parameters())
+    _, _, _, (ordinary, _) = run(case, rest, None, "chunked")
+    assert_as_good("dh", got, ordinary, truth_of(case, rest)[0])
+    assert metric_values(metrics)["dense_chunks"] == 0
+    program = str(traced.jaxpr)
+    assert "head_dhidden" in program and "head_dhead" not in program
+
+
+# -- what it does not do -----------------------------------------------------------------------------------------------
+
+
+def small(**options: Any) -> Any:
+    h, w = jnp.ones((1, 4, 128), jnp.bfloat16), options.pop("head", jnp.ones((300, 128), jnp.bfloat16))
+    call = dict(advantages=jnp.ones(1), sparse_backward="auto", backend="pallas_tpu", interpret=True)
+    return linear_grpo_loss(h, w, jnp.zeros((1, 4), int), **{**call, **options})
+
+
+def test_refusals_say_why() -> None:
+    with pytest.raises(NotImplementedError, match=r"linear_grpo_loss.*pallas_tpu.*\[V, H\] head"):
+        small(head=jnp.ones((128, 300), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="needs logits_dtype='float32', not 'bfloat16'"):
+        small(logits_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="no LoRA yet"):
+        small(lora=(jnp.ones((300, 2), jnp.bfloat16), jnp.ones((2, 128), jnp.bfloat16)))
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with pytest.raises(NotImplementedError, match="does not work with sharding= yet"):
+        small(sharding=Sharding(mesh, tokens=PartitionSpec("data"), head=PartitionSpec()))
+
+
+def test_explain_says_what_it_does() -> None:
+    h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 8192, 4096), (151936, 4096)))
+    call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
+    route = explain(linear_grpo_loss, h, w, **call)
+    assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
+    assert route.tiles["slab"] == pallas_tpu_sparse_columns.SLAB
+    assert "1 + 4 K/V" in explain(linear_logprobs, h, w, **call).matmuls
+
+
+# -- ahead of time -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+def test_compiles_for_v6e_without_logits() -> None:
+    """The whole loss and its gradients at T=8192, H=4096, V=151936."""
+    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "tpu_sparse_estimate.py"), "--compile", "auto"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert not got["logits_in_program"] and got["kernels"] == 5
+    # Beyond inputs and outputs: rows of dW for a quarter of the columns, and what the exact kernels need.
+    assert got["peak_bytes"] <= got["argument_bytes"] + got["output_bytes"] + 0.25 * 2 * 151936 * 4096 + 0.4e9, got
+
+
+def test_recorded_estimate() -> None:
+    """What benchmarks/tpu_sparse_estimate.py wrote: it compiled, it fits, and it is called an estimate."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "tpu_v6e_sparse_estimate.json").read_text())
+    assert record["what"].startswith("ESTIMATE")
+    assert not record["compiled"]["sparse"]["logits_in_program"]
+    assert record["compiled"]["sparse"]["peak_bytes"] <= 1.2 * record["compiled"]["exact"]["peak_bytes"]
+    assert record["estimated_ms"]["sparse"] <= 0.6 * record["estimated_ms"]["exact"]
