@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from logitless.objectives.objective import Objective
 from logitless.planning.chips import CHIPS
 from logitless.planning.head import longest_context, plan
 from logitless.planning.mesh import parse_mesh, plan_mesh
+from logitless.planning.sparse import CALIBRATED
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -36,7 +38,46 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--frozen-head", action="store_true")
     p.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO")
     p.add_argument("--entropy-bonus", action="store_true", help="an objective with a gradient of the entropy")
+    p.add_argument("--sparse-backward", default="off", help="off, auto, or the mass that a row may leave out")
+    p.add_argument("--active-columns", type=float, default=None, help=_share_help("columns", CALIBRATED.active_columns))
+    p.add_argument("--hard-rows", type=float, default=None, help=_share_help("rows", CALIBRATED.hard_rows))
     p.add_argument("--out", type=Path, default=None, help="append the plan to this file as a JSON line")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="any of these options: sparse_backward=auto")
+
+
+def _share_help(what: str, default: float) -> str:
+    return f"share of such {what} to assume of the policy, as the metric of this name has it (default {default:g})"
+
+
+def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
+    """Each ``key=value`` as the option of that name."""
+    options = argparse.ArgumentParser(prog="logitless plan", exit_on_error=False)
+    add_arguments(options)
+    known = {k: isinstance(v, bool) for k, v in vars(options.parse_args([])).items() if k != "overrides"}
+    for text in args.overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r} is no option; expected --name value, or key=value")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            raise ValueError(f"{key} is not known{f'; did you mean {close[0]}?' if close else ''}")
+        if known[key]:
+            if value not in ("true", "false"):
+                raise ValueError(f"{text}, expected {key}=true or {key}=false")
+            setattr(args, key, value == "true")
+            continue
+        try:
+            options.parse_args([f"--{key.replace('_', '-')}={value}"], namespace=args)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{text}: {error.message}") from None
+    return args
+
+
+def _sparse_backward(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # off or auto; anything else is refused by name where the call would refuse it
 
 
 def _shape(args: argparse.Namespace) -> tuple[int, int]:
@@ -71,8 +112,13 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         chunk_size=args.chunk_size,
         memory_budget=args.memory_budget,
         backend=args.backend,
+        sparse_backward=_sparse_backward(args.sparse_backward),
+        active_columns=args.active_columns,
+        hard_rows=args.hard_rows,
     )
-    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"}
+    config = {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("command", "overrides")
+    }
     record: dict[str, Any] = dict(kind="plan", config=dict(config, hidden=width, vocab=vocab))
     if args.mesh is not None:
         mesh = plan_mesh(
@@ -104,7 +150,7 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 2 where it cannot be made."""
     try:
-        text, record = _record(args)
+        text, record = _record(_with_overrides(args))
     except (ValueError, NotImplementedError) as error:
         print(f"logitless plan: {error}", file=sys.stderr)
         return 2

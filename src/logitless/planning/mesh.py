@@ -3,7 +3,7 @@
     data     each chip has its own tokens and the whole head; dW is all-reduced
     fsdp     tokens and head are both split: one all-gather of the head before, one reduce-scatter of dW after
     tensor   the vocabulary is split, tokens are not: per-token scalars and dH (in float32) are all-reduced; off TPUs
-             the gradient is by recompute, four matmuls
+             the gradient is by recompute, four matmuls (with a sparse backward each shard has columns of its own)
 
 dW is summed over chips as it is over chunks: in float32, or in the parameter's dtype (``head_grad_dtype="param"``).
 
@@ -93,6 +93,7 @@ class MeshPlan:
             f"  peak {self.peak / 2**20:,.0f} MiB of {self.chip.hbm_bytes / 2**20:,.0f} on each chip, of which for the "
             f"mesh {self.shards / 2**20:,.0f}; dense {self.dense_peak / 2**20:,.0f}",
             f"  {self.head.flops / 1e12:.2f} TFLOP, roofline {self.compute_seconds * 1e3:.2f} ms",
+            *self._exact_lines(),
         ]
         for c in self.collectives:
             lines.append(
@@ -103,7 +104,18 @@ class MeshPlan:
             f"  predicted efficiency {self.efficiency:.1%} with nothing overlapped, {self.efficiency_overlapped:.1%} "
             "with all of it overlapped"
         )
+        if self.head.shares is not None:
+            lines.append(f"  {self.head.shares.in_words()}")
         return "\n".join(lines)
+
+    def _exact_lines(self) -> list[str]:
+        e = self.head.exact
+        if e is None or e.seconds is None:
+            return []
+        return [
+            f"  exact ({e.backend}, sparse_backward off): peak {(e.peak + self.shards) / 2**20:,.0f} MiB, "
+            f"{e.flops / 1e12:.2f} TFLOP, roofline {e.seconds * 1e3:.2f} ms; the same is sent"
+        ]
 
     def record(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -187,8 +199,8 @@ def plan_mesh(
     if live_tokens is not None:
         live_tokens = -(-live_tokens // rows)
     item = jnp.dtype(dtype).itemsize
-    if shards > 1 and where.platform != "tpu":
-        objective = None  # the statistics of all shards come first, then the gradient: the way of linear_logprobs
+    if where.platform == "tpu" and rows * shards > 1 and options.get("sparse_backward", "off") != "off":
+        options = {"backend": "chunked", **{k: v for k, v in options.items() if k != "backend" or v is not None}}
     local, columns = tokens // rows, vocab // shards
     head = plan(
         jax.ShapeDtypeStruct((1, local, width), dtype),
@@ -199,6 +211,7 @@ def plan_mesh(
         objective=objective,
         head_layout="vh",
         chip=chip,
+        vocabulary_shard=shards > 1,
         **options,
     )
     part = columns * width * item

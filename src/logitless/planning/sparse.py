@@ -1,0 +1,197 @@
+"""What a sparse backward would cost for an assumed policy; the run's own metrics say what the policy is really like.
+
+A share s of the columns goes through the backward matmuls (whole slabs of them), a share r of the rows is hard and goes
+through all columns, b is the number of gradients. In matmuls for each live token:
+
+    grad in forward        1 + b s + (1 + b) r          statistics and columns from logits that are in memory
+    by recompute           1 + (1 + b) s + (1 + b) r    logits of the active columns are made again
+    a vocabulary's shard   2 + (1 + b) s + (1 + b) r    the columns need all shards' statistics first: a second sweep
+    TPU kernels            1 + (1 + b) s + 2 b r        one set of columns for all tokens; s more if cotangents are late
+    dense                  as without it                too many columns or hard rows: the rule of sparse_columns.find
+
+The logits are read by three passes (statistics, column maxima, mass left out) where the exact path has one or two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from logitless.head import sparse, sparse_columns
+from logitless.head.chunked import SweepConfig
+from logitless.head.rows import RowPasses
+from logitless.planning.work import Way, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What a plan assumes of the policy, by the names of the metrics that a run reports."""
+
+    active_columns: float
+    """Share of the vocabulary that carries a chunk's gradient; 1 is a flat policy, which goes dense."""
+    hard_rows: float
+    """Share of the tokens that would leave out more than the tolerance, and go through all columns."""
+
+    def in_words(self) -> str:
+        return (
+            f"for a policy with active_columns {self.active_columns:g} and hard_rows {self.hard_rows:g}, which are "
+            "assumed: it all depends on them, and the metrics of these names say a run's true ones"
+        )
+
+
+CALIBRATED = Shares(active_columns=0.05, hard_rows=0.06)
+"""About what the calibrated policy (``bench/realistic.py``: Qwen2.5-Coder-1.5B on GSM8K, V=151936) has at a tolerance
+of 2^-8: 0.035 to 0.062 and 0.051 to 0.067 in chunks of 2048 tokens (benchmarks/results/gpu_h200_sparse.json)."""
+
+CALIBRATED_TOLERANCE = 2.0**-8
+"""Where :data:`CALIBRATED` holds: ``"auto"`` with bfloat16 operands."""
+
+_INDEX_ARRAYS = 4
+"""``[V]`` arrays of four bytes from which a chunk's columns are found: maxima, levels, ranks, slots."""
+_CPU_PASS_TILES = 6
+"""Float32 ``[chunk, column tile]`` arrays of the widest of those passes, as XLA's CPU compiler has it."""
+
+
+def shares_of(tolerance: float, active_columns: Any, hard_rows: Any) -> Shares:
+    """The shares that were given, else those of the calibrated policy, which hold at its tolerance only."""
+    given = {"active_columns": active_columns, "hard_rows": hard_rows}
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= 1):
+            raise ValueError(f"plan: {name}={value!r}, expected a share from 0 to 1, as the metric {name} has it.")
+    missing = [name for name, value in given.items() if value is None]
+    if missing and not math.isclose(tolerance, CALIBRATED_TOLERANCE):
+        raise ValueError(
+            f"plan: sparse_backward leaves out at most {tolerance:.3g} of a row's mass here, and the calibrated shares "
+            f"are for {CALIBRATED_TOLERANCE:.3g} ('auto' with bfloat16); give {' and '.join(missing)} as a run's "
+            "metrics have them (active_columns=1 if every chunk goes dense)."
+        )
+    return Shares(
+        CALIBRATED.active_columns if active_columns is None else float(active_columns),
+        CALIBRATED.hard_rows if hard_rows is None else float(hard_rows),
+    )
+
+
+def refuse_shares_without_it(active_columns: Any, hard_rows: Any) -> None:
+    """Shares mean nothing with the option off."""
+    for name, value in (("active_columns", active_columns), ("hard_rows", hard_rows)):
+        if value is not None:
+            raise ValueError(
+                f"plan: {name}={value!r} is about the sparse backward; give sparse_backward='auto' with it."
+            )
+
+
+def backward_columns(vocab: int, slab: int, shares: Shares, gradients: int) -> int:
+    """Columns that the backward matmuls take: whole slabs, and all of them where a chunk of such a policy is dense."""
+    active = math.ceil(shares.active_columns * vocab)
+    cost = gradients * active / vocab + (1 + gradients) * sparse_columns.HARD_ROW_COST * shares.hard_rows
+    if active > sparse_columns.most_columns(vocab, slab) or cost >= gradients:
+        return vocab
+    return -(-active // slab) * slab
+
+
+def sparse_way(
+    w: Work, shares: Shares, exact: Way, *, chunk: int, slab: int, by_recompute: bool, shard: bool, workspace: int,
+    column_tile: int | None,
+) -> Way:  # fmt: skip
+    """The way of ``exact`` with a sparse backward in plain JAX.
+
+    ``shard``: the head is a part of the vocabulary. ``workspace`` is the matmuls' own, ``column_tile`` that of the
+    CPU's passes.
+    """
+    b, plane = w.gradients, w.live * w.vocab
+    if not b:
+        return exact
+    temporaries = _temporaries(w, exact, chunk, slab, workspace, column_tile)
+    columns = backward_columns(w.vocab, slab, shares, b)
+    tiles = _tiles(w, exact, slab, columns)
+    whole, again = 2 if shard else 1, 1 if by_recompute else 0
+    look = 3 * plane * w.logit  # statistics, column maxima and left-out mass each read the logits
+    if columns == w.vocab:
+        # As exact. In one pass a glance at a few rows of each chunk shows it; by recompute the columns are looked for.
+        extra = look if by_recompute else 0
+        return Way(exact.matmuls, exact.moved + extra, exact.passes + extra, temporaries, tiles)
+    chunks, hard = -(-w.live // chunk), shares.hard_rows * w.live
+    # The head's rows are gathered, and those of dW summed and added where they belong.
+    gathered = chunks * columns * w.width * (2 * w.item + (3 * w.sum_item if w.wants_head else 0))
+    hard_chunk = sparse.for_hard_rows(SweepConfig(chunk, jnp.float32, "float32", RowPasses(w.vocab))).chunk
+    hard_plane = hard * w.vocab * (w.logit + w.item)
+    passes = look + _slab_passes(w, columns, slab) + gathered + hard_plane
+    dw_sum = 2 * w.vocab * w.width * w.sum_item if w.wants_head else 0
+    by_matmuls = (
+        whole * plane * w.logit  # logits written
+        + b * (w.live * columns + hard * w.vocab) * w.item  # dlogits read
+        + chunks * (whole * w.head + (again + w.wants_hidden) * columns * w.width * w.item)
+        + math.ceil(hard / hard_chunk) * ((1 + w.wants_hidden) * w.head + dw_sum)
+        + (whole + b) * w.live * w.width * w.item
+    )
+    return Way(
+        matmuls=whole + (again + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
+        moved=round(passes + by_matmuls),
+        passes=round(passes),
+        temporaries=temporaries,
+        tiles=tiles,
+    )
+
+
+def tpu_sparse_way(w: Work, shares: Shares, exact: Way, *, chunk: int, slab: int, late: bool) -> Way:
+    """The same by the TPU's kernels (``head/pallas_tpu_sparse.py``): no logits in memory but those of a slab.
+
+    ``late``: cotangents are not known when the columns are found. Bytes of the sweeps are taken from ``exact``, whose
+    are two.
+    """
+    b = w.gradients
+    if not b:
+        return exact
+    columns = backward_columns(w.vocab, slab, shares, b)
+    tiles = _tiles(w, exact, slab, columns)
+    most = sparse_columns.most_columns(w.vocab, slab)
+    # dH in float32 and dW of the active columns; a slab's buffers stand where the sweeps' have stood.
+    kept = 4 * w.tokens * w.width * w.wants_hidden + most * w.width * w.item * w.wants_head
+    temporaries = max(exact.temporaries, kept + _INDEX_ARRAYS * 4 * w.vocab)
+    if columns == w.vocab:
+        return Way(exact.matmuls + late, exact.moved, exact.passes, temporaries, tiles)
+    gathered = columns * w.width * 2 * w.item + (2 * w.head if w.wants_head else 0)  # dW is put into place at once
+    passes = _slab_passes(w, columns, slab) + gathered
+    reads = -(-w.live // chunk) * (1 + w.wants_hidden) * columns * w.width * w.item
+    return Way(
+        matmuls=1 + (1 + late + b) * columns / w.vocab + 2 * b * shares.hard_rows,
+        moved=round(passes + reads + exact.moved * (0.5 + shares.hard_rows)),
+        passes=round(passes),
+        temporaries=temporaries,
+        tiles=tiles,
+    )
+
+
+def _tiles(w: Work, exact: Way, slab: int, columns: int) -> dict[str, Any]:
+    return {**exact.tiles, "slab": slab, "backward_columns": round(columns / w.vocab, 4)}  # the metric: 1 is dense
+
+
+def _slab_passes(w: Work, columns: int, slab: int) -> int:
+    """Logits and dlogits of the slabs; ``[tokens, H]`` of dH in float32 once for each slab."""
+    taken = w.live * columns * (w.logit + w.item)
+    return taken + (8 * w.live * w.width * (columns // slab) if w.wants_hidden else 0)
+
+
+def _slab_buffers(w: Work, chunk: int, slab: int, logit: int) -> int:
+    """A slab of the head, of the logits and dlogits, the chunk's hidden states, and index arrays."""
+    rows = chunk * w.width * w.item
+    return _INDEX_ARRAYS * 4 * w.vocab + rows + slab * w.width * w.item + chunk * slab * (logit + w.item)
+
+
+def _temporaries(w: Work, exact: Way, chunk: int, slab: int, workspace: int, column_tile: int | None) -> int:
+    """Buffers of a slab of columns beside those of a chunk. The largest use counts, so a slab's may cost nothing."""
+    rows, logits = chunk * w.width * w.item, chunk * w.vocab * w.logit
+    if column_tile is not None:
+        passes = _CPU_PASS_TILES * 4 * chunk * min(column_tile, w.vocab)
+        return max(exact.temporaries, logits + _INDEX_ARRAYS * 4 * w.vocab + rows + passes)
+    slabs = workspace + _slab_buffers(w, chunk, slab, w.logit)
+    slabs += 4 * chunk * w.width if w.wants_hidden else 0  # [C, H] in float32
+    dlogits = chunk * w.vocab * w.item if w.item != w.logit else 0
+    sums = w.vocab * w.width * w.sum_item if w.wants_head and w.sum_item != w.item else 0
+    # As without it, a buffer of the chunk shares the memory of dW's output, if dW is summed elsewhere.
+    shared = max((x for x in (logits, dlogits) if x <= w.head), default=0) if sums else 0
+    return max(exact.temporaries, sums + logits + max(dlogits + rows if dlogits else 0, slabs) - shared)
