@@ -17,7 +17,14 @@ from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "train"
-SHIPPED = ("tiny", "smollm2-135m-gsm8k", "smollm2-135m-arithmetic", "qwen2.5-1.5b-gsm8k", "qwen2.5-1.5b-random")
+SHIPPED = (
+    "tiny",
+    "smollm2-135m-gsm8k",
+    "smollm2-135m-arithmetic",
+    "smollm2-135m-abc",
+    "qwen2.5-1.5b-gsm8k",
+    "qwen2.5-1.5b-random",
+)
 
 
 def test_the_shipped_configurations_load_under_their_names() -> None:
@@ -49,6 +56,13 @@ BAD = [
     ),
     ("train.loss.backend=chunkd", "train.loss.backend: 'chunkd'"),
     ("train.loss.logits_dtype=float16", "train.loss.logits_dtype: 'float16', expected one of float32, bfloat16"),
+    ("train.loss.sparse_backward=on", "train.loss.sparse_backward: True, expected off, auto or a probability mass"),
+    ("train.loss.sparse_backward=1", "train.loss.sparse_backward: 1, expected off, auto or a probability mass"),
+    ("train.loss.sparse_backward=atuo", "train.loss.sparse_backward: 'atuo', expected off, auto or a probability mass"),
+    ("ab.arms.dense.backend=reference", "ab.arms: only dense; expected at least two arms"),
+    ("ab.arms={a: {backend: naive}, b: {bakend: x}}", "ab.arms.b.bakend is not a key of train.loss"),
+    ("ab.arms={a: {backend: naive}, b/c: {}}", "ab.arms: 'b/c', expected a name of letters"),
+    ("ab.kl_tolerance=-1", "ab.kl_tolerance: -1.0, expected at least 0"),
     ("train.group_size=1", "train.group_size: 1 completion"),
     ("train.minibatches=7", "train.minibatches: 64 prompts do not split into 7"),
     ("train.microbatch=100", "train.microbatch: 512 rows"),
@@ -95,6 +109,15 @@ PAIRS = [
     (["train.microbatch=8", "train.objective.top_entropy=0.5"], "top_entropy"),
     (["train.schedule=linear", "train.warmup_steps=100"], "train.warmup_steps: 100 of 100"),
     (["train.loss.chunk_size=8", "train.loss.memory_budget=8"], "not both"),
+    (["kernel.enabled=true", "train.loss.backend=naive"], "kernel.enabled: true, but train.loss.backend is 'naive'"),
+    (["train.loss.sparse_backward=auto", "train.loss.backend=reference"], "train.loss.sparse_backward: 'auto', but"),
+    (["train.loss.sparse_backward=auto", "train.loss.backend=naive"], "backend naive is a dense baseline"),
+    (["train.loss.sparse_backward=auto", "kernel.enabled=false"], "backend reference is a dense baseline"),
+    (["train.loss.backend=naive", "train.objective.entropy_coef=0.1"], "train.objective.entropy_coef: .* naive"),
+    (["train.loss.backend=naive", "train.objective.top_entropy=0.5"], "train.objective.top_entropy: .* naive"),
+    (["train.loss.backend=naive", "rollout.temperature=0.7"], "rollout.temperature: 0.7, but .* naive"),
+    (["train.loss.backend=naive", "mesh.data=2"], "mesh: train.loss.backend naive is for one device"),
+    (["ab.arms={a: {backend: naive}, b: {}}", "ab.kernel=chunked"], "give one or the other"),
 ]
 
 

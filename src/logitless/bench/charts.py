@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 WIDTH = 760
 TONES = ("ours", "a", "b", "c", "d", "e")
@@ -285,8 +286,10 @@ def to_png(chart: Chart, path: Path) -> bool:
             axes.legend(fontsize=8)
     else:
         figure, axes = plt.subplots(figsize=(wide, 3.4), dpi=150)
-        for s in chart.series:
-            axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, marker="o", markersize=3)
+        for s in sorted(chart.series, key=lambda s: s.tone != "ours"):
+            dash: Any = (0, [float(x) for x in DASHES[s.tone].split()]) if DASHES[s.tone] else "-"
+            few: dict[str, Any] = dict(marker="o", markersize=3) if len(s.points) <= 24 else {}
+            axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, linestyle=dash, **few)
         if chart.log:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from logitless._version import __version__
-from logitless.bench import charts, report_charts
+from logitless.bench import charts, report_charts, report_training
 from logitless.bench.charts import Bars, Chart, number
 from logitless.bench.records import Record, RecordError, files_in, kind_of, read
 from logitless.bench.report_charts import Section, Table
@@ -126,7 +126,7 @@ def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Pat
         if "bench" in kinds:
             sections.append(report_charts.bench(kinds["bench"]))
         if training:
-            sections.append(report_charts.training(training))
+            sections.append(report_training.training(training))
         if "plan" in kinds:
             sections.append(report_charts.plans(kinds["plan"]))
         if "tpu_compile" in kinds or "tpu_cycles" in kinds:

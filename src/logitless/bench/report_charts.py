@@ -38,19 +38,21 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-_OURS = ("kernel", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu")
+_OURS = ("kernel", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu", "sparse")
 _THEIRS = {
     "strong": "a",
     "dense": "a",
     "reference": "a",
     "baseline": "a",
     "naive": "b",
+    "exact": "d",
     "checkpointed": "c",
     "gather": "c",
 }
 
 
-def _tone(arm: str, position: int) -> str:
+def tone_of(arm: str, position: int) -> str:
+    """The colour of an arm: the accent for ours, its own for a known baseline."""
     if arm.startswith(_OURS):
         return "ours"
     return _THEIRS.get(arm, TONES[1 + position % (len(TONES) - 1)])
@@ -68,7 +70,7 @@ def _shape(c: Record) -> str:
 def _time_chart(record: Record) -> Bars:
     bars = [
         Bar(arm, missing=row["error"][:48]) if "error" in row
-        else Bar(arm, (("median", row["median_ms"]),), _tone(arm, i))
+        else Bar(arm, (("median", row["median_ms"]),), tone_of(arm, i))
         for i, (arm, row) in enumerate(record["arms"].items())
     ]  # fmt: skip
     floor = next((r["roofline_ms"] for r in _good(record).values() if r.get("roofline_ms")), None)
@@ -90,7 +92,7 @@ def _memory_chart(record: Record) -> Bars:
         memory = row["mem/device"] if seen else row["mem/compiler"]
         inputs = memory.get("inputs", memory.get("arguments", 0))
         parts = (("inputs", inputs), ("outputs", memory["outputs"]), ("temporaries", memory["temporaries"]))
-        bars.append(Bar(arm, tuple((k, v / MIB) for k, v in parts), _tone(arm, i)))
+        bars.append(Bar(arm, tuple((k, v / MIB) for k, v in parts), tone_of(arm, i)))
         floor = (inputs + memory["outputs"]) / MIB
     return Bars(
         f"memory-{slug(record['name'])}", f"Memory: {record['name']}", "MiB", tuple(bars), floor, "inputs and outputs",
@@ -118,7 +120,7 @@ def _along(records: list[Record], key: str) -> Iterable[tuple[Record, list[Recor
 def _lines_along(group: list[Record], key: str, value: Any) -> tuple[Series, ...]:
     arms = dict.fromkeys(a for r in group for a in _good(r))
     lines = (
-        Series(arm, tuple((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r)), _tone(arm, i))
+        Series(arm, tuple((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r)), tone_of(arm, i))
         for i, arm in enumerate(arms)
     )
     return tuple(line for line in lines if len(line.points) > 1)
@@ -224,7 +226,7 @@ def tpu(records: list[Record]) -> Section:
             continue
         bars = [
             Bar(form, missing=row["error"][:48]) if "error" in row
-            else Bar(form, (("peak", row["peak"] / MIB),), _tone(form, 0))
+            else Bar(form, (("peak", row["peak"] / MIB),), tone_of(form, 0))
             for form, row in r["programs"].items()
         ]  # fmt: skip
         s.charts.append(Bars(slug(f"tpu {at}"), f"Peak HBM per chip: {at}", "MiB", tuple(bars)))
@@ -248,59 +250,3 @@ def gradchecks(records: list[Record]) -> Section:
     s.charts.append(Bars("gradcheck-gates", "Gates", "x limit", tuple(bars), 1.0, "limit"))
     s.tables.append(Table("Gates", ("check", "gate", "value", "limit", ""), tuple(rows)))
     return s
-
-
-CURVES = (
-    ("reward", ("train/reward", "reward", "train/reward_mean"), "mean reward of the step's completions"),
-    ("step time", ("time/train/step_s", "time/step_s"), "seconds"),
-    ("loss", ("train/loss", "loss"), "loss"),
-    ("KL", ("train/kl", "kl"), "KL"),
-    ("entropy", ("train/entropy", "entropy"), "nats"),
-)
-
-
-def _curves(arms: dict[str, list[Record]], name: str) -> list[Chart]:
-    out: list[Chart] = []
-    for what, keys, unit in CURVES:
-        series = []
-        for i, (arm, steps) in enumerate(arms.items()):
-            points = []
-            for position, step in enumerate(steps):
-                value = next((step[k] for k in keys if k in step), None)
-                if isinstance(value, (int, float)) and math.isfinite(value):
-                    points.append((float(step.get("step", position)), float(value)))
-            if points:
-                series.append(Series(arm, tuple(points), _tone(arm, i)))
-        if series:
-            title = f"{what[0].upper()}{what[1:]} by step: {name}"
-            out.append(Lines(slug(title), title, "step", unit, tuple(series)))
-    return out
-
-
-def training(records: list[tuple[str, Record]]) -> Section:
-    """Curves of A/B runs and of single runs, with the agreement of the arms."""
-    s = Section("Training", "Arms of an A/B run start from the same seed and see the same batches.")
-    single: dict[str, list[Record]] = {}
-    for name, r in records:
-        if r.get("kind") != "ab":
-            single.setdefault(name, []).append(r)
-            continue
-        s.charts += _curves({arm: a.get("metrics", []) for arm, a in r["arms"].items()}, name)
-        keys = dict.fromkeys(
-            k for a in r["arms"].values() for k, v in a.get("summary", {}).items() if isinstance(v, (int, float, str))
-        )
-        rows = [(k, *(_cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
-        if rows:
-            s.tables.append(Table(f"{name}: summary", ("", *r["arms"]), tuple(rows)))
-        agreement = [(k, _cell(v)) for k, v in r.get("agreement", {}).items() if not isinstance(v, (dict, list))]
-        if agreement:
-            s.tables.append(Table(f"{name}: agreement of the arms", ("", ""), tuple(agreement)))
-    for name, steps in single.items():
-        s.charts += _curves({"run": steps}, name)
-    return s
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
-    return number(value)

@@ -21,6 +21,11 @@ def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: i
         measured = profiler.measure(f, iterations=repeats)(*args)[1]
         if measured is not None:
             return [float(m) for m in (measured if isinstance(measured, (list, tuple)) else [measured])]
+    return wall_times(f, *args, repeats=repeats)
+
+
+def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[float]:
+    """Milliseconds of each of ``repeats`` blocking calls, by the host's clock."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -17,7 +17,9 @@ EXIT_FAILED = 3
 def add_parsers(subparsers: Any) -> None:
     """Add the two commands to the command line's grammar."""
     train = subparsers.add_parser("train", help="GRPO training; without a configuration, two-number addition on a CPU")
-    ab = subparsers.add_parser("ab", help="the same training with two losses, each in a fresh process, compared")
+    ab = subparsers.add_parser(
+        "ab", help="the same training with two or more losses, each in its own process, compared"
+    )
     for command in (train, ab):
         command.add_argument("--config", default=None, help="YAML file (configs/train/); default: the tiny run")
         command.add_argument("--resume", action="store_true", help="continue the run in run_dir")
@@ -117,7 +119,7 @@ def run_ab(args: argparse.Namespace) -> int:
 
         result = ab.run(load(args.config, args.overrides), resume=args.resume)
         print(ab.table(result))
-        return 0 if result["agreement"]["agree"] else 1
+        return 0 if ab.all_agree(result) else 1
 
     return _report_errors("ab", run)
 

@@ -17,7 +17,10 @@ from logitless.bench.config import load as load_schema
 from logitless.objectives.objective import Objective
 from logitless.tiles import platform
 
-__all__ = ["ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]
+__all__ = ["NAIVE", "ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]
+
+NAIVE = "naive"
+"""The backend that the library does not have: log_softmax and a gather over all logits, to compare with."""
 
 
 @dataclasses.dataclass
@@ -81,11 +84,17 @@ class Rollout:
 class Loss:
     """How the loss is computed; ``backend`` is the one line that differs between the arms of an A/B."""
 
-    backend: str = "auto"  # reference | chunked | pallas_tpu | mosaic_gpu | pallas (this platform's kernels) | auto
+    # naive (log_softmax and gather) | reference | chunked | pallas_tpu | mosaic_gpu | pallas (this platform's) | auto
+    backend: str = "auto"
+    sparse_backward: Any = "off"  # off | auto | mass that a token's gradient may leave out (docs/sparse-backward.md)
     logits_dtype: str = "float32"
     head_grad_dtype: str = "float32"  # float32 | param
     chunk_size: int = 0  # tokens; 0: the library's choice
     memory_budget: int = 0  # bytes, in place of chunk_size
+
+    def __post_init__(self) -> None:
+        if self.sparse_backward is False:  # what YAML makes of a plain `off`
+            self.sparse_backward = "off"
 
 
 @dataclasses.dataclass
@@ -161,16 +170,19 @@ class Kernel:
 
 @dataclasses.dataclass
 class AB:
-    """The two arms of ``logitless ab``, and how they are compared (docs/training.md)."""
+    """The arms of ``logitless ab``, and how they are compared (docs/training.md)."""
 
     baseline: str = "reference"
     kernel: str = ""  # empty: train.loss.backend
+    # Name -> keys of train.loss that are its own; the first one is the baseline. Empty: the two arms above.
+    arms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     loss_steps: int = 20
     loss_tolerance: float = 0.0  # 0: 1e-4 in float32, 2e-2 in bfloat16
     reward_sigmas: float = 3.0
     reward_tolerance: float = 0.02
+    kl_tolerance: float = 0.05  # of the baseline's mean KL
     timeout_s: int = 7200  # of one arm
-    parallel: bool = False  # both arms at the same time: sooner done on a CPU, but their times disturb each other
+    parallel: bool = False  # all arms at the same time: sooner done on a CPU, but their times disturb each other
 
 
 @dataclasses.dataclass

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
 from typing import Any
 
 from logitless.backends import HEAD_BACKENDS
 from logitless.bench.config import ConfigError
+from logitless.objectives.api import statistics_temperature
+from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
-from logitless.train.config import TrainConfig, objective_of
+from logitless.train.config import NAIVE, Loss, TrainConfig, objective_of
 
+BACKENDS = ("auto", "pallas", NAIVE, *HEAD_BACKENDS)
 DTYPES = ("float32", "bfloat16")
 _CHOICES = {
     "model.master_dtype": DTYPES,
@@ -19,12 +24,12 @@ _CHOICES = {
     "rollout.kind": ("sample", "random"),
     "train.schedule": ("constant", "linear", "cosine"),
     "train.advantage_scale": ("group", "batch", "none"),
-    "train.loss.backend": ("auto", "pallas", *HEAD_BACKENDS),
+    "train.loss.backend": BACKENDS,
     "train.loss.logits_dtype": DTYPES,
     "train.loss.head_grad_dtype": ("float32", "param"),
     "train.preset": ("", *OBJECTIVE_PRESETS),
-    "ab.baseline": ("auto", "pallas", *HEAD_BACKENDS),
-    "ab.kernel": ("", "auto", "pallas", *HEAD_BACKENDS),
+    "ab.baseline": BACKENDS,
+    "ab.kernel": ("", *BACKENDS),
     "wandb_mode": ("disabled", "offline", "online"),
 }
 _AT_LEAST: dict[str, float] = {
@@ -60,6 +65,7 @@ _AT_LEAST: dict[str, float] = {
     "ab.loss_steps": 1,
     "ab.loss_tolerance": 0,
     "ab.reward_tolerance": 0,
+    "ab.kl_tolerance": 0,
     "ab.timeout_s": 1,
 }
 _ABOVE_ZERO = (
@@ -111,7 +117,10 @@ def check(c: TrainConfig) -> None:
     _check_rows(c)
     _check_task(c)
     _check_kernel_switch(c)
+    _check_arms(c)
     objective = objective_of(c)
+    _check_naive(c, objective)
+    _check_sparse(c)
     if objective.top_entropy is not None and c.train.microbatch:
         raise ConfigError(
             "train.objective.top_entropy takes a quantile over the whole update, which micro-batches do not see; "
@@ -181,5 +190,57 @@ def _check_kernel_switch(c: TrainConfig) -> None:
     backend = c.train.loss.backend
     if c.kernel.enabled is False and backend not in ("auto", "reference"):
         raise ConfigError(f"kernel.enabled: false means train.loss.backend reference, but that is {backend!r}")
-    if c.kernel.enabled and backend == "reference":
-        raise ConfigError("kernel.enabled: true, but train.loss.backend is 'reference'; set one of them only")
+    if c.kernel.enabled and backend in ("reference", NAIVE):
+        raise ConfigError(f"kernel.enabled: true, but train.loss.backend is {backend!r}; set one of them only")
+
+
+def _check_naive(c: TrainConfig, objective: Objective) -> None:
+    """The naive form has log-probabilities at temperature 1, on one device, and nothing else."""
+    if c.train.loss.backend != NAIVE:
+        return
+    use = "use train.loss.backend reference for it"
+    for field in ("entropy_coef", "top_entropy"):
+        if getattr(objective, field) is not None:
+            raise ConfigError(f"train.objective.{field}: train.loss.backend naive has no entropy; {use}")
+    if statistics_temperature(objective) is not None:
+        raise ConfigError(
+            f"rollout.temperature: {c.rollout.temperature}, but train.loss.backend naive has no temperature; {use}"
+        )
+    if c.mesh.data * c.mesh.fsdp * c.mesh.tensor > 1:
+        raise ConfigError(f"mesh: train.loss.backend naive is for one device; {use}")
+
+
+def _check_sparse(c: TrainConfig) -> None:
+    """Everything but what depends on the device, which the library says before anything compiles."""
+    given, backend = c.train.loss.sparse_backward, c.train.loss.backend
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if given not in ("off", "auto") and not (number and 0 < given < 1):
+        raise ConfigError(
+            f"train.loss.sparse_backward: {given!r}, expected off, auto or a probability mass between 0 and 1"
+        )
+    dense = "reference" if c.kernel.enabled is False else backend
+    if given != "off" and dense in ("reference", NAIVE):
+        raise ConfigError(
+            f"train.loss.sparse_backward: {given!r}, but train.loss.backend {dense} is a dense baseline without it; "
+            "use chunked, mosaic_gpu or auto, or set it to off"
+        )
+
+
+def _check_arms(c: TrainConfig) -> None:
+    """Names and keys of ``ab.arms``; what they make of ``train.loss`` is checked for each arm when an A/B is run."""
+    arms = c.ab.arms
+    if not arms:
+        return
+    if len(arms) < 2:
+        raise ConfigError(f"ab.arms: only {', '.join(arms)}; expected at least two arms, the baseline first")
+    if c.ab.kernel or c.ab.baseline != "reference":
+        raise ConfigError("ab.baseline and ab.kernel: ab.arms names the arms already; give one or the other")
+    known = [f.name for f in dataclasses.fields(Loss)]
+    for name, overrides in arms.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ConfigError(f"ab.arms: {name!r}, expected a name of letters, digits, '_', '-' and '.' (a folder's)")
+        for key in overrides:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"ab.arms.{name}.{key} is not a key of train.loss ({', '.join(known)}).{hint}")

@@ -31,7 +31,7 @@ from logitless.train.config import ConfigError, TrainConfig, load, save
 from logitless.train.model import num_params
 from logitless.train.programs import device_peak_bytes
 from logitless.train.progress import Progress
-from logitless.train.records import Rollouts
+from logitless.train.records import Rollouts, run_numbers
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State
@@ -100,6 +100,16 @@ def _check_folder(config: TrainConfig, resume: bool, say: Say) -> Path:
     elif resume:
         say(f"--resume: no run in {folder} yet, starting one")
     return folder
+
+
+def finished(config: TrainConfig) -> bool:
+    """Whether the run's folder holds all of this run: another run's folder is refused."""
+    folder = run_folder(config)
+    if not (folder / "config.yaml").exists() or not (folder / "summary.json").exists():
+        return False
+    _check_same(load(folder / "config.yaml"), config, folder)
+    steps = [r for r in read_records(folder / "metrics.jsonl") if "train/loss" in r]
+    return len(steps) == config.train.steps == json.loads((folder / "summary.json").read_text())["steps"]
 
 
 def _open_folder(config: TrainConfig, folder: Path) -> None:
@@ -273,32 +283,15 @@ class _Loop:
 
     def summary(self, parameters: int, compile_s: float, seconds: float) -> dict[str, Any]:
         """What the run came to; over all its records, those before a resume included."""
-        records = read_records(self.folder / "metrics.jsonl")
-        steps = [r for r in records if "train/loss" in r]
-        rewards = [r["train/reward"] for r in steps]
-        evals = [r["eval/reward"] for r in records if "eval/reward" in r]
-        last = steps[-10:]
-        t = self.trainer
+        numbers = run_numbers(read_records(self.folder / "metrics.jsonl"))
+        t, times = self.trainer, self.checkpoint_times
         programs = (t.update_program, t.score_program, t.rollout_program, t.eval_program)
-
-        def mean(values: list[Any]) -> float | None:
-            known = [v for v in values if v is not None]
-            return sum(known) / len(known) if known else None
-
-        phases = {k for r in last for k in r if k.startswith("time/") and not k.startswith("time/train/")}
         return {
             "name": self.config.name,
-            "steps": len(steps),
             "parameters": parameters,
-            "train/reward_first10": mean(rewards[:10]),
-            "train/reward_last10": mean(rewards[-10:]),
-            "eval/first": evals[0] if evals else None,
-            "eval/last": evals[-1] if evals else None,
-            "train/skipped": sum(r["train/skipped"] for r in steps),
-            **{f"{k}/last10": mean([r.get(k) for r in last]) for k in sorted(phases)},
-            "time/train/step_avg_last10_s": steps[-1]["time/train/step_avg_last10_s"] if steps else None,
+            **numbers,
             "time/compile_s": compile_s,
-            "time/checkpoint_s": mean(self.checkpoint_times),
+            "time/checkpoint_s": sum(times) / len(times) if times else None,
             "time/total_s": seconds,
             "memory/device_peak_bytes": device_peak_bytes(),
             "memory/update_temporaries_bytes": (t.update_program.peak_memory() or {}).get("temporaries"),

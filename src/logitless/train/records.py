@@ -1,4 +1,4 @@
-"""A step's completions with what they earned, and the record that is kept of them."""
+"""A step's completions with what they earned, the record that is kept of them, and what all records come to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from logitless.train.task import Prompts
 
 NAMES = {"kl_k3": "kl"}
 """Metrics of the loss that have another name in the record."""
+LAST_TEN = (
+    "train/kl",
+    "train/kl_k1",
+    "train/left_out_mass",
+    "train/hard_rows",
+    "train/backward_columns",
+    "train/dense_chunks",
+)
+"""Metrics whose mean over the last ten steps is in the summary, where the run has them."""
 
 
 @dataclasses.dataclass
@@ -51,6 +60,33 @@ def step_record(
         "rollout/tokens_crc32": zlib.crc32(np.ascontiguousarray(tokens).tobytes()),
     }
     return {k: json_number(v) for k, v in record.items()}
+
+
+def run_numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a run's records come to: its first and last ten steps, and its phases' times over the last ten."""
+    steps = [r for r in records if "train/loss" in r]
+    rewards = [r["train/reward"] for r in steps]
+    evals = [r["eval/reward"] for r in records if "eval/reward" in r]
+    last = steps[-10:]
+
+    def mean(values: list[Any]) -> float | None:
+        known = [v for v in values if v is not None]
+        return sum(known) / len(known) if known else None
+
+    left_out = [r["train/left_out_mass_max"] for r in steps if r.get("train/left_out_mass_max") is not None]
+    phases = {k for r in last for k in r if k.startswith("time/") and not k.startswith("time/train/")}
+    return {
+        "steps": len(steps),
+        "train/reward_first10": mean(rewards[:10]),
+        "train/reward_last10": mean(rewards[-10:]),
+        "eval/first": evals[0] if evals else None,
+        "eval/last": evals[-1] if evals else None,
+        "train/skipped": sum(r["train/skipped"] for r in steps),
+        **{f"{k}_last10": mean([r.get(k) for r in last]) for k in LAST_TEN if any(k in r for r in last)},
+        **({"train/left_out_mass_max": max(left_out)} if left_out else {}),
+        **{f"{k}/last10": mean([r.get(k) for r in last]) for k in sorted(phases)},
+        "time/train/step_avg_last10_s": steps[-1]["time/train/step_avg_last10_s"] if steps else None,
+    }
 
 
 def ended(tokens: np.ndarray, mask: np.ndarray, eos_ids: tuple[int, ...]) -> np.ndarray:

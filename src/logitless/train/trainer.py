@@ -19,7 +19,8 @@ from logitless.explain import explain
 from logitless.head.api import linear_grpo_loss
 from logitless.objectives.advantages import group_advantages
 from logitless.train import sharding
-from logitless.train.config import TrainConfig, loss_backend, objective_of
+from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of
+from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
 from logitless.train.programs import Program
 from logitless.train.records import Rollouts, step_record
@@ -74,22 +75,23 @@ class Trainer:
         self._needs_ref = self.objective.beta is not None or config.train.kl_report
 
     def _backend_name(self) -> str:
-        """Which backend the losses of this run take, ``auto`` resolved."""
+        """Which backend the losses of this run take, ``auto`` resolved; what the library cannot do is said here."""
         c, m = self.config, self.task.model
+        if loss_backend(c) == NAIVE:
+            return NAIVE
         rows = c.train.microbatch or c.train.prompts_per_step * c.train.group_size // c.train.minibatches
         dtype = jnp.dtype(c.model.compute_dtype)
-        loss = c.train.loss
-        return explain(
-            linear_grpo_loss,
-            jax.ShapeDtypeStruct((rows, c.rollout.max_completion_tokens, m.hidden_size), dtype),
-            jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
-            objective=self.objective,
-            backend=loss_backend(c),
-            chunk_size=loss.chunk_size or None,
-            memory_budget=loss.memory_budget or None,
-            logits_dtype=loss.logits_dtype,
-            head_layout="vh",
-        ).backend
+        try:
+            return explain(
+                linear_grpo_loss,
+                jax.ShapeDtypeStruct((rows, c.rollout.max_completion_tokens, m.hidden_size), dtype),
+                jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
+                objective=self.objective,
+                sparse_backward=c.train.loss.sparse_backward,
+                **head_options(c),
+            ).backend
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(f"train.loss: {error}") from None
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -21,17 +21,15 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.head.api import linear_grpo_loss, linear_logprobs
 from logitless.objectives.aggregate import default_denominator
-from logitless.objectives.api import statistics_temperature
 from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.objectives.sequences import sequences_of
 from logitless.pytree import register
-from logitless.train.config import TrainConfig, loss_backend
+from logitless.train.config import TrainConfig
+from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, hidden_states, lm_head, positions_of
-from logitless.train.sharding import loss_sharding
 
 
 @register
@@ -122,20 +120,6 @@ def completion_hidden(
     return hidden[:, batch.prompt.shape[1] - 1 :]
 
 
-def _head_options(config: TrainConfig) -> dict[str, Any]:
-    """How both calls at the head are to be carried out."""
-    loss = config.train.loss
-    return dict(
-        backend=loss_backend(config),
-        logits_dtype=loss.logits_dtype,
-        head_grad_dtype=loss.head_grad_dtype,
-        chunk_size=loss.chunk_size or None,
-        memory_budget=loss.memory_budget or None,
-        head_layout="vh",
-        **loss_sharding(config),
-    )
-
-
 def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
     """``(n, batch)`` with the rows as ``[n, rows / n, ...]``."""
     rows = batch.mask.shape[0]
@@ -145,16 +129,13 @@ def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
 
 def make_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
     """``score(params, lora, batch)``: log-probabilities ``[B, C]`` of the completions, as the loss computes them."""
-    options = _head_options(config)
+    head_logp = make_head_logp(config, objective)
     dtype = jnp.dtype(config.model.compute_dtype)
-    temperature = statistics_temperature(objective)
 
     def score(params: Params, lora: LoRA | None, batch: Batch) -> Array:
         def one(part: Batch) -> Array:
             hidden = completion_hidden(params, lora, model, part, dtype, remat=False)
-            head = lm_head(params, model).astype(dtype)
-            t = 1.0 if temperature is None else temperature
-            return linear_logprobs(hidden, head, part.completion, mask=part.mask, temperature=t, **options).logp
+            return head_logp(hidden, lm_head(params, model).astype(dtype), part.completion, part.mask)
 
         n, parts = _micro_batches(config, batch)
         logp = one(batch) if n == 1 else jax.lax.map(one, parts).reshape(batch.mask.shape)
@@ -169,14 +150,14 @@ def make_update(
     config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """``update(state, frozen, batch)`` gives the new state, and loss, gradient norm, metrics and ``finite``."""
-    options = _head_options(config)
+    head_loss = make_head_loss(config, objective)
     dtype = jnp.dtype(config.model.compute_dtype)
     needs_rollout = objective.correction is not None or objective.off_policy_threshold is not None
 
     def loss_of(trained: Policy, frozen: Policy, part: Batch, counts: dict[str, Any]) -> tuple[Array, Metrics]:
         params, lora = whole_policy(trained, frozen)
         hidden = completion_hidden(params, lora, model, part, dtype, config.model.remat)
-        return linear_grpo_loss(
+        return head_loss(
             hidden,
             lm_head(params, model).astype(dtype),
             part.completion,
@@ -185,9 +166,7 @@ def make_update(
             old_logp=part.old_logp,
             ref_logp=part.ref_logp,
             rollout_logp=part.rollout_logp if needs_rollout else None,
-            objective=objective,
             **counts,
-            **options,
         )
 
     gradient = jax.value_and_grad(loss_of, has_aux=True)

@@ -1,0 +1,79 @@
+"""Charts and tables of training runs: the course of each metric, and whether the arms of an A/B agree."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from logitless.bench.charts import TONES, Chart, Lines, Series, number
+from logitless.bench.records import Record
+from logitless.bench.report_charts import Section, Table, slug, tone_of
+
+CURVES = (
+    ("reward", ("train/reward", "reward", "train/reward_mean"), "mean reward of the step's completions"),
+    ("KL", ("train/kl", "kl"), "KL to the initial policy, k3"),
+    ("KL (k1)", ("train/kl_k1",), "KL to the initial policy, k1"),
+    ("update time", ("time/update_s",), "seconds"),
+    ("left-out mass", ("train/left_out_mass",), "mean over the tokens with a gradient"),
+    ("largest left-out mass", ("train/left_out_mass_max",), "of a token"),
+    ("step time", ("time/train/step_s", "time/step_s"), "seconds"),
+    ("loss", ("train/loss", "loss"), "loss"),
+    ("entropy", ("train/entropy", "entropy"), "nats"),
+)
+
+
+def _curves(arms: dict[str, list[Record]], name: str) -> list[Chart]:
+    out: list[Chart] = []
+    for what, keys, unit in CURVES:
+        series: list[Series] = []
+        for i, (arm, steps) in enumerate(arms.items()):
+            points = []
+            for position, step in enumerate(steps):
+                value = next((step[k] for k in keys if k in step), None)
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    points.append((float(step.get("step", position)), float(value)))
+            if points:
+                tone = tone_of(arm, i)
+                taken = {s.tone for s in series}
+                series.append(Series(arm, tuple(points), next((t for t in (tone, *TONES) if t not in taken), tone)))
+        if series:
+            title = f"{what[0].upper()}{what[1:]} by step: {name}"
+            out.append(Lines(slug(title), title, "step", unit, tuple(series)))
+    return out
+
+
+def training(records: list[tuple[str, Record]]) -> Section:
+    """Curves of A/B runs and of single runs, with the agreement of the arms."""
+    s = Section("Training", "Arms of an A/B run start from the same seed and see the same batches.")
+    single: dict[str, list[Record]] = {}
+    for name, r in records:
+        if r.get("kind") != "ab":
+            single.setdefault(name, []).append(r)
+            continue
+        s.charts += _curves({arm: a.get("metrics", []) for arm, a in r["arms"].items()}, name)
+        keys = dict.fromkeys(
+            k for a in r["arms"].values() for k, v in a.get("summary", {}).items() if isinstance(v, (int, float, str))
+        )
+        rows = [(k, *(_cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
+        if rows:
+            s.tables.append(Table(f"{name}: summary", ("", *r["arms"]), tuple(rows)))
+        s.tables += _agreement_tables(name, r)
+    for name, steps in single.items():
+        s.charts += _curves({"run": steps}, name)
+    return s
+
+
+def _agreement_tables(name: str, record: Record) -> list[Table]:
+    """One column of numbers for each arm that was compared with the first; of two arms, one without a name."""
+    found = record.get("agreement", {})
+    by_arm = found if found and all(isinstance(v, dict) for v in found.values()) else {"": found}
+    keys = dict.fromkeys(k for a in by_arm.values() for k, v in a.items() if not isinstance(v, (dict, list)))
+    rows = [(k, *(_cell(a.get(k)) for a in by_arm.values())) for k in keys]
+    title = f"{name}: agreement of the arms" if "" in by_arm else f"{name}: agreement with {next(iter(record['arms']))}"
+    return [Table(title, ("", *by_arm), tuple(rows))] if rows else []
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    return number(value)

@@ -1,0 +1,93 @@
+"""The two calls at the head, as ``train.loss`` says: the library's, or the form that most trainers have (``naive``).
+
+``naive`` keeps float32 ``[B, C, V]`` log-probabilities and differentiates through a gather; it is there to be compared
+with. Its statistics are the log-probabilities alone: no entropy and no top-1 rate in the metrics, and objectives that
+need more are refused by :mod:`logitless.train.config_check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from logitless.bench.baselines import naive_logp
+from logitless.head.api import linear_grpo_loss, linear_logprobs
+from logitless.objectives.api import policy_loss, statistics_temperature
+from logitless.objectives.metrics import Metrics
+from logitless.objectives.objective import Objective
+from logitless.stats import TokenStats
+from logitless.train.config import NAIVE, TrainConfig, loss_backend
+from logitless.train.sharding import loss_sharding
+
+NOT_MEASURED = ("entropy", "is_top1")
+"""Metrics that the naive form does not have."""
+
+
+def head_options(config: TrainConfig) -> dict[str, Any]:
+    """How both of the library's calls are to be carried out."""
+    loss = config.train.loss
+    return dict(
+        backend=loss_backend(config),
+        logits_dtype=loss.logits_dtype,
+        head_grad_dtype=loss.head_grad_dtype,
+        chunk_size=loss.chunk_size or None,
+        memory_budget=loss.memory_budget or None,
+        head_layout="vh",
+        **loss_sharding(config),
+    )
+
+
+def naive_head_logp(
+    hidden: Float[Array, "B C H"], head: Float[Array, "V H"], targets: Int[Array, "B C"], logits_dtype: str
+) -> Float[Array, "B C"]:
+    """Log-probabilities by way of all logits."""
+    logits = jnp.einsum("bch,vh->bcv", hidden, head, preferred_element_type=jnp.dtype(logits_dtype))
+    return naive_logp(logits, targets)
+
+
+def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., Array]:
+    """``logp(hidden, head, targets, mask)``: ``[B, C]``, 0 where the mask is."""
+    logits_dtype = config.train.loss.logits_dtype
+    if loss_backend(config) == NAIVE:
+
+        def naive(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
+            return jnp.where(mask, naive_head_logp(hidden, head, targets, logits_dtype), 0.0)
+
+        return naive
+
+    options = head_options(config)
+    temperature = statistics_temperature(objective)
+    t = 1.0 if temperature is None else temperature
+
+    def library(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
+        return linear_logprobs(hidden, head, targets, mask=mask, temperature=t, **options).logp
+
+    return library
+
+
+def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., tuple[Array, Metrics]]:
+    """``loss(hidden, head, targets, **arrays)`` with the arrays of :func:`logitless.linear_grpo_loss`."""
+    if loss_backend(config) == NAIVE:
+        logits_dtype = config.train.loss.logits_dtype
+
+        def naive(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
+            logp = naive_head_logp(hidden, head, targets, logits_dtype)
+            none, no = jnp.zeros_like(logp), jnp.zeros(logp.shape, bool)
+            loss, metrics = policy_loss(
+                TokenStats(logp, none, none, none, none, no, none), objective=objective, **arrays
+            )
+            return loss, {k: v for k, v in metrics.items() if k not in NOT_MEASURED}
+
+        return naive
+
+    options = head_options(config)
+    sparse = config.train.loss.sparse_backward
+
+    def library(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
+        return linear_grpo_loss(hidden, head, targets, objective=objective, sparse_backward=sparse, **arrays, **options)
+
+    return library

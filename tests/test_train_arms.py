@@ -1,0 +1,276 @@
+"""A/B/C: naive, dense, exact and sparse losses in one comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless import cli
+from logitless.bench import report
+from logitless.objectives.metrics import metric_values
+from logitless.train import ab, loop
+from logitless.train.config import ConfigError, TrainConfig, load, objective_of, save
+from logitless.train.head_calls import make_head_logp, make_head_loss
+from logitless.train.model import ModelConfig, init
+from logitless.train.task import build_task
+from logitless.train.trainer import Trainer
+from logitless.train.update import Batch, Policy, State, make_optimizer, make_update
+from logitless.train.weights import save_safetensors
+from train_micro import compile_cache, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "train"
+MODEL = ModelConfig(32, 16, 32, 1, 2, 1, 8, max_position=64)
+
+
+def peaked() -> Any:
+    """Weights whose policy is sure of a few of 10 tokens; the other 22 have next to nothing in every row."""
+    rows = 2.5 * np.random.default_rng(4).standard_normal((32, 16), np.float32)
+    rows[10:] *= 0.01
+    return init(MODEL, jax.random.key(3)) | {"embed": jnp.asarray(rows)}
+
+
+def batch() -> Batch:
+    """Eight rows, a little off-policy."""
+    rng = np.random.default_rng(0)
+    prompt, completion = (rng.integers(0, 10, (8, n), dtype=np.int32) for n in (4, 6))
+    old = rng.normal(-8, 0.3, (8, 6)).astype(np.float32)
+    return Batch(
+        prompt=prompt,  # type: ignore[arg-type]
+        prompt_valid=np.ones(prompt.shape, bool),  # type: ignore[arg-type]
+        completion=completion,  # type: ignore[arg-type]
+        mask=np.arange(6) < rng.integers(2, 7, (8, 1)),  # type: ignore[arg-type]
+        advantages=rng.standard_normal(8).astype(np.float32),  # type: ignore[arg-type]
+        old_logp=old,  # type: ignore[arg-type]
+        ref_logp=old - 0.2,  # type: ignore[arg-type]
+    )
+
+
+def test_the_naive_loss_is_the_reference_without_entropy() -> None:
+    x = batch()
+    hidden, head = np.random.default_rng(1).standard_normal((8, 6, 16), np.float32), peaked()["embed"]
+    arrays = dict(advantages=x.advantages, mask=x.mask, old_logp=x.old_logp, ref_logp=x.ref_logp, denominator=11.0)
+    found = []
+    for backend in ("reference", "naive"):
+        c = load(None, ["train.kl_beta=0.1", f"train.loss.backend={backend}"])
+        loss = partial(make_head_loss(c, objective_of(c)), targets=x.completion, **arrays)
+        logp = jax.jit(make_head_logp(c, objective_of(c)))(hidden, head, x.completion, x.mask)
+        found.append((jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head), logp))
+    (((a, ours), grads), logp), (((b, naive), naive_grads), naive_logp) = found
+    assert abs(float(a)) > 1e-2 and float(np.min(logp)) < -1
+    np.testing.assert_allclose(logp, naive_logp, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for g, other in zip(grads, naive_grads, strict=True):
+        np.testing.assert_allclose(g, other, rtol=1e-4, atol=1e-5 * np.abs(g).max())
+    assert ours.keys() - naive.keys() == {"entropy", "is_top1"}
+    x_values, y_values = metric_values(ours), metric_values(naive)
+    np.testing.assert_allclose([x_values[k] for k in y_values], list(y_values.values()), rtol=1e-4, atol=1e-6)
+
+
+def test_sparse_metrics_add_up_over_micro_batches() -> None:
+    settings = ["train.loss.backend=chunked", "train.loss.sparse_backward=0.05", "train.loss.chunk_size=12"]
+    c = load(None, ["train.prompts_per_step=2", "train.group_size=4", "train.microbatch=2", *settings])
+    optimizer, trained = make_optimizer(c), Policy(peaked(), None)
+    update = jax.jit(make_update(c, MODEL, objective_of(c), optimizer))
+    found = update(State(trained, optimizer.init(trained)), Policy(None, None), batch())[1]["metrics"]
+    values = metric_values(found)
+    assert 0 < values["left_out_mass"] < values["left_out_mass_max"] <= 0.05
+    # Every token with a gradient counts once, and every micro-batch has one chunk of 12 tokens.
+    moving = float(found["live_tokens"].sum) * (1 - values["zero_gradient_tokens"])
+    assert float(found["left_out_mass"].count) == float(found["hard_rows"].count) == pytest.approx(moving)
+    assert float(found["dense_chunks"].count) == float(found["backward_columns"].count) == 4
+    assert 0 < values["active_columns"] < 1
+
+
+def records(n: int = 100, *, seed: int = 0, kl: float = 1.0, kl_k1: float = 1.0, loss: float = 0.0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(n):
+        noise = rng.normal(0, 0.03, 3)
+        rise = i / n
+        out.append(
+            {
+                "step": i + 1,
+                "train/loss": loss,
+                "train/losses": [0.0, loss],
+                "train/grad_norm": 1.0 + seed,
+                "train/reward": rise + noise[0],
+                "train/kl": kl * (rise + noise[1]),
+                "train/kl_k1": kl_k1 * (rise + noise[2]),
+                "rollout/tokens_crc32": 0 if i == 0 else seed,
+            }
+        )
+    return out
+
+
+def test_kl_curves_are_compared_too() -> None:
+    c, base = load(None), records()
+    same = ab.agreement(c, base, records(seed=1))
+    assert same["agree"] and same["kl_agree"] and same["first_grad_norm_ratio"] == 2.0
+    assert abs(same["kl_difference"]) <= same["kl_limit"] and same["kl_k1_standard_error"] > 0
+    for other in ({"kl": 1.3}, {"kl_k1": 1.3}):
+        off = ab.agreement(c, base, records(seed=1, **other))  # type: ignore[arg-type]
+        assert off["rewards_agree"] and off["losses_agree"] and off["kl_agree"] is False and not off["agree"]
+    missing = records(seed=1)
+    missing[5]["train/kl"] = None
+    assert ab.agreement(c, base, missing)["kl_agree"] is False
+    without = [{k: v for k, v in r.items() if "kl" not in k} for r in base]
+    none = ab.agreement(c, base, without)
+    assert none["agree"] and none["kl_agree"] is None and "KL" not in none["test"]
+
+
+def test_a_sparse_arm_is_held_to_the_first_update_and_the_curves() -> None:
+    c, base = load(None), records()
+    later = records(loss=0.01)  # every second update of a step differs
+    assert not ab.agreement(c, base, later)["losses_agree"]
+    sparse = ab.agreement(c, base, later, sparse=True)
+    assert sparse["agree"] and sparse["loss_steps"] == 1 and "loss of the first update" in sparse["test"]
+    later[0]["train/losses"][0] = 0.01
+    assert not ab.agreement(c, base, later, sparse=True)["losses_agree"]
+
+
+ARMS = (
+    "ab.arms={{dense: {{backend: reference}}, exact: {{backend: chunked}}, "
+    "sparse: {{backend: chunked, sparse_backward: {}}}}}"
+)
+
+
+def test_the_arms_of_a_mapping_differ_in_their_loss_alone() -> None:
+    c = load(CONFIGS / "smollm2-135m-abc.yaml", ["ab.arms.exact.backend=chunked", "ab.arms.exact.chunk_size=64"])
+    arms = ab.arms_of(c)
+    assert list(arms) == ["dense", "exact", "sparse"]
+    losses = {n: (a.train.loss.backend, a.train.loss.sparse_backward, a.train.loss.chunk_size) for n, a in arms.items()}
+    assert losses == {
+        "dense": ("reference", "off", 0),
+        "exact": ("chunked", "off", 64),
+        "sparse": ("mosaic_gpu", "auto", 0),
+    }
+    for arm in arms.values():
+        train = dataclasses.replace(arm.train, loss=c.train.loss)
+        same = dataclasses.replace(arm, train=train, run_dir=c.run_dir, warm_start=c.warm_start)
+        assert same == c
+    assert c.train.kl_report and c.train.steps == 100
+    bad = {
+        "{a: {backend: chunked}, b: {backend: chunked}}": "a and b are the same",
+        "{a: {backend: chunked}, b: {backend: reference, sparse_backward: auto}}": "arm b: train.loss.sparse_backward",
+        "{a: {backend: chunked}, b: {chunk_size: many}}": "ab.arms.b.chunk_size: .*many",
+        "{a: {backend: chunkd}, b: {}}": "arm a: train.loss.backend: 'chunkd'",
+    }
+    for arms_text, message in bad.items():
+        with pytest.raises(ConfigError, match=message):
+            ab.arms_of(load(None, [f"ab.arms={arms_text}"]))
+
+
+def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything compiles, and as an error of the configuration."""
+
+    def refuses(*_: Any, **given: Any) -> Any:
+        assert given["sparse_backward"] == "auto" and "sharding" in given
+        raise NotImplementedError("linear_grpo_loss: not with sharding=")
+
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 (virtual) devices")
+    monkeypatch.setattr("logitless.train.trainer.explain", refuses)
+    c = load(None, ["mesh.data=2", "train.loss.backend=chunked", "train.loss.sparse_backward=auto"])
+    with pytest.raises(ConfigError, match=r"train\.loss: linear_grpo_loss: not with sharding="):
+        Trainer(c, build_task(c))
+
+
+def test_abc(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    micro: list[str],  # noqa: F811
+) -> None:
+    """Three arms, here in one process: their starts are the most of so small a run."""
+
+    def in_this_process(_: str, arm: TrainConfig, __: bool) -> subprocess.Popen[bytes]:
+        loop.run(arm, say=lambda _: None)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(ab, "_start", in_this_process)
+    save_safetensors(tmp_path / "weights", MODEL, peaked())
+    (tmp_path / "turns.py").write_text("n = 0\ndef score(text, problem):\n    global n\n    n += 1\n    return n % 2\n")
+    folder = tmp_path / "abc"
+    settings = [*micro, "train.steps=4", "checkpoint.every=0", "train.kl_report=true", f"run_dir={folder}"]
+    settings += [ARMS.format("0.05"), "train.learning_rate=1e-3", f"model.weights={tmp_path / 'weights'}"]
+    settings += [f"reward.kind={tmp_path / 'turns.py'}:score"]
+    assert cli.main(["ab", *settings]) == 0
+    printed = capsys.readouterr().out
+    for text in ("sparse against dense: test: loss of the first update", "exact/dense", "sparse (chunked)"):
+        assert text in printed
+    result = json.loads((folder / "ab.json").read_text())
+    assert list(result["arms"]) == ["dense", "exact", "sparse"]
+    assert set(result["ratios"]) == set(result["agreement"]) == {"exact", "sparse"}
+    assert ab.all_agree(result) and result["ratios"]["sparse"]["update_time"] > 0
+    steps = result["arms"]["sparse"]["metrics"]
+    assert any(s["train/left_out_mass"] > 0 for s in steps)
+    assert all(0 <= s["train/left_out_mass"] <= s["train/left_out_mass_max"] <= 0.05 for s in steps)
+    assert "train/left_out_mass" not in result["arms"]["exact"]["metrics"][0]
+    assert result["arms"]["sparse"]["summary"]["train/left_out_mass_max"] == max(
+        s["train/left_out_mass_max"] for s in steps
+    )
+    exact, sparse = result["agreement"]["exact"], result["agreement"]["sparse"]
+    assert exact["loss_steps"] == 4 and sparse["loss_steps"] == 1 and sparse["kl_agree"] is True
+    assert "left-out mass, mean of every" in ab.curve(result)
+    _page_has_all_arms(folder, tmp_path)
+    # Nothing is left to do: a second call takes the arms' own records, and starts no process.
+    (folder / "ab.json").unlink()
+    said: list[str] = []
+    again = ab.run(load(None, settings), resume=True, say=said.append)
+    assert [s for s in said if "complete already" in s] == [f"arm {n}: complete already" for n in result["arms"]]
+    assert again["agreement"] == result["agreement"]
+    # One without its last steps is.
+    lines = (folder / "exact" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "exact" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    arms = ab.arms_of(load(None, settings))
+    assert [loop.finished(a) for a in arms.values()] == [True, False, True]
+    other = dataclasses.replace(arms["dense"], seed=5)
+    with pytest.raises(ConfigError, match="seed: 5, but the run in"):
+        loop.finished(other)
+
+
+def _page_has_all_arms(folder: Path, out: Path) -> None:
+    report.write([folder], out / "page.html", plots=out / "plots")
+    page = (out / "page.html").read_text()
+    for chart in ("Reward", "KL", "Update time", "Left-out mass", "Largest left-out mass"):
+        assert f"{chart} by step: abc" in page
+    assert "abc: agreement with dense" in page
+    svg = (out / "plots" / "kl-by-step-abc.svg").read_text()
+    assert all(f">{arm}</text>" in svg for arm in ("dense", "exact", "sparse"))
+    colours = re.findall(r"<polyline[^>]*stroke:var\(--(\w+)", svg)
+    assert len(colours) == len(set(colours)) == 3
+
+
+def test_an_arm_that_disagrees_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c, summary = load(None), {"loss_backend": "x"}
+    names = ("dense", "exact", "sparse")
+    arms = {n: {"metrics": records(seed=i), "summary": summary} for i, n in enumerate(names)}
+    agree = {n: ab.agreement(c, records(), arms[n]["metrics"]) for n in names[1:]}
+    result = {"name": "x", "arms": arms, "agreement": agree}
+    monkeypatch.setattr(ab, "run", lambda *_, **__: result)
+    assert cli.main(["ab"]) == 0
+    agree["sparse"] = ab.agreement(c, records(), records(seed=2, kl_k1=2.0))
+    assert cli.main(["ab"]) == 1
+    assert "kl_k1: mean difference" in (out := capsys.readouterr().out) and "ABOVE" in out
+
+
+def test_saved_arms_read_back(tmp_path: Path) -> None:
+    c = load(None, [ARMS.format("auto"), "train.loss.sparse_backward=off"])
+    save(c, tmp_path / "c.yaml")
+    assert load(tmp_path / "c.yaml") == c and c.train.loss.sparse_backward == "off"
+    assert jnp.dtype(c.train.loss.logits_dtype) == jnp.float32
