@@ -6,14 +6,17 @@ Hidden states and heads come from ``logitless.bench.realistic``, targets from th
 flat random logits of gpu_head.py. Baselines are dense, the strong and the naive form of ``logitless.bench.baselines``;
 "exact" is the fused head without the sparse backward. ``--peers`` is a folder with the unpacked wheels of liger_kernel
 and cut_cross_entropy, for the PyTorch peers on the same arrays (gpu_head_peers.py). Times are device times (CUPTI),
-medians; memory is the compiler's. The exit code is 1 if one of the project's bars is missed.
+medians, with the host's clock beside them (loops whose length depends on the data wait for the host); memory is the
+compiler's. The exit code is 1 if one of the project's bars is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -184,17 +187,23 @@ def run_shape(
     chosen = {n: c for n, c in cases(backend, tolerance).items() if not only or any(s in n for s in only)}
     data = batches(*(int(x) for x in shape.split(",")), {batch for _, batch in chosen.values()} | {"real"})
     rows: dict[str, Any] = {}
-    for name, (f, batch) in chosen.items():
+    # One program compiles while the next is traced. Not two at a time: each would disturb the other's autotuning.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        programs = {name: pool.submit(f.lower(*data[batch]).compile) for name, (f, batch) in chosen.items()}
+    for name, (_, batch) in chosen.items():
         args = data[batch]
         try:
-            row: dict[str, Any] = dict(timing.compiled_memory(f.lower(*args).compile()))
+            f = programs[name].result()
+            row: dict[str, Any] = dict(timing.compiled_memory(f))
             if not name.startswith(("strong", "naive")):
                 values = logitless.metric_values(f(*args)[0][1])
                 row.update({k: values[k] for k in (*SPARSE_METRICS, "entropy") if k in values})
             row.update(timing.summary(timing.device_times(f, *args, repeats=repeats)))
+            row["wall_ms"] = statistics.median(timing.wall_times(f, *args, repeats=repeats))
             found = " ".join(f"{k} {row[k]:.3g}" for k in SPARSE_METRICS if k in row)
             print(
-                f"{name:24s} {row['median_ms']:9.3f} ms  temp {row['temporaries'] / 2**20:7.0f} MiB  {found}",
+                f"{name:24s} {row['median_ms']:9.3f} ms (wall {row['wall_ms']:.2f})  "
+                f"temp {row['temporaries'] / 2**20:7.0f} MiB  {found}",
                 flush=True,
             )
         except Exception as error:

@@ -104,10 +104,13 @@ def sparse_tables() -> list[str]:
         "    python benchmarks/gpu_sparse.py --out results.json",
         "",
     ]
-    for run in result["runs"]:
-        tokens, hidden, vocab = run["shape"].split(",")
-        out += [f"### Sparse, T={tokens} H={hidden} V={vocab}", "", "| case | ms | temporaries MiB |", "|---|---|---|"]
-        out += [f"| {name} | {case_value(row)} |" for name, row in run["cases"].items()]
+    for shape, run in result["shapes"].items():
+        tokens, hidden, vocab = shape.split(",")
+        out += [f"### Sparse, T={tokens} H={hidden} V={vocab}", ""]
+        out += ["| case | ms | by the host's clock | temporaries MiB |", "|---|---|---|---|"]
+        for name, row in run["cases"].items():
+            wall = f"{row['wall_ms']:.2f}" if "wall_ms" in row else ""
+            out.append(f"| {name} | {row['median_ms']:.2f} | {wall} | {mib(row['temporaries'])} |")
         out += ["", *gate_rows(run["gates"])]
     out += ["Errors against float64 at 256 tokens, V=16384 (relative Frobenius norms):", "", "| | |", "|---|---|"]
     return [*out, *(f"| {name} | {value:.2e} |" for name, value in result["errors"].items()), ""]
@@ -118,6 +121,7 @@ def training_tables() -> list[str]:
     for file, case, title in (
         ("train_h200_random.json", "random", "Training, Qwen2.5-1.5B shape, random weights"),
         ("train_h200_smollm2_arithmetic.json", "arithmetic", "Training, SmolLM2-135M-Instruct on sums below 100"),
+        ("train_h200_abc.json", "abc", "Training, the same with three losses: dense, fused exact, fused sparse"),
     ):
         result = read(file)
         if result is None:
@@ -125,7 +129,7 @@ def training_tables() -> list[str]:
         out += [
             f"## {title}",
             "",
-            f"`benchmarks/results/{file}`; {result['agreement']['test']}.",
+            f"`benchmarks/results/{file}`; {'; '.join(_tests(result))}.",
             "",
             f"    python benchmarks/train_h200.py {case} --out results",
             "",
@@ -140,12 +144,48 @@ def training_tables() -> list[str]:
             ("time/train/step_avg_last10_s", "step, mean of the last 10 (s)", 1),
             ("time/update_s/last10", "update phase, last 10 (s)", 1),
             ("memory/device_peak_bytes", "device peak (GiB)", 2**30),
+            ("train/kl_last10", "KL, last 10 steps", 1),
+            ("train/left_out_mass_last10", "left-out mass, last 10 steps", 1),
+            ("train/left_out_mass_max", "left-out mass of a token, largest", 1),
         ):
             values = [a["summary"].get(key) for a in result["arms"].values()]
-            if all(v is not None for v in values):
-                out.append(f"| {label} | " + " | ".join(f"{v / scale:.4g}" for v in values) + " |")
+            if any(v is not None for v in values):
+                cells = ("" if v is None else f"{v / scale:.4g}" for v in values)
+                out.append(f"| {label} | {' | '.join(cells)} |")
         out.append("")
-    return out
+    return [*out, *largest_table()]
+
+
+def _tests(result: dict[str, Any]) -> list[str]:
+    """What was compared; a file with more than two arms says it for each but the first."""
+    agreement = result["agreement"]
+    if "test" in agreement:
+        return [agreement["test"]]
+    return [f"{name}: {own['test']}" for name, own in agreement.items()]
+
+
+def largest_table() -> list[str]:
+    result = read("train_h200_largest.json")
+    if result is None:
+        return []
+    out = [
+        "## Training, how long a completion fits",
+        "",
+        f"{result['environment']['device']}, {result['rows']} rows of {result['prompt_tokens']} prompt tokens and",
+        f"these completions; {result['config']}. {result['note']}",
+        "",
+        "    python benchmarks/train_h200.py largest --out results",
+        "",
+        "| arm | completion tokens a row | | device peak (GiB) | update (s) |",
+        "|---|---|---|---|---|",
+    ]
+    for arm, contexts in result["arms"].items():
+        for context, row in contexts.items():
+            said = "fits" if row["fits"] else row["error"]
+            peak, update = (row.get(k) for k in ("peak_bytes", "update_s"))
+            numbers = f"{peak / 2**30:.1f} | {update:.2f}" if peak and update else " | "
+            out.append(f"| {arm} | {int(context):,} | {said} | {numbers} |")
+    return [*out, ""]
 
 
 def logits_tables() -> list[str]:
@@ -181,6 +221,7 @@ def tpu_tables() -> list[str]:
     for name, title in (
         ("tpu_v6e_logits_estimate.json", "Logits level on a TPU v6e (estimate)"),
         ("tpu_v6e_head_estimate.json", "The fused head on a TPU v6e (estimate)"),
+        ("tpu_v6e_sparse_estimate.json", "The sparse backward on a TPU v6e (estimate)"),
     ):
         result = read(name)
         if result is None:
