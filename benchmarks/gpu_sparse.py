@@ -33,6 +33,7 @@ import numpy as np
 import logitless
 from logitless import Objective, oracle
 from logitless.bench import baselines, realistic, shapes, timing
+from logitless.head.sparse_report import SPARSE_METRICS
 
 CLIP = Objective(aggregation="dapo")
 GSPO = Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)
@@ -168,16 +169,6 @@ def gates(rows: dict[str, Any], shape: str) -> dict[str, dict[str, Any]]:
         "RL batch, bf16: time / strong": (ms, "sparse_rl/bf16", "strong/bf16", 0.25),
     }
     return {name: g for name, row in table.items() if (g := ratio(*row)) is not None}
-
-
-SPARSE_METRICS = (
-    "left_out_mass",
-    "left_out_mass_max",
-    "hard_rows",
-    "active_columns",
-    "backward_columns",
-    "dense_chunks",
-)
 
 
 def run_shape(

@@ -9,7 +9,7 @@ import pytest
 
 from logitless import cli
 from logitless.bench import arm, child, microbench, shapes, suites
-from logitless.bench.config import load
+from logitless.bench.config import ConfigError, load
 from logitless.logits import chunked
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
@@ -50,6 +50,37 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(child, "ask", ask)
     return seen
+
+
+def test_a_sparse_backward_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    args = ["tokens=128", "rows=4", "hidden=128", "vocab=8192", "repeats=2", "warmup=1", "baselines=[strong]"]
+    sparse = ["dtype=bfloat16", "inputs=realistic", "kernel.sparse_backward=auto", "verify=false"]
+    record = microbench.run(load(microbench.BenchConfig, None, [*args, *sparse]))
+    assert list(record["arms"]) == ["strong", "kernel", "kernel, sparse backward"] and record["passed"]
+    row = record["arms"]["kernel, sparse backward"]
+    assert 0 < row["left_out_mass_max"] <= 2.0**-8 and "left_out_mass" not in record["arms"]["kernel"]
+    assert record["arms"]["kernel"]["loss"] == pytest.approx(record["arms"]["strong"]["loss"], abs=1e-3)
+    for bad in ("kernel.sparse_backward=often", "inputs=real"):
+        with pytest.raises(ConfigError, match=bad.split("=", 1)[0]):
+            microbench.run(load(microbench.BenchConfig, None, [*args, bad]))
+
+
+@pytest.mark.parametrize("given, contract", [("auto", 1.5), (0.1, microbench.NO_LIMIT)])
+def test_a_sparse_backward_is_verified_on_realistic_data(
+    monkeypatch: pytest.MonkeyPatch, given: Any, contract: float
+) -> None:
+    asked = []
+
+    def ask(job: dict[str, Any], timeout_s: int) -> dict[str, Any]:
+        asked.append(job["gradcheck"])
+        return dict(passed=job["gradcheck"]["sparse_backward"] == "off", gates={"g": {"ok": True}})
+
+    monkeypatch.setattr(child, "ask", ask)
+    found = microbench._verify(microbench.BenchConfig(kernel=microbench.Kernel(sparse_backward=given)))
+    assert not found["passed"] and set(found["gates"]) == {"g", "sparse: g"}
+    assert [job["sparse_backward"] for job in asked] == ["off", given]
+    assert asked[1]["inputs"] == "realistic" and asked[1]["contract"] == contract
 
 
 def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

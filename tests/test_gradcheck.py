@@ -109,9 +109,30 @@ def test_a_small_loss_of_accuracy_fails_the_contract(monkeypatch: pytest.MonkeyP
     assert not record["gates"]["dlogits error / reference's (norm)"]["ok"]
 
 
+REALISTIC = ("level=head", "dtype=bfloat16", "inputs=realistic", "tokens=64", "hidden=128", "vocab=8192")
+
+
+def test_a_sparse_backward_is_held_to_its_tolerance_and_the_contract(tmp_path: Path) -> None:
+    record = gradcheck.run(load(gradcheck.GradcheckConfig, None, [*SMALL, *REALISTIC, "sparse_backward=auto"]))
+    gate = record["gates"]["largest left-out mass"]
+    assert record["passed"] and 0 < gate["value"] == record["left_out_mass_max"] <= gate["limit"] == 2.0**-8
+    assert 0 < record["active_columns"] < 0.5 and record["dense_chunks"] == 0
+    args = [*SMALL, *REALISTIC, "sparse_backward=0.3"]
+    rough = gradcheck.run(load(gradcheck.GradcheckConfig, None, args))
+    assert rough["gates"]["largest left-out mass"]["ok"] and rough["left_out_mass_max"] > 2.0**-8
+    assert not rough["gates"]["dhidden error / reference's (norm)"]["ok"] and not rough["passed"]
+
+
+def test_more_left_out_than_allowed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradcheck, "auto_tolerance", lambda dtype: 1e-6)
+    record = gradcheck.run(load(gradcheck.GradcheckConfig, None, [*SMALL, *REALISTIC, "sparse_backward=auto"]))
+    assert not record["gates"]["largest left-out mass"]["ok"] and not record["passed"]
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
+        ("sparse_backward=2", "sparse_backward: 2, expected off, auto or a probability mass"),
         ("sed=1", "Did you mean 'seed'"),
         ("seed=one", "'seed'"),
         ("level=middle", "level: 'middle', expected one of logits, head"),
@@ -132,6 +153,12 @@ def test_bad_configuration_is_exit_code_2(
 ) -> None:
     assert run(f"out={tmp_path / 'log.jsonl'}", *SMALL, override) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("override", ["inputs=realistic", "sparse_backward=auto"])
+def test_the_logits_level_has_no_sparse_backward(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "level=logits", override) == 2
+    assert "are for level=head" in capsys.readouterr().err
 
 
 def test_missing_and_broken_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

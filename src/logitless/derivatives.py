@@ -42,6 +42,15 @@ def instantiate(ct: Any) -> Array:
     return jnp.zeros(ct.shape, jnp.float32) if isinstance(ct, SymbolicZero) else jnp.asarray(ct)
 
 
+def scaled(gradients: Any, ct: Any) -> Any:
+    """Gradients that the forward pass took, times the loss's cotangent ``ct``, each in its own dtype.
+
+    This folds away where the cotangent is the constant one, as it is under ``value_and_grad``.
+    """
+    g = instantiate(ct)
+    return jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), gradients)
+
+
 def stat_cotangents(ct: TokenStats) -> StatCotangents:
     """The three cotangents that count; those of the other statistics are zero by contract."""
     return StatCotangents(*(instantiate(c).astype(jnp.float32) for c in (ct.logp, ct.entropy, ct.lse)))

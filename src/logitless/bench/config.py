@@ -15,6 +15,15 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message is for the person who wrote it."""
 
 
+def sparse_backward_of(key: str, given: Any) -> Any:
+    """``off``, ``auto`` or a mass, as the calls take it; YAML makes a plain ``off`` a ``False``."""
+    given = "off" if given is False else given
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if given not in ("off", "auto") and not (number and 0 < given < 1):
+        raise ConfigError(f"{key}: {given!r}, expected off, auto or a probability mass between 0 and 1")
+    return given
+
+
 def _known_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
     for name, kind in get_type_hints(schema).items():

@@ -5,7 +5,8 @@ fits. Inputs are synthetic, or hidden states and head of a model's forward pass.
 several devices, and the reference on one; on a CPU they are virtual ones, in a process of its own.
 
 Gates: the loss difference, the gradient difference relative to its norm, and (with the oracle) the backend's error at
-most ``contract`` times the reference's own, in norm and in the largest element (docs/numerics.md).
+most ``contract`` times the reference's own, in norm and in the largest element (docs/numerics.md). With
+``sparse_backward`` also the largest mass that it left out of a row, which must be within the tolerance.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from logitless import oracle
-from logitless.bench import child, inputs, model_inputs, timing
-from logitless.bench.config import ConfigError
+from logitless.bench import child, inputs, model_inputs, realistic, timing
+from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.head.api import linear_grpo_loss
+from logitless.head.sparse import auto_tolerance
+from logitless.head.sparse_report import SPARSE_METRICS
 from logitless.logits.api import grpo_loss
+from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
 from logitless.parallel.spec import Sharding
 from logitless.planning.mesh import AXES, parse_mesh
@@ -53,7 +57,8 @@ class GradcheckConfig:
     vocab: int = 1024
     dtype: str = "float32"
     logits_dtype: str = "float32"
-    inputs: str = "ordinary"  # ordinary | peaked | extreme | model
+    sparse_backward: Any = "off"  # off | auto | a mass (head level)
+    inputs: str = "ordinary"  # ordinary | peaked | extreme | realistic (head level) | model
     model: str = ""  # inputs=model: an architecture's name (random weights), a folder of weights, or a .gguf file
     layers: int = 0  # inputs=model: only so many layers; 0: all
     mesh: str = ""  # data=2,fsdp=2,tensor=2: the backend over so many devices; empty: one
@@ -84,7 +89,7 @@ def objective_of(c: GradcheckConfig) -> Objective:
 def _check(c: GradcheckConfig) -> None:
     for key, allowed in (
         ("level", ("logits", "head")),
-        ("inputs", (*inputs.KINDS, "model")),
+        ("inputs", (*inputs.KINDS, "realistic", "model")),
         ("dtype", tuple(DTYPES)),
         ("logits_dtype", ("float32", "bfloat16")),
         ("wandb_mode", ("online", "offline", "disabled")),
@@ -98,6 +103,9 @@ def _check(c: GradcheckConfig) -> None:
         least = 0 if key == "vocab" and of_model else 1  # 0: the model's own
         if getattr(c, key) < least:
             raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
+    c.sparse_backward = sparse_backward_of("sparse_backward", c.sparse_backward)
+    if c.level == "logits" and (c.inputs == "realistic" or c.sparse_backward != "off"):
+        raise ConfigError("level: logits, but inputs=realistic and sparse_backward are for level=head")
     if c.layers < 0:
         raise ConfigError(f"layers: {c.layers}, expected 0 or more")
 
@@ -136,6 +144,12 @@ def _arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray,
         x: tuple[np.ndarray, ...] = (z.astype(dtype),)
         logp = oracle.token_stats(x[0], rest["targets"], temperature=c.temperature).logp
     else:
+        if c.inputs == "realistic":
+            states, head = realistic.realistic_head(c.batch * c.tokens, c.hidden, c.vocab, c.seed, dtype)
+            rest["targets"] = np.asarray(
+                realistic.sample_targets(jnp.asarray(states), jnp.asarray(head), c.seed)
+            ).reshape(c.batch, c.tokens)
+            hidden = states.reshape(c.batch, c.tokens, -1), head
         made = hidden or inputs.hidden_and_head(c.inputs, rest["targets"], c.hidden, c.vocab, rng)
         x = tuple(a.astype(dtype) for a in made)
         h, w = x
@@ -149,7 +163,10 @@ def _arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray,
     return x, rest
 
 
-def _run(c: GradcheckConfig, backend: str, objective: Objective, x: Any, rest: dict[str, Any]) -> tuple[float, list]:
+def _run(
+    c: GradcheckConfig, backend: str, objective: Objective, x: Any, rest: dict[str, Any]
+) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    """``(loss, gradients, metrics)``."""
     kernel = backend in ("pallas_tpu", "mosaic_gpu")
     options: dict[str, Any] = dict(backend=None if backend == "auto" else backend, interpret=c.interpret and kernel)
     if c.mesh and backend != "reference":
@@ -157,15 +174,17 @@ def _run(c: GradcheckConfig, backend: str, objective: Objective, x: Any, rest: d
     if c.level == "logits":
 
         def loss(*arrays: jax.Array) -> Any:
-            return grpo_loss(arrays[0], objective=objective, bwd_impl=c.bwd_impl, **rest, **options)[0]  # type: ignore
+            return grpo_loss(arrays[0], objective=objective, bwd_impl=c.bwd_impl, **rest, **options)  # type: ignore
     else:
         options |= dict(head_layout="vh", logits_dtype=c.logits_dtype)
+        options |= {} if backend == "reference" else dict(sparse_backward=c.sparse_backward)
 
         def loss(*arrays: jax.Array) -> Any:
-            return linear_grpo_loss(arrays[0], arrays[1], objective=objective, **rest, **options)[0]
+            return linear_grpo_loss(arrays[0], arrays[1], objective=objective, **rest, **options)
 
-    value, grads = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(x)))))(*(jnp.asarray(a) for a in x))
-    return float(value), [np.asarray(g, np.float64) for g in grads]
+    step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(x))), has_aux=True))
+    (value, metrics), grads = step(*(jnp.asarray(a) for a in x))
+    return float(value), [np.asarray(g, np.float64) for g in grads], metric_values(metrics)
 
 
 def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
@@ -190,9 +209,9 @@ def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict
     names = ["dlogits"] if c.level == "logits" else ["dhidden", "dlm_head"]
     try:
         say("reference")
-        loss_ref, grads_ref = _run(c, "reference", objective, x, rest)
+        loss_ref, grads_ref, _ = _run(c, "reference", objective, x, rest)
         say(c.backend + (f" over {c.mesh}" if c.mesh else ""))
-        loss_kernel, grads_kernel = _run(c, c.backend, objective, x, rest)
+        loss_kernel, grads_kernel, metrics = _run(c, c.backend, objective, x, rest)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(str(error)) from None
     record: dict[str, Any] = dict(timing.environment(), **{f"config/{k}": v for k, v in dataclasses.asdict(c).items()})
@@ -201,6 +220,10 @@ def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict
     for name, a, b in zip(names, grads_ref, grads_kernel, strict=True):
         record.update(_differences(name, a, b))
         gates[f"{name} difference"] = (record[f"norm_rel_diff_{name}"], c.max_rel_diff_grad)
+    if c.sparse_backward != "off":
+        tolerance = auto_tolerance(DTYPES[c.dtype]) if c.sparse_backward == "auto" else c.sparse_backward
+        record.update({k: None if math.isnan(metrics[k]) else metrics[k] for k in SPARSE_METRICS})
+        gates["largest left-out mass"] = (metrics["left_out_mass_max"], tolerance)
     record["oracle"] = "compared" if c.oracle else "not asked for"
     if c.oracle and max(a.size for a in x) > ORACLE_ELEMENTS:
         record["oracle"] = f"left out: more than {ORACLE_ELEMENTS:,} elements"

@@ -15,10 +15,12 @@ from typing import Any
 
 from logitless.bench import child, gradcheck, records, timing
 from logitless.bench.child import OUT_OF_MEMORY
-from logitless.bench.config import ConfigError
+from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.bench.shapes import MODELS
+from logitless.head.sparse_report import SPARSE_METRICS
 from logitless.planning.chips import chip_of_kind, roofline_seconds
 
+NO_LIMIT = 1e9  # a number, since JSON has no infinity
 BASELINES = {"logits": ("naive", "strong", "gather"), "head": ("naive", "strong", "checkpointed")}
 
 
@@ -29,6 +31,7 @@ class Kernel:
     enabled: bool = True
     backend: str = ""  # empty: the best one here
     bwd_impl: str = "pallas"  # pallas | jax (logits level)
+    sparse_backward: Any = "off"  # off | auto | a mass (head level): an arm of its own beside the exact one
 
 
 @dataclasses.dataclass
@@ -45,6 +48,7 @@ class BenchConfig:
     vocab: int = 32000
     rows: int = 8
     batch_kind: str = "uniform"  # uniform | rl
+    inputs: str = "flat"  # flat | realistic (head level): the hidden states and head of a trained policy's kind
     live: float = 1.0
     dtype: str = "bfloat16"
     logits_dtype: str = "float32"
@@ -74,6 +78,11 @@ def check(c: BenchConfig) -> None:
         c.hidden, c.vocab = MODELS[c.model].hidden, MODELS[c.model].vocab
     if c.batch_kind not in ("uniform", "rl"):
         raise ConfigError(f"batch_kind: {c.batch_kind!r}, expected uniform or rl")
+    if c.inputs not in ("flat", "realistic"):
+        raise ConfigError(f"inputs: {c.inputs!r}, expected flat or realistic")
+    c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
+    if c.level == "logits" and (c.inputs == "realistic" or c.kernel.sparse_backward != "off"):
+        raise ConfigError("level: logits, but inputs=realistic and kernel.sparse_backward are for level=head")
     if c.tokens % c.rows:
         raise ConfigError(f"tokens: {c.tokens} do not split into {c.rows} rows")
     if not c.kernel.enabled and not c.baselines:
@@ -86,11 +95,27 @@ def arms(c: BenchConfig) -> dict[str, dict[str, Any]]:
     if c.kernel.enabled:
         name = "kernel" if c.kernel.bwd_impl == "pallas" else "kernel (jax backward)"
         out[name] = dict(kernel=True, backend=c.kernel.backend, bwd_impl=c.kernel.bwd_impl)
+        if c.kernel.sparse_backward != "off":
+            out[f"{name}, sparse backward"] = {**out[name], "sparse_backward": c.kernel.sparse_backward}
     return out
 
 
 def _verify(c: BenchConfig) -> dict[str, Any]:
-    """The kernel arm at a small shape against the reference and float64, in a fresh process."""
+    """The kernel's arms at a small shape against the reference and float64, each in a fresh process."""
+    exact = _gradcheck(c)
+    if c.kernel.sparse_backward == "off":
+        return exact
+    # A mass of one's own is no part of the contract: then only the mass itself is a gate, beside the loss.
+    auto = c.kernel.sparse_backward == "auto"
+    limits = {} if auto else dict(contract=NO_LIMIT, max_rel_diff_grad=NO_LIMIT)
+    options = dict(inputs="realistic", sparse_backward=c.kernel.sparse_backward, tokens=64, vocab=4096, **limits)
+    sparse = _gradcheck(c, **options)
+    gates = {**exact["gates"], **{f"sparse: {k}": v for k, v in sparse["gates"].items()}}
+    errors = [v["error"] for v in (exact, sparse) if "error" in v]
+    return dict(passed=exact["passed"] and sparse["passed"], gates=gates, **({"error": errors[0]} if errors else {}))
+
+
+def _gradcheck(c: BenchConfig, **options: Any) -> dict[str, Any]:
     small = gradcheck.GradcheckConfig(
         name=f"verify {c.name}",
         level=c.level,
@@ -99,10 +124,7 @@ def _verify(c: BenchConfig) -> dict[str, Any]:
         objective=dict(c.objective),
         dtype=c.dtype,
         logits_dtype=c.logits_dtype,
-        batch=2,
-        tokens=24,
-        hidden=128,
-        vocab=1024,
+        **{"batch": 2, "tokens": 24, "hidden": 128, "vocab": 1024, **options},
     )
     found = child.ask(dict(gradcheck=dataclasses.asdict(small)), c.timeout_s)
     if "error" in found:
@@ -161,6 +183,7 @@ def _summarise(c: BenchConfig, parts: list[dict[str, Any]]) -> dict[str, Any]:
     row["mem/compiler"] = first["compiler"]
     row["mem/device"] = first["device"]
     row["mem/peak_bytes_in_use_max"] = max(((p["device"] or {}).get("peak", 0)) for p in parts) or None
+    row.update({k: v for k, v in first.items() if k in SPARSE_METRICS})
     row["loss"], row["grad_norms"], row["environment"] = first["loss"], first["grad_norms"], first["environment"]
     return row
 
@@ -178,7 +201,8 @@ def run(
     record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={})
     if c.verify and c.kernel.enabled:
         verified = {} if verified is None else verified
-        key = (c.level, c.kernel.backend, c.kernel.bwd_impl, c.dtype, c.logits_dtype, repr(c.objective))
+        sparse = c.kernel.sparse_backward
+        key = (c.level, c.kernel.backend, c.kernel.bwd_impl, c.dtype, c.logits_dtype, repr(c.objective), sparse)
         if key not in verified:
             say("verifying at a small shape")
             verified[key] = _verify(c)

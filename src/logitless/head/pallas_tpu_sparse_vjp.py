@@ -205,9 +205,7 @@ def _sparse_loss_gradients(
 
 
 def _token_loss_bwd(c: TpuCall, saved: Any, ct: tuple[Any, TokenStats, SparseReport]) -> tuple[Any, ...]:
-    g = derivatives.instantiate(ct[0])
-    scaled = jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), saved)
-    return *scaled, None, None, None, None, None, None
+    return *derivatives.scaled(saved, ct[0]), None, None, None, None, None, None
 
 
 token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

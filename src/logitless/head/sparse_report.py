@@ -14,6 +14,16 @@ from logitless.head.sweep import Visit
 from logitless.objectives.metrics import Metric, Metrics
 from logitless.pytree import register
 
+SPARSE_METRICS = (
+    "left_out_mass",
+    "left_out_mass_max",
+    "hard_rows",
+    "active_columns",
+    "backward_columns",
+    "dense_chunks",
+)
+"""Names of :func:`report_metrics`."""
+
 
 @register
 @dataclasses.dataclass(frozen=True)

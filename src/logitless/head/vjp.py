@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from logitless import derivatives
@@ -104,9 +103,7 @@ def _token_loss_fwd(
 
 
 def _token_loss_bwd(c: HeadCall, saved: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:
-    g = derivatives.instantiate(ct[0])
-    scaled = jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), saved)
-    return *scaled, None, None, None, None
+    return *derivatives.scaled(saved, ct[0]), None, None, None, None
 
 
 token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from logitless import derivatives
@@ -129,10 +128,7 @@ def _token_loss_fwd(
 
 
 def _token_loss_bwd(c: LogitsCall, d: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:
-    g = derivatives.instantiate(ct[0])
-    # Folds away where the cotangent is the constant one, as it is under value_and_grad.
-    scaled = None if d is None else (d.astype(jnp.float32) * g).astype(d.dtype)
-    return scaled, None, None, None, None
+    return derivatives.scaled(d, ct[0]), None, None, None, None
 
 
 token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

@@ -246,9 +246,7 @@ def _token_loss_fwd(
 
 
 def _token_loss_bwd(c: ShardedHead, saved: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:
-    g = derivatives.instantiate(ct[0])
-    scaled = jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), saved)
-    return *scaled, None, None, None, None
+    return *derivatives.scaled(saved, ct[0]), None, None, None, None
 
 
 token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -146,9 +145,7 @@ def _token_loss_fwd(
 
 
 def _token_loss_bwd(c: LogitsCall, d: Any, ct: tuple[Any, TokenStats]) -> tuple[Any, ...]:
-    g = derivatives.instantiate(ct[0])
-    scaled = None if d is None else (d.astype(jnp.float32) * g).astype(d.dtype)
-    return scaled, None, None, None, None
+    return derivatives.scaled(d, ct[0]), None, None, None, None
 
 
 token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

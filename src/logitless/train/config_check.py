@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from logitless.backends import HEAD_BACKENDS
-from logitless.bench.config import ConfigError
+from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.objectives.api import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
@@ -212,12 +212,8 @@ def _check_naive(c: TrainConfig, objective: Objective) -> None:
 
 def _check_sparse(c: TrainConfig) -> None:
     """Everything but what depends on the device, which the library says before anything compiles."""
-    given, backend = c.train.loss.sparse_backward, c.train.loss.backend
-    number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if given not in ("off", "auto") and not (number and 0 < given < 1):
-        raise ConfigError(
-            f"train.loss.sparse_backward: {given!r}, expected off, auto or a probability mass between 0 and 1"
-        )
+    backend = c.train.loss.backend
+    given = sparse_backward_of("train.loss.sparse_backward", c.train.loss.sparse_backward)
     dense = "reference" if c.kernel.enabled is False else backend
     if given != "off" and dense in ("reference", NAIVE):
         raise ConfigError(
