@@ -149,7 +149,10 @@ def large(text: str) -> list[tuple[str, int]]:
 # -- every layout ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("data and sequence",)  # ten seconds; the others shard tokens as well
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
 def test_within_the_contract_and_dense_where_flat(name: str) -> None:
     layout = LAYOUTS[name]
     hv = " x " in name

@@ -52,8 +52,9 @@ def check(layout: str, got: dict[str, Any], dense: int) -> None:
 
 
 @needs_libtpu
-def test_eight_chips() -> None:
-    for layout, got in compiled("v6e:2x4", LAYOUTS).items():
+@pytest.mark.parametrize("layouts", [("tensor",), pytest.param(("data", "fsdp"), marks=pytest.mark.slow)])
+def test_eight_chips(layouts: tuple[str, ...]) -> None:
+    for layout, got in compiled("v6e:2x4", layouts).items():
         check(layout, got, RECORD["slices"]["v6e:2x4"][layout]["dense, naive"]["peak_bytes"])
 
 

@@ -78,7 +78,9 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "v6e, other models" else []) for n in RUNS]
+)
 def test_compiles_and_fits(name: str) -> None:
     topology, cases = RUNS[name]
     environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
