@@ -325,7 +325,7 @@ def readme() -> str:
         if "error" in row:
             return row["error"]
         ms, memory = row["median_ms"], row["mem/compiler"]["temporaries"] / 2**20
-        return f"{ms:.2f} ms, {memory:.1f} MiB" if ms < 10 else f"{ms:.1f} ms, {memory:,.0f} MiB"
+        return f"{ms:.{2 if ms < 10 else 1}f} ms, {memory:,.{1 if memory < 100 else 0}f} MiB"
 
     lines = [f"| | {' | '.join(arms.values())} |", "|---" * (len(arms) + 1) + "|"]
     for name, title in README_CASES.items():
