@@ -57,8 +57,8 @@ def gpu_interpreter() -> Any:
     return plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]
 
 
-def cpu_copies_logits_for_dw() -> bool:
-    """Whether XLA's CPU compiler keeps a second copy of a chunk's logits beside the sum of dW: from jax 0.11 on."""
+def cpu_copies_logits() -> bool:
+    """Whether XLA's CPU compiler keeps a second copy of a chunk's logits for sums of dH and dW: from jax 0.11 on."""
     return tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 11)
 
 

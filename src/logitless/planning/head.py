@@ -261,7 +261,7 @@ def _chunk_temporaries(w: Work, chunk: int) -> int:
         tile = min(tile, w.vocab)
         slices = (tile * w.width * 4 if w.wants_head else 0) + (tile * w.width * w.item if w.wants_hidden else 0)
         tiled = logits + dlogits + 2 * chunk * tile * 4 + rows + slices
-        copied = 2 * logits + rows if w.wants_head and compat.cpu_copies_logits_for_dw() else 0
+        copied = 2 * logits + rows if w.gradients and compat.cpu_copies_logits() else 0
         return max(tiled, copied)
     small = rows * (1 + w.gradients) + (_GEMM_WORKSPACE if platform() == "gpu" else 0)
     work = logits + max(dlogits + rows * w.wants_head, small) if dlogits else logits + small
