@@ -2,8 +2,7 @@
 
 Inputs are made on the host and put on the device once, so that the allocator's peak is that of the loss and not of the
 input generator. The arm is timed after it was compiled and warmed up; with ``peak_only`` it takes one step, for that
-peak alone. With ``{"gradcheck": ...}`` it is a
-gradcheck instead, in a process of its own for the same reason.
+peak alone. With ``{"gradcheck": ...}`` it is a gradcheck instead, in a process of its own for the same reason.
 """
 
 from __future__ import annotations

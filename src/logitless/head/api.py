@@ -178,7 +178,7 @@ def linear_grpo_loss(
     elif chosen == "pallas_tpu" and tolerance is not None:
         from logitless.head import pallas_tpu_sparse_vjp
 
-        call = _tpu_call(c, objective.entropy_coef is None)
+        call = c.tpu_call(objective.entropy_coef is None)
         loss, flat, report = pallas_tpu_sparse_vjp.token_loss(
             call, h, head, y, t, live, objective, flat_inputs(inputs), tolerance
         )
@@ -189,13 +189,6 @@ def linear_grpo_loss(
     flat = jax.lax.stop_gradient(flat)
     metrics = metrics_of(objective, flat.map(lambda s: s.reshape(np.shape(targets))), inputs)
     return loss, _with_report(metrics, report, head)
-
-
-def _tpu_call(c: HeadCall, logp_only: bool) -> Any:
-    from logitless.head import pallas_tpu_vjp
-
-    rows = c.sweep.rows
-    return pallas_tpu_vjp.TpuCall(c.name, rows.vocab_size, c.sweep.logits_dtype, logp_only, rows.interpret)
 
 
 def _stats(
@@ -221,8 +214,8 @@ def _stats(
         from logitless.head import pallas_tpu_sparse_vjp, pallas_tpu_vjp
 
         if tolerance is not None:
-            return pallas_tpu_sparse_vjp.stats(_tpu_call(c, logp_only), h, head, y, t, live, tolerance)
-        return pallas_tpu_vjp.stats(_tpu_call(c, logp_only), h, head, y, t, live), None
+            return pallas_tpu_sparse_vjp.stats(c.tpu_call(logp_only), h, head, y, t, live, tolerance)
+        return pallas_tpu_vjp.stats(c.tpu_call(logp_only), h, head, y, t, live), None
     if tolerance is not None:
         return sparse_vjp.stats(c, h, head, y, t, live, tolerance)
     return vjp.stats(c, h, head, y, t, live), None

@@ -69,6 +69,11 @@ class Wanted:
     bias: bool
     lora: bool
 
+    @property
+    def matmuls(self) -> int:
+        """Matmuls of the backward pass, without those that make logits again."""
+        return int(self.hidden) + int(self.weight or self.lora)
+
 
 def chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
     t = transform.temperature

@@ -181,7 +181,6 @@ def stats_and_gradients(
     """Grad in forward: :func:`logitless.head.chunked.stats_and_gradients` within ``tolerance``."""
     n = h.shape[0]
     p = column_passes(c, head)
-    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
     gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
     acc = chunked.Accumulator(c, wanted)
     common = mean_row(p, head) if wanted.hidden else None
@@ -199,8 +198,7 @@ def stats_and_gradients(
 
         def probe() -> Array:
             every = probe_stride(size)
-            few_x, few_y = lax.optimization_barrier(x)[::every], y[::every]
-            few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, tree) for tree in (t, own))
+            few_x, few_y, few_t, few = columns_of.every_nth((lax.optimization_barrier(x), y, t, own), every)
             stats = rows_stats(few_x, few_y, few_t, p.vocab_size, p.tile)
             rows = cotangents_of(stats, few).any_nonzero()
             return columns_of.surely_dense(p, few_x, few_t, stats, rows, tolerance)
@@ -209,7 +207,7 @@ def stats_and_gradients(
             stats = c.rows.statistics(x, y, t, own.mask)
             g = cotangents_of(stats, own)
             miss = misses(tolerance, stats, g, p.vocab_size)
-            return stats, g, columns_of.find(p, x, y, t, stats, g.any_nonzero(), miss, tolerance, backward)
+            return stats, g, columns_of.find(p, x, y, t, stats, g.any_nonzero(), miss, tolerance, wanted.matmuls)
 
         zero = jnp.zeros((size,), jnp.float32)
         unseen = (blank_stats(size), StatCotangents(zero, zero, zero), columns_of.blank_columns(p, head.vocab, size))

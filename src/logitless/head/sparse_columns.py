@@ -80,6 +80,11 @@ class Columns:
     left_out: Array  # [C] float32: mass of each gradient row outside the active columns; NaN where the row is
 
 
+def every_nth(rows: Any, every: int) -> Any:
+    """Each ``every``-th row of the arrays of a tree; its numbers as they are."""
+    return jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, rows)
+
+
 def _log_p(x: Array, t: LogitTransform, stats: TokenStats, vocab_size: int, ids: Array) -> Array:
     """``log p`` of the columns ``ids``, as :func:`logitless.stats.dz` has it."""
     z = transformed(x, t, vocab_size, ids)
@@ -180,7 +185,7 @@ def find(
     x, level = lax.optimization_barrier((x, level))
     counts = jnp.stack([jnp.sum(level <= j, dtype=jnp.int32) for j in range(len(THRESHOLDS))])
     every = max(x.shape[0] // _ROWS_THAT_CHOOSE, 1)
-    few_x, few_t, few = jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, (x, t, stats))
+    few_x, few_t, few = every_nth((x, t, stats), every)
     hard = jnp.stack([jnp.sum(rows[::every] & misses(m, every)) for m in masses(c, few_x, few_t, few, level)])
     moving = jnp.maximum(jnp.sum(rows[::every]), 1)
     cost = backward * counts / c.vocab_size + (1 + backward) * HARD_ROW_COST * hard / moving

@@ -70,7 +70,6 @@ def stats_and_columns(
     """Statistics, one matmul per live token, and each chunk's active columns for :func:`gradients`."""
     n = h.shape[0]
     p = sparse.column_passes(c, head)
-    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
     sweep = sweep_over(n, live, c.chunk)
 
     def body(visit: Visit, carry: Any) -> Any:
@@ -79,12 +78,12 @@ def stats_and_columns(
         t, inside, y = chunked.chunk_transform(transform, visit), visit.inside(n), visit.take(targets)
         stats = c.rows.statistics(x, y, t, inside)
         every = sparse.probe_stride(visit.read.size)
-        few_x, few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, v) for v in (x, t, stats))
+        few_x, few_t, few = columns_of.every_nth((x, t, stats), every)
         flat = columns_of.surely_dense(p, few_x, few_t, few, inside[::every], tolerance)
         miss = sparse.misses(tolerance, stats, None, p.vocab_size)
 
         def look(_: Any) -> Columns:
-            return columns_of.find(p, x, y, t, stats, inside, miss, tolerance, backward)
+            return columns_of.find(p, x, y, t, stats, inside, miss, tolerance, wanted.matmuls)
 
         found = sparse.once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
         kept = kept.with_chunk(at, visit, found)
@@ -116,21 +115,20 @@ def known_columns(
     """
     n = h.shape[0]
     p = sparse.column_passes(c, head)
-    backward = int(wanted.hidden) + int(wanted.weight or wanted.lora)
 
     def body(visit: Visit, carry: Any) -> Any:
         kept, report, at = carry
         h_chunk, y, inside = chunked.chunk_hidden(visit, h), visit.take(targets), visit.inside(n)
         t, own = chunked.chunk_transform(transform, visit), jax.tree.map(visit.take, stats)
         every = sparse.probe_stride(visit.read.size)
-        few_h, few_t, few = (jax.tree.map(lambda a: a[::every] if jnp.ndim(a) else a, v) for v in (h_chunk, t, own))
+        few_h, few_t, few = columns_of.every_nth((h_chunk, t, own), every)
         few_x = raw_logits(few_h, head, c.logits_dtype)
         flat = columns_of.surely_dense(p, few_x, few_t, few, inside[::every], tolerance)
         miss = sparse.misses(share, own, None, p.vocab_size)
 
         def look(_: Any) -> Columns:
             x = raw_logits(h_chunk, head, c.logits_dtype)
-            return columns_of.find(p, x, y, t, own, inside, miss, tolerance, backward)
+            return columns_of.find(p, x, y, t, own, inside, miss, tolerance, wanted.matmuls)
 
         found = sparse.once(~flat, look, columns_of.blank_columns(p, head.vocab, visit.read.size))
         part = chunk_report(p, head, found, inside, jnp.zeros_like(inside))

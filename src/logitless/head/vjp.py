@@ -32,6 +32,13 @@ class HeadCall:
     sweep: SweepConfig
     placement: Any = None  # parallel.spec.Placement of a call over a mesh
 
+    def tpu_call(self, logp_only: bool) -> Any:
+        """The same for ``pallas_tpu``; ``logp_only``: no gradient of entropy or lse is expected."""
+        from logitless.head.pallas_tpu_vjp import TpuCall
+
+        sweep = self.sweep
+        return TpuCall(self.name, sweep.vocab_size, sweep.logits_dtype, logp_only, sweep.rows.interpret)
+
 
 def wanted(h: Any, head: Head) -> Wanted:
     return Wanted(

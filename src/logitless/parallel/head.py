@@ -61,10 +61,7 @@ class ShardedHead:
         return jnp.float32 if summed else None
 
     def tpu_call(self) -> Any:
-        from logitless.head.pallas_tpu_vjp import TpuCall
-
-        sweep = self.call.sweep
-        return TpuCall(self.name, sweep.vocab_size, sweep.logits_dtype, self.logp_only, sweep.rows.interpret)
+        return self.call.tpu_call(self.logp_only)
 
 
 def placed(p: Placement, h: Array, head: Head) -> tuple[Array, Head]:

@@ -176,10 +176,10 @@ def _slab_passes(w: Work, columns: int, slab: int) -> int:
     return taken + (8 * w.live * w.width * (columns // slab) if w.wants_hidden else 0)
 
 
-def _slab_buffers(w: Work, chunk: int, slab: int, logit: int) -> int:
+def _slab_buffers(w: Work, chunk: int, slab: int) -> int:
     """A slab of the head, of the logits and dlogits, the chunk's hidden states, and index arrays."""
     rows = chunk * w.width * w.item
-    return _INDEX_ARRAYS * 4 * w.vocab + rows + slab * w.width * w.item + chunk * slab * (logit + w.item)
+    return _INDEX_ARRAYS * 4 * w.vocab + rows + slab * w.width * w.item + chunk * slab * (w.logit + w.item)
 
 
 def _temporaries(w: Work, exact: Way, chunk: int, slab: int, workspace: int, column_tile: int | None) -> int:
@@ -188,7 +188,7 @@ def _temporaries(w: Work, exact: Way, chunk: int, slab: int, workspace: int, col
     if column_tile is not None:
         passes = _CPU_PASS_TILES * 4 * chunk * min(column_tile, w.vocab)
         return max(exact.temporaries, logits + _INDEX_ARRAYS * 4 * w.vocab + rows + passes)
-    slabs = workspace + _slab_buffers(w, chunk, slab, w.logit)
+    slabs = workspace + _slab_buffers(w, chunk, slab)
     slabs += 4 * chunk * w.width if w.wants_hidden else 0  # [C, H] in float32
     dlogits = chunk * w.vocab * w.item if w.item != w.logit else 0
     sums = w.vocab * w.width * w.sum_item if w.wants_head and w.sum_item != w.item else 0
