@@ -33,7 +33,7 @@ import numpy as np
 import logitless
 from logitless import Objective, oracle
 from logitless.bench import baselines, realistic, shapes, timing
-from logitless.head.sparse_report import SPARSE_METRICS
+from logitless.head.report import SPARSE_METRICS
 
 CLIP = Objective(aggregation="dapo")
 GSPO = Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)

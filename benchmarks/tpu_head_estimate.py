@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from logitless.head import pallas_tpu
 from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.planning import tpu_aot, tpu_cycles
+from logitless.tpu import aot, cycles
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
@@ -73,7 +73,7 @@ def program(
 
 def cycles(**arguments: Any) -> tuple[int, int]:
     """``(cycles of the kernel, cycles of everything else)``."""
-    found = tpu_cycles.simulate(f"{HERE}:program", arguments, partial=True)
+    found = cycles.simulate(f"{HERE}:program", arguments, partial=True)
     assert any(name.startswith("head_") for name in found), f"no profile of the kernel in {found}"
     inside = sum(c for name, c in found.items() if name.startswith("head_"))
     return inside, sum(found.values()) - inside
@@ -104,7 +104,7 @@ def estimate(kernel: str, layout: str) -> dict[str, Any]:
         moved = outer * V * H * 2 + N * H * 2 + (4 * N * H if kernel.endswith("direction") else 0)
     total = outer * (inner * per_step + per_tile) + outside
     matmuls = 1 if kernel == "token_stats" else 2
-    seconds = tpu_cycles.seconds(tpu_cycles.V6E, total, moved)
+    seconds = cycles.seconds(cycles.V6E, total, moved)
     return {
         "kernel": kernel,
         "layout": layout,
@@ -151,7 +151,7 @@ def main() -> None:
             "method": "benchmarks/tpu_head_estimate.py",
             "chip": "v6e, one chip",
             "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
-            "versions": tpu_aot.versions(),
+            "versions": aot.versions(),
             "commit": commit or None,
             "estimated_ms": total,
             "kernels": list(rows.values()),

@@ -30,7 +30,7 @@ from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import token_program
-from logitless.planning import tpu_aot, tpu_cycles
+from logitless.tpu import aot, cycles
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
@@ -92,9 +92,9 @@ def program(case: str, n: int, entropy: bool = False, temperature: bool = False)
 
 def estimate(case: str) -> dict[str, Any]:
     options = CASES[case]
-    cycles = N * tpu_cycles.cycles_per_row(f"{HERE}:program", dict(options, case=case), ROWS)
+    cycles = N * cycles.cycles_per_row(f"{HERE}:program", dict(options, case=case), ROWS)
     f, arguments = program(case, N, **options)
-    compiled = tpu_aot.compile_for(tpu_cycles.V6E.topology, f, *arguments)
+    compiled = aot.compile_for(cycles.V6E.topology, f, *arguments)
     if case.startswith("XLA"):
         moved = compiled.executable.cost_analysis()["bytes accessed"]
     else:
@@ -103,16 +103,16 @@ def estimate(case: str) -> dict[str, Any]:
         "program": case,
         "cycles": round(cycles),
         "simulated_rows": ROWS,
-        "compute_ms": round(1e3 * cycles / tpu_cycles.V6E.clock_hz, 3),
+        "compute_ms": round(1e3 * cycles / cycles.V6E.clock_hz, 3),
         "hbm_bytes": int(moved),
-        "hbm_ms": round(1e3 * moved / tpu_cycles.V6E.hbm_bytes_per_s, 3),
-        "estimated_ms": round(1e3 * tpu_cycles.seconds(tpu_cycles.V6E, cycles, moved), 3),
+        "hbm_ms": round(1e3 * moved / cycles.V6E.hbm_bytes_per_s, 3),
+        "estimated_ms": round(1e3 * cycles.seconds(cycles.V6E, cycles, moved), 3),
         "peak_hbm_bytes": compiled.peak_bytes,
     }
 
 
 def record(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    floor = 1e3 * 2 * LOGITS_BYTES / tpu_cycles.V6E.hbm_bytes_per_s
+    floor = 1e3 * 2 * LOGITS_BYTES / cycles.V6E.hbm_bytes_per_s
     time = {case: row["estimated_ms"] for case, row in rows.items()}
     ratios = {}
     for suffix in ("", ", entropy bonus"):
@@ -128,7 +128,7 @@ def record(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "chip": "v6e, one chip",
         "shape": {"tokens": N, "vocab": V, "dtype": "bfloat16"},
         "tiles": pallas_tpu.describe(N, V, jnp.bfloat16),
-        "versions": tpu_aot.versions(),
+        "versions": aot.versions(),
         "commit": commit or None,
         "hbm_floor_ms": round(floor, 3),
         "ratios": ratios,

@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
 from logitless.bench import baselines
-from logitless.planning import tpu_aot
-from logitless.planning.tpu_programs import collectives_of
+from logitless.tpu import aot
+from logitless.tpu.programs import collectives_of
 
 HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_sharded.json"
@@ -82,9 +82,9 @@ def program(form: str, layout: Layout, mesh: Any) -> tuple[Any, tuple[Any, ...]]
 def compile_one(slice_name: str, layout_name: str, form: str) -> dict[str, Any]:
     """Compile one program and say what came out."""
     layout = layouts(SLICES[slice_name])[layout_name]
-    mesh = tpu_aot.mesh(slice_name, tuple(layout.axes.values()), tuple(layout.axes))
+    mesh = aot.mesh(slice_name, tuple(layout.axes.values()), tuple(layout.axes))
     f, args = program(form, layout, mesh)
-    compiled = tpu_aot.compile_for(mesh, f, *args)
+    compiled = aot.compile_for(mesh, f, *args)
     text = compiled.executable.as_text()
     return {
         "peak_bytes": compiled.peak_bytes,
@@ -97,7 +97,7 @@ def compile_one(slice_name: str, layout_name: str, form: str) -> dict[str, Any]:
 
 
 def in_a_process(slice_name: str, layout_name: str, form: str) -> dict[str, Any]:
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT)
+    environment = dict(os.environ, **aot.ENVIRONMENT)
     command = [sys.executable, str(HERE), "--one", slice_name, layout_name, form]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000, check=False)
     if done.returncode:
@@ -112,7 +112,7 @@ def main(names: list[str]) -> None:
         "tokens_per_chip": TOKENS,
         "hidden": HIDDEN,
         "vocab": VOCAB,
-        "versions": tpu_aot.versions(),
+        "versions": aot.versions(),
         "command": "python benchmarks/tpu_sharded.py",
     }
     slices = record.setdefault("slices", {})

@@ -43,10 +43,10 @@ import numpy as np
 from logitless import Objective, linear_grpo_loss
 from logitless.bench import realistic
 from logitless.head import pallas_tpu, pallas_tpu_sparse, pallas_tpu_sparse_columns
-from logitless.head.operator import Head
+from logitless.problem import Head
 from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.head.sparse_columns import HARD_ROW_COST, most_columns
-from logitless.planning import tpu_aot, tpu_cycles
+from logitless.head.columns import HARD_ROW_COST, most_columns
+from logitless.tpu import aot, cycles
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
 
@@ -125,7 +125,7 @@ def compiled(mode: str) -> dict[str, Any]:
         s((1,), jnp.float32),
         s((1, N), jnp.float32),
     )
-    done = tpu_aot.compile_for(tpu_cycles.V6E.topology, f, *args)
+    done = aot.compile_for(cycles.V6E.topology, f, *args)
     text = done.executable.as_text()
     return {
         "peak_bytes": done.peak_bytes,
@@ -196,9 +196,9 @@ def _g(row: Any) -> StatCotangents:
 
 def _cycles(**arguments: Any) -> dict[str, int]:
     for patience in (600, 1800):
-        tpu_cycles.TIMEOUT_S = patience
+        cycles.TIMEOUT_S = patience
         try:
-            return tpu_cycles.simulate(f"{HERE}:program", arguments, partial=True)
+            return cycles.simulate(f"{HERE}:program", arguments, partial=True)
         except subprocess.TimeoutExpired:
             print(f"{arguments}: not done after {patience} s", flush=True)
     raise RuntimeError(f"the simulator does not get through {arguments}")
@@ -255,7 +255,7 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
     """Milliseconds of the parts at the full shape."""
 
     def ms(cycles: float, moved: float) -> float:
-        return 1e3 * tpu_cycles.seconds(tpu_cycles.V6E, cycles, moved)
+        return 1e3 * cycles.seconds(cycles.V6E, cycles, moved)
 
     head, rows = 2 * V * H, N * H
     slab, chunk, few = pallas_tpu_sparse_columns.SLAB, pallas_tpu_sparse.CHUNK, pallas_tpu_sparse_columns.FEW
@@ -330,7 +330,7 @@ def main() -> None:
             "method": "benchmarks/tpu_sparse_estimate.py",
             "chip": "v6e, one chip",
             "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
-            "versions": tpu_aot.versions(),
+            "versions": aot.versions(),
         }
         record = {**header, **{k: v for k, v in record.items() if k not in header}}
         RESULT.write_text(json.dumps(record, indent=1) + "\n")

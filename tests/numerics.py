@@ -22,7 +22,9 @@ import numpy as np
 from jax import Array
 
 from logitless import linear_logprobs, logprobs, oracle
+from logitless.problem import Call, Head, LogitsProblem, Problem
 from logitless.stats import TokenStats
+from logitless.transform import LogitTransform
 
 FACTOR = 1.5
 FLOOR_ULP = 4
@@ -308,3 +310,23 @@ def head_truth(
     options = dict(truth_of(options), bias=bias, head_layout=layout)
     stats = oracle.linear_token_stats(case.hidden, w, case.targets, **options)
     return stats, oracle.linear_token_stats_vjp(case.hidden, w, case.targets, *g, **options)
+
+
+def head_problem(
+    h: Array, w: Array, y: Array, *, layout: str = "vh", bias: Array | None = None, transform: LogitTransform,
+    vocab_size: int | None = None, **call: Any,
+) -> Problem:  # fmt: skip
+    """A flat problem, for what works below the public calls; ``call`` are its static choices."""
+    head = Head(w, bias, layout=layout)  # type: ignore[arg-type]
+    static = Call("test", head.vocab if vocab_size is None else vocab_size, **call)
+    return Problem(h, head, y, transform, call=static)
+
+
+# -- a problem -------------------------------------------------------------------------------------------------------
+
+
+def logits_problem(
+    x: Array, y: Array, transform: LogitTransform, vocab_size: int, live: Array | None = None, **choices: Any
+) -> LogitsProblem:
+    """What the functions of a logits-level backend take; ``choices`` are those of :class:`Call`."""
+    return LogitsProblem(x, y, transform, live, call=Call("test", vocab_size, **choices))

@@ -15,7 +15,7 @@ from logitless.head import forward, mosaic_gpu
 from logitless.head.chunked import SweepConfig
 from logitless.head.mosaic_gpu import Tiles
 from logitless.head.mosaic_gpu_epilogue import LOG2E, LOW, merged
-from logitless.head.operator import Head
+from logitless.problem import Head
 from logitless.head.rows import RowPasses
 from logitless.stats import finish
 from logitless.transform import LogitTransform

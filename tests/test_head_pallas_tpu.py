@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,10 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless.head import pallas_tpu as kernels
-from logitless.head.pallas_tpu_columns import columns_at
-from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.stats import StatCotangents, TokenStats
+from logitless.head.pallas_tpu import backend, kernels
+from logitless.head.pallas_tpu.backend import PallasTpu
+from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
+from logitless.problem import Problem, Wanted
+from logitless.stats import StatCotangents, TokenStats, finish, masked_stats, merge
 from logitless.transform import LogitTransform
 from numerics import (
     STATS,
@@ -23,6 +24,7 @@ from numerics import (
     assert_same_bits,
     cotangents,
     head_case,
+    head_problem,
     head_truth,
     plain_head,
     with_gradient,
@@ -75,6 +77,14 @@ class Inputs:
     g: tuple[np.ndarray, ...]
 
 
+def every_kernel(p: Problem, n_live: Any, g: StatCotangents, tiles: Tiles | None = None) -> dict[str, Any]:
+    stats = kernels.token_stats(p, n_live, tiles)
+    again, direction = kernels.token_stats_and_direction(p, n_live, tiles)
+    dh = kernels.dhidden(p, n_live, stats, g, tiles)
+    dw, db = kernels.dhead(p, n_live, stats, g, tiles=tiles)
+    return {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(p.h.dtype), "dw": dw, "db": db}
+
+
 def run(c: Case, i: Inputs, interpret: Any = None) -> dict[str, Any]:
     """Every kernel on one case."""
     h, w = i.case.parameters(c.layout)
@@ -83,23 +93,11 @@ def run(c: Case, i: Inputs, interpret: Any = None) -> dict[str, Any]:
 
     @jax.jit
     def all_kernels(h: Any, w: Any, y: Any, g: Any, n_live: Any, transform: Any, bias: Any) -> dict[str, Any]:
-        call = functools.partial(
-            dict,
-            layout=c.layout,
-            bias=bias,
-            transform=transform,
-            vocab_size=c.vocab_size,
-            n_live=None if c.n_live is None else n_live,
-            logits_dtype=jnp.dtype(c.logits_dtype),
-            interpret=interpret or pltpu.InterpretParams(),
-            tiles=c.tiles,
-        )
-        stats = kernels.token_stats(h, w, y, **call())
-        again, direction = kernels.token_stats_and_direction(h, w, y, **call())
-        cot = StatCotangents(*g)
-        dh = kernels.dhidden(h, w, y, stats, cot, **call())
-        dw, db = kernels.dhead(h, w, y, stats, cot, **call())
-        return {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(h.dtype), "dw": dw, "db": db}
+        p = head_problem(
+            h, w, y, layout=c.layout, bias=bias, transform=transform, vocab_size=c.vocab_size,
+            logits_dtype=jnp.dtype(c.logits_dtype), interpret=interpret or pltpu.InterpretParams(),
+        )  # fmt: skip
+        return every_kernel(p, None if c.n_live is None else n_live, StatCotangents(*g), c.tiles)
 
     g = tuple(jnp.asarray(x) for x in i.g)
     return all_kernels(h, w, jnp.asarray(i.case.targets), g, jnp.int32(i.live.sum()), transform, o["bias"])
@@ -227,17 +225,75 @@ def test_no_races() -> None:
     assert races is not None and not races.races_found
 
 
+def plain_problem(h: Any, w: Any, **options: Any) -> Problem:
+    y = jnp.zeros(h.shape[:1], jnp.int32)
+    return head_problem(h, w, y, **{"transform": LogitTransform(), **options})
+
+
 def test_refusals_say_why() -> None:
     h, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((300, 128), jnp.bfloat16)
-    kernels.check(h, w, layout="vh")
-    for reason, args, layout in (
-        ("does not cast", (h, w.astype(jnp.float32)), "vh"),
-        ("multiple of 128", (h[:, :96], w[:, :96]), "vh"),
-        ("is not hv", (h, w), "hv"),
-        ("no tokens", (h[:0], w), "vh"),
+    PallasTpu().check(plain_problem(h, w), False)
+    lora = plain_problem(h, w)
+    lora = dataclasses.replace(lora, head=dataclasses.replace(lora.head, lora_a=w[:, :2], lora_b=w[:2]))
+    for reason, p in (
+        ("no LoRA yet", lora),
+        ("does not cast", plain_problem(h, w.astype(jnp.float32))),
+        ("neither float32 nor bfloat16", plain_problem(h, w, logits_dtype=jnp.dtype(jnp.float16))),
+        ("multiple of 128", plain_problem(h[:, :96], w[:, :96])),
+        ("is not hv", plain_problem(h, w, layout="hv")),
+        ("does not match lm_head", plain_problem(h, w, bias=jnp.zeros((5,)))),
+        ("no tokens", plain_problem(h[:0], w)),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            kernels.check(*args, layout=layout)
+            PallasTpu().check(p, False)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+def test_kernels_lower_whatever_the_default_precision_is(precision: str) -> None:
+    """A kernel that inherited ``jax_default_matmul_precision`` would not lower: bfloat16 has no other precision."""
+    for dtype, layout in ((jnp.bfloat16, "vh"), (jnp.bfloat16, "hv"), (jnp.float32, "vh")):
+
+        def program(h: Any, w: Any, g: Any, layout: str = layout) -> Any:
+            return every_kernel(plain_problem(h, w, layout=layout), None, StatCotangents(g, g, g))
+
+        shapes = ((128, 128), (256, 128) if layout == "vh" else (128, 256))
+        args = (*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), jax.ShapeDtypeStruct((128,), jnp.float32))
+        ordinary = jax.jit(program).trace(*args)
+        with jax.default_matmul_precision(precision):
+            traced = jax.jit(lambda *a, program=program: program(*a)).trace(*args)
+            text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") >= 4
+        assert str(traced.jaxpr) == str(ordinary.jaxpr)  # "highest" lowers, and the TPU's compiler refuses it
+
+
+def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
+    """Sums and directions of shards, dead tokens among them, make the statistics and the residual of one device."""
+    c = Case(n=24, vocab=300, temperature="token", softcap=8.0, bias=True)
+    i = c.inputs()
+    h, w = i.case.parameters("vh")
+    live = jnp.arange(c.n) % 3 != 1
+    y, bias = jnp.asarray(i.case.targets), jnp.asarray(i.options["bias"])
+    t = LogitTransform(jnp.asarray(i.options["temperature"]), jnp.float32(8.0))
+    want, tpu = Wanted(True, True), PallasTpu()
+
+    @jax.jit
+    def whole_and_parts(h: Any, w: Any) -> Any:
+        whole = dataclasses.replace(head_problem(h, w, y, bias=bias, transform=t, interpret=True), live=live)
+        parts = []
+        for start, stop in ((0, 128), (128, 300)):
+            own = jnp.where((y >= start) & (y < stop), y - start, -1)
+            p = head_problem(h, w[start:stop], own, bias=bias[start:stop], transform=t, interpret=True)
+            parts.append((dataclasses.replace(p, live=live), *tpu.sums(dataclasses.replace(p, live=live), want)))
+        stats = masked_stats(finish(merge(parts[0][1], parts[1][1])), live)
+        return tpu.forward(whole, want), (stats, sum(tpu.shard_residual(p, stats, s, x) for p, s, x in parts))
+
+    (expected, report, direction), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)
+    assert report is None
+    for name in STATS:
+        np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
+    scale = float(jnp.abs(direction).max())
+    np.testing.assert_allclose(total, direction, rtol=0, atol=2.0**-8 * scale)  # exponentials are rounded to bfloat16
+    assert not np.asarray(total)[~np.asarray(live)].any() and scale > 0
 
 
 def test_tiles_are_deterministic_and_fit() -> None:
@@ -247,7 +303,7 @@ def test_tiles_are_deterministic_and_fit() -> None:
                 tiles = [choose(kernel, n, hidden, 151936, 2, "hv", vmem) for n in (1, 100, 8192, 70000)]
                 assert len({t.vocab for t in tiles}) == 1, "the vocabulary tile must not depend on the number of tokens"
                 assert all(t.vmem_limit <= vmem for t in tiles)
-    text = kernels.describe(jnp.zeros((8, 128)), jnp.zeros((300, 128)), layout="vh")
+    text = backend.describe(plain_problem(jnp.zeros((8, 128)), jnp.zeros((300, 128))))
     assert [text[k]["matmuls"] for k in ("token_stats", "token_stats_and_direction", "dhidden", "dhead")] == [
         1,
         2,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
-from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.tokens import Sweep, Visit, live_sweep, split_sweep, whole_sweep
 from logitless.objectives.objective import Objective
 from numerics import assert_same_bits, f64, head_case
 

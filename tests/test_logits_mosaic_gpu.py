@@ -7,12 +7,13 @@ import pytest
 
 from logitless import Objective, grpo_loss, linear_grpo_loss, logprobs
 from logitless.compat import mosaic_gpu_reason
-from logitless.logits import mosaic_gpu
-from logitless.logits import mosaic_gpu_scalars as scalar
-from logitless.logits.mosaic_gpu_layout import Shape, Tiles
+from logitless.logits.mosaic_gpu import backend as mosaic_gpu
+from logitless.logits.mosaic_gpu import scalars as scalar
+from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
+from numerics import logits_problem
 
 needs_interpreter = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 
@@ -77,7 +78,7 @@ def test_statistics_with_padding_dead_rows_and_a_bad_target():
     x, y, g = batch(n, v, vocab, jnp.float32)
     y = y.at[3].set(v + 5)
     live = jnp.asarray([True, False, True, True])
-    got = mosaic_gpu.token_stats(x, y, LogitTransform(), vocab, live, tiles=STREAMED, interpret=True)
+    got = mosaic_gpu.token_stats(logits_problem(x, y, LogitTransform(), vocab, live, interpret=True), STREAMED)
     want, _ = exact(x[:3], y[:3], vocab, [v[:3] for v in g], LogitTransform())
     assert_stats(got.map(lambda s: s[:3]), want, [0, 2])
     assert all(float(leaf[1]) == 0 for leaf in jax.tree.leaves(got))
@@ -94,9 +95,10 @@ def test_dlogits_from_random_cotangents(v, donate):
     g[0] = g[0].at[1].set(0.0)
     g[1], g[2] = g[1].at[1].set(0.0), g[2].at[1].set(0.0)
     _, want = exact(x, y, v, g, t)
-    stats = mosaic_gpu.token_stats(x, y, t, v, None, tiles=STREAMED, interpret=True)
+    p = logits_problem(x, y, t, v, interpret=True, donate=donate)
+    stats = mosaic_gpu.token_stats(p, STREAMED)
     jax.block_until_ready(stats)
-    d = mosaic_gpu.dlogits(x, y, t, v, None, stats, StatCotangents(*g), tiles=STREAMED, donate=donate, interpret=True)
+    d = mosaic_gpu.dlogits(p, stats, StatCotangents(*g), STREAMED)
     assert_close(d, want, dtype)
     assert np.all(np.asarray(d[1].astype(jnp.float32)) == 0)
 
@@ -125,19 +127,19 @@ def test_statistics_and_dlogits_in_one_pass(n, v, vocab, dtype, tiles, transform
     t = LogitTransform(**{k: jnp.float32(value) for k, value in transform.items()})
     x, y, g = batch(n, v, vocab, dtype)
     live = jnp.arange(n) != 1 if dead else None
-    p = program(g)
-    stats, d = mosaic_gpu.stats_and_dlogits(x, y, t, vocab, live, p, tiles=tiles, interpret=True)
+    p, objective = logits_problem(x, y, t, vocab, live, interpret=True), program(g)
+    stats, d = mosaic_gpu.stats_and_dlogits(p, objective, tiles)
     jax.block_until_ready(d)
     want, _ = exact(x, y, vocab, g, t)
     logp, entropy = (jnp.asarray(want[k], jnp.float32) for k in ("logp", "entropy"))
-    run = p.run(p.scalars, p.columns, logp, entropy)
+    run = objective.run(objective.scalars, objective.columns, logp, entropy)
     rows = [r for r in range(n) if not dead or r != 1]
     _, want_d = exact(x, y, vocab, [*run, jnp.zeros(n)], t)
     assert_stats(stats, want, rows)
     assert_close(d[jnp.asarray(rows)], want_d[rows], dtype)
     if dead:
         assert np.all(np.asarray(d[1]) == 0) and all(float(leaf[1]) == 0 for leaf in jax.tree.leaves(stats))
-    alone = mosaic_gpu.token_stats(x, y, t, vocab, live, tiles=tiles, interpret=True)
+    alone = mosaic_gpu.token_stats(p, tiles)
     for a, b in zip(jax.tree.leaves(stats), jax.tree.leaves(alone), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))  # the same bits with and without a gradient
 

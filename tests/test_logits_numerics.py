@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from logitless import grpo_loss, logprobs, oracle
 from logitless.logits import chunked
 from logitless.objectives.objective import Objective
-from logitless.stats import empty_sums, finish, merge, row_sums
+from logitless.stats import StatCotangents, empty_sums, finish, merge, row_sums
 from logitless.transform import LogitTransform
 from numerics import (
     BACKENDS,
@@ -31,6 +31,7 @@ from numerics import (
     cotangents,
     errors,
     f64,
+    logits_problem,
     ordinary,
     plain_stats,
     run_logits,
@@ -238,12 +239,13 @@ def test_chunk_size_matters_a_few_ulp_at_most(chunk: int) -> None:
     rows = ordinary(rng, 50, 333)
     x, y = jnp.asarray(rows.logits, jnp.float32), jnp.asarray(rows.targets, jnp.int32)
     t = LogitTransform(jnp.asarray(rng.uniform(0.5, 2, 50), jnp.float32), None, None)
-    g = jax.tree.map(jnp.asarray, chunked.StatCotangents(*cotangents(rng, (50,))))
+    g = jax.tree.map(jnp.asarray, StatCotangents(*cotangents(rng, (50,))))
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(chunk: int) -> Any:
-        stats = chunked.token_stats(x, y, t, 333, None, chunk=chunk)
-        return stats, chunked.dlogits(x, y, t, 333, None, stats, g, chunk=chunk)
+        p = logits_problem(x, y, t, 333, chunk=chunk)
+        stats = chunked.token_stats(p)
+        return stats, chunked.dlogits(p, stats, g)
 
     (stats, dx), (stats_whole, dx_whole) = run(chunk), run(50)
     for name in (*STATS, *EXTRAS, "is_top1"):

@@ -13,15 +13,17 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import oracle
-from logitless.logits import chunked, pallas_tpu, reference
-from logitless.logits.pallas_tpu_rows import step_columns
-from logitless.logits.pallas_tpu_tiles import VMEM_BUDGET, tiles_for, vmem_limit
+from logitless.logits import chunked, reference
+from logitless.logits.pallas_tpu import backend as pallas_tpu
+from logitless.logits.pallas_tpu.rows import step_columns
+from logitless.logits.pallas_tpu.tiles import VMEM_BUDGET, tiles_for, vmem_limit
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import TokenProgram, token_program
+from logitless.problem import LogitsProblem
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
-from numerics import EXTRAS, FAMILIES, STATS, assert_contract, assert_same_bits, f64
+from numerics import EXTRAS, FAMILIES, STATS, assert_contract, assert_same_bits, f64, logits_problem
 
 ROWS = ("ordinary", "collapsed", "extreme", "-inf columns", "shifted up", "peaked")
 """Families of logits that every case mixes, in this order, row by row."""
@@ -65,8 +67,10 @@ class Inputs:
     g: StatCotangents
     options: dict[str, Any]
 
-    def args(self) -> tuple[Any, ...]:
-        return self.x, self.y, self.transform, self.vocab_size, self.live
+    def problem(self, **choices: Any) -> LogitsProblem:
+        return logits_problem(
+            self.x, self.y, self.transform, self.vocab_size, self.live, **{"interpret": True, **choices}
+        )
 
 
 def inputs_of(case: Case) -> Inputs:
@@ -110,11 +114,11 @@ def given_cotangents(g: StatCotangents) -> TokenProgram:
     return TokenProgram((jnp.float32(2.0),), (g.logp, g.entropy), lambda s, c, lp, h: (s[0] * c[0] / 2, c[1]))
 
 
-@functools.partial(jax.jit, static_argnums=(3,))
-def dense(x: jax.Array, y: jax.Array, t: LogitTransform, v: int, live: Any, g: StatCotangents) -> Any:
+@jax.jit
+def dense(p: LogitsProblem, g: StatCotangents) -> Any:
     """``(statistics, dlogits)`` by ``stats.py`` in plain JAX."""
-    s = reference.token_stats(x, y, t, v, live)
-    return s, chunked.dlogits(x, y, t, v, live, s, g)
+    s = reference.token_stats(p)
+    return s, chunked.dlogits(p, s, g)
 
 
 def check_stats(got: TokenStats, plain: TokenStats, truth: Any) -> None:
@@ -151,19 +155,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: Case) -> None:
     i = inputs_of(case)
-    tiles = case.tiles()
-    plain, plain_d = dense(*i.args(), i.g)
+    p, tiles = i.problem(), case.tiles()
+    plain, plain_d = dense(p, i.g)
     truth = oracle.token_stats(f64(i.x), np.asarray(i.y), **i.options)
-    got = pallas_tpu.token_stats(*i.args(), tiles=tiles, interpret=True)
+    got = pallas_tpu.token_stats(p, tiles)
     check_stats(got, plain, truth)
-    d = pallas_tpu.dlogits(*i.args(), got, i.g, tiles=tiles, interpret=True)
+    d = pallas_tpu.dlogits(p, got, i.g, tiles)
     g = (i.g.logp, i.g.entropy, i.g.lse)
     check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g), **i.options))
 
     two = dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse))
-    fused, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(two), tiles=tiles, interpret=True)
+    fused, d = pallas_tpu.stats_and_dlogits(p, given_cotangents(two), tiles)
     assert_same_bits(fused, got, "statistics with and without dlogits: ")
-    _, plain_d = dense(*i.args(), two)
+    _, plain_d = dense(p, two)
     check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options))
 
 
@@ -171,8 +175,8 @@ def test_contract(case: Case) -> None:
 def test_tiny_vocabularies(v: int) -> None:
     case = Case(1, v)
     i = inputs_of(case)
-    plain, plain_d = dense(*i.args(), dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse)))
-    got, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), interpret=True)
+    plain, plain_d = dense(i.problem(), dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse)))
+    got, d = pallas_tpu.stats_and_dlogits(i.problem(), given_cotangents(i.g))
     check_stats(got, plain, oracle.token_stats(f64(i.x), np.asarray(i.y)))
     truth = oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), f64(i.g.logp), f64(i.g.entropy))
     check_dlogits(case, d, plain_d, truth)
@@ -184,8 +188,9 @@ def test_nan_shows_only_where_it_counts() -> None:
     x = i.x.at[1, 7].set(jnp.nan).at[2, 9].set(jnp.nan).at[3, 11].set(jnp.inf)
     still = jnp.arange(8) != 2
     g = StatCotangents(jnp.where(still, 1.0, 0.0), jnp.where(still, 0.5, 0.0), jnp.zeros(8))
-    stats, d = pallas_tpu.stats_and_dlogits(x, i.y, i.transform, 300, None, given_cotangents(g), interpret=True)
-    separate = pallas_tpu.dlogits(x, i.y, i.transform, 300, None, stats, g, interpret=True)
+    p = dataclasses.replace(i.problem(), logits=x)
+    stats, d = pallas_tpu.stats_and_dlogits(p, given_cotangents(g))
+    separate = pallas_tpu.dlogits(p, stats, g)
     assert np.isnan(np.asarray(stats.logp)[1:4]).all()
     for rows in (np.asarray(d), np.asarray(separate)):
         assert np.isnan(rows[1]).any() and np.isnan(rows[3]).any()
@@ -203,9 +208,9 @@ def test_objective_in_the_kernel() -> None:
     mask = jnp.asarray([[True, True, False, True, True, True]])
     inputs = prepare(objective, mask, advantages, old - 3, ref - 3, None, None, None, None)
     program = token_program(objective, jax.tree.map(lambda a: a.reshape(-1), inputs))
-    args = (i.x, y, i.transform, 300, mask[0], program)
-    stats, d = pallas_tpu.stats_and_dlogits(*args, interpret=True)
-    plain_stats, plain = chunked.stats_and_dlogits(*args)
+    p = dataclasses.replace(i.problem(), targets=y, live=mask[0])
+    stats, d = pallas_tpu.stats_and_dlogits(p, program)
+    plain_stats, plain = chunked.stats_and_dlogits(p, program)
     np.testing.assert_allclose(stats.logp, plain_stats.logp, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d, plain, rtol=2e-5, atol=1e-7)
     assert np.abs(np.asarray(d)).max() > 1e-3
@@ -217,8 +222,9 @@ def test_no_races(width: int | None) -> None:
     i = inputs_of(Case(9, 300, width=width))
     tiles = tiles_for(8, 300, jnp.float32, width=width)  # two blocks of rows
     params = pltpu.InterpretParams(detect_races=True, random_seed=3, num_cores_or_threads=2)
-    plain, _ = dense(*i.args(), i.g)
-    got, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), tiles=tiles, interpret=params)
+    p = i.problem(interpret=params)
+    plain, _ = dense(p, i.g)
+    got, d = pallas_tpu.stats_and_dlogits(p, given_cotangents(i.g), tiles)
     np.testing.assert_allclose(got.logp, plain.logp, rtol=2e-5)
     assert np.isfinite(np.asarray(d)[0]).all()
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
@@ -228,8 +234,8 @@ def test_no_races(width: int | None) -> None:
 
 def test_donated_logits_give_the_same() -> None:
     i = inputs_of(Case(32, 256, "bfloat16"))  # the interpreter aliases whole blocks only
-    call = functools.partial(pallas_tpu.stats_and_dlogits, program=given_cotangents(i.g), interpret=True)
-    assert_same_bits(call(*i.args(), donate=True), call(*i.args()))
+    call = functools.partial(pallas_tpu.stats_and_dlogits, program=given_cotangents(i.g))
+    assert_same_bits(call(i.problem(donate=True)), call(i.problem()))
 
 
 def test_refusals() -> None:

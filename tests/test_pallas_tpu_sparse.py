@@ -6,6 +6,7 @@ so that every loop has several turns and a ragged end.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -24,12 +25,24 @@ from jax.sharding import Mesh, PartitionSpec
 
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head import pallas_tpu, pallas_tpu_sparse, pallas_tpu_sparse_columns, sparse_report
-from logitless.head.pallas_tpu_tiles import MIB, Tiles
-from logitless.planning import tpu_aot
+from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
+from logitless.head.pallas_tpu.sparse_columns import tpu_rule
+from logitless.head.pallas_tpu.tiles import MIB, Tiles
+from logitless.head.report import SparseReport
+from logitless.tpu import aot
 from logitless.transform import LogitTransform
 from numerics import HeadCase as Case
-from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_case, head_truth, run_head, three
+from numerics import (
+    HeadStatics,
+    assert_same_bits,
+    cotangents,
+    f64,
+    head_case,
+    head_problem,
+    head_truth,
+    run_head,
+    three,
+)
 from test_sparse_backward import assert_as_good, row_norms
 
 ROOT = Path(__file__).parents[1]
@@ -42,8 +55,8 @@ DAPO = Objective(aggregation="dapo")
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    few = mock.patch.object(pallas_tpu_sparse_columns, "FEW", 64)
-    with few, mock.patch.multiple(pallas_tpu_sparse, CHUNK=80, HARD_TILES={"dhidden": 128, "dhead": 128}):
+    few = mock.patch.object(sparse_columns, "FEW", 64)
+    with few, mock.patch.multiple(slabs, CHUNK=80, HARD_TILES={"dhidden": 128, "dhead": 128}):
         yield
 
 
@@ -60,21 +73,20 @@ def test_maxima_are_bounds_and_statistics_keep_their_bits() -> None:
     counts = live & (np.arange(n) % 5 != 2)
     hidden = case.hidden.copy()
     hidden[~live] = np.nan
-    call: dict[str, Any] = dict(
-        layout="vh", transform=LogitTransform(temperature=jnp.float32(0.8)), vocab_size=real, interpret=True,
-        tiles=Tiles(128, tile, 32 * MIB),
-    )  # fmt: skip
+    tiles = Tiles(128, tile, 32 * MIB)
     z = f64(case.hidden) @ f64(case.lm_head)[:real].T / f64(np.float32(0.8))
     z_y = z[np.arange(n), y]
     floor = np.where(counts, z_y, np.inf).astype(np.float32)
 
     @jax.jit
     def run(h: Any, w: Any, y: Any, floor: Any, n_live: Any) -> Any:
-        some = dict(call, n_live=n_live)
+        transform = LogitTransform(temperature=jnp.float32(0.8))
+        p = head_problem(h, w, y, transform=transform, vocab_size=real, interpret=True)
         clean = jnp.where(jnp.arange(n)[:, None] < n_live, h, jnp.zeros((), h.dtype))
-        plain = pallas_tpu.token_stats(h, w, y, **some)
-        whole = pallas_tpu.token_stats_and_maxima(clean, w, y, floor, **call)  # all live, 56 of them beyond the array
-        return plain, pallas_tpu.token_stats_and_maxima(h, w, y, floor, **some), whole
+        plain = kernels.token_stats(p, n_live, tiles)
+        some = kernels.token_stats_and_maxima(p, n_live, floor, tiles)
+        # All live, 56 of them beyond the array.
+        return plain, some, kernels.token_stats_and_maxima(dataclasses.replace(p, h=clean), None, floor, tiles)
 
     plain, (stats, maxima), (whole, same) = run(hidden, case.lm_head, y, floor, n_live)
     assert_same_bits(stats, plain)
@@ -133,7 +145,7 @@ def adversarial() -> Case:
     levels[:, :8] = np.where(np.arange(N)[:, None] % 8 == np.arange(8), 0.0, -40.0)
     for t in np.flatnonzero(np.arange(N) % 5 == 0):
         some = rng.choice(np.arange(8, 36), rng.integers(1, 5), replace=False)
-        levels[t, some] = np.log(0.9 * TOLERANCE * pallas_tpu_sparse_columns.THRESHOLDS[t % 2])
+        levels[t, some] = np.log(0.9 * TOLERANCE * tpu_rule(VOCAB).thresholds[t % 2])
     return spread(levels, sizes, np.arange(N) % 8)
 
 
@@ -154,7 +166,7 @@ TRACED: list[str] = []
 def grpo(backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
     """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off."""
     TRACED.append(backend)
-    real_metrics = sparse_report.report_metrics
+    real_metrics = SparseReport.metrics
 
     def loss(h: Any, w: Any) -> Any:
         return linear_grpo_loss(
@@ -165,7 +177,7 @@ def grpo(backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any
     def with_report(report: Any, vocab: int) -> Any:
         return {**real_metrics(report, vocab), "report": report}
 
-    with mock.patch.object(sparse_report, "report_metrics", with_report):
+    with mock.patch.object(SparseReport, "metrics", with_report):
         (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
     return value, metrics, metrics.pop("report", None), grads
 
@@ -224,11 +236,11 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     bound = np.log(np.maximum(bound, p[np.arange(N), y][:, None]))[:, np.arange(VOCAB) // TILE]
     best = (z - bound)[counts].max(0)
     best[y[counts]] = np.inf
-    edges = np.log(TOLERANCE * np.array(pallas_tpu_sparse_columns.THRESHOLDS))
+    edges = np.log(TOLERANCE * np.array(tpu_rule(VOCAB).thresholds))
     (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
     assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
     mass = np.where(counts, p[:, inactive].sum(1), 0.0)
-    edge = TOLERANCE - pallas_tpu_sparse_columns.MASS_ERROR
+    edge = TOLERANCE - sparse_columns.MASS_ERROR
     hard = mass > edge
     assert 0 < hard.sum() < N // 3 and np.abs(mass / edge - 1).min() > 1e-3  # and no row
     np.testing.assert_array_equal(np.asarray(report.rows), counts)
@@ -326,11 +338,11 @@ def test_logprobs_with_every_option() -> None:
         def stats(h: Any, w: Any, bias: Any) -> Any:
             return three(linear_logprobs(h, w, jnp.asarray(targets), bias=bias, sparse_backward="auto", **call))
 
-        with mock.patch.object(pallas_tpu_sparse, "gradients", noted):
+        with mock.patch.object(slabs, "gradients", noted):
             out, pull = jax.vjp(stats, *primals)
             return out, pull(g), kept[-1]
 
-    real_gradients = pallas_tpu_sparse.gradients
+    real_gradients = slabs.gradients
     values, got, report = gradients(*primals)
     assert int(report.dense_chunks) == 0 and 0 < int(report.hard.sum()) < mask.sum() // 2
     _, plain = run_head(HeadStatics("plain", "vh", None, real), primals, jnp.asarray(targets), g, options)
@@ -387,7 +399,7 @@ def test_explain_says_what_it_does() -> None:
     call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
     route = explain(linear_grpo_loss, h, w, **call)
     assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
-    assert route.tiles["slab"] == pallas_tpu_sparse_columns.SLAB
+    assert route.tiles["slab"] == tpu_rule(151936).slab == 2048
     assert "1 + 4 K/V" in explain(linear_logprobs, h, w, **call).matmuls
 
 
@@ -395,10 +407,10 @@ def test_explain_says_what_it_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 def test_compiles_for_v6e_without_logits() -> None:
     """The whole loss and its gradients at T=8192, H=4096, V=151936."""
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     command = [sys.executable, str(ROOT / "benchmarks" / "tpu_sparse_estimate.py"), "--compile", "auto"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

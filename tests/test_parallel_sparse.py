@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head import sparse_columns, sparse_report
+from logitless.head import columns
+from logitless.head.report import SparseReport
 from numerics import EPS, HeadCase, assert_same_bits, cotangents, f64, head_truth, three
 from test_sharding import Layout, collectives
 
@@ -104,7 +105,7 @@ def program(
     options: dict[str, Any] = {"chunk_size": CHUNK, "sparse_backward": mode, "backend": "chunked"}
     if layout is not None:
         options["sharding"] = Sharding(layout.mesh(), tokens=layout.tokens, head=_head_spec(layout, hv))
-    real_metrics = sparse_report.report_metrics
+    real_metrics = SparseReport.metrics
 
     def f(h: Any, w: Any, y: Any, rest: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
@@ -116,7 +117,7 @@ def program(
     def metrics_and_report(report: Any, vocab: int) -> Any:
         return {**real_metrics(report, vocab), "report": report}
 
-    with mock.patch.object(sparse_report, "report_metrics", metrics_and_report):
+    with mock.patch.object(SparseReport, "metrics", metrics_and_report):
         lowered = jax.jit(f).lower(*_arguments(case, rest, layout, hv))
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     return Program(compiled, compiled.as_text(), layout, hv)
@@ -245,7 +246,7 @@ def test_shards_leave_out_the_tolerance_together() -> None:
     dx = -g[:, None] * p
     dx[np.arange(n), y] += g
     lacking = np.where((~hard)[:, :, None], -g[:, None, None] * thin, 0.0)
-    slab = sparse_columns.slab_width(width)
+    slab = columns.slab_width(width)
     mean = w.reshape(SHARDS, width, -1)[:, :: width // slab][:, :slab].mean(1)  # each shard its own
     expected = (dx - lacking.reshape(n, -1)) @ w + lacking.sum(2) @ mean
     np.testing.assert_allclose(f64(dh).reshape(n, -1), expected, atol=2e-5 * np.abs(expected).max())

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from logitless.planning import tpu_aot
+from logitless.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
 ROOT = Path(__file__).parents[1]
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "tpu_sharded.json").read_text())
@@ -30,7 +30,7 @@ def compiled(slice_name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         "import json, sys; sys.path.insert(0, 'benchmarks'); import tpu_sharded as b; "
         f"print(json.dumps({{k: b.compile_one({slice_name!r}, k, 'fused') for k in {layouts!r}}}))"
     )
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
@@ -42,7 +42,7 @@ def compiled(slice_name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
 def check(layout: str, got: dict[str, Any], dense: int) -> None:
     assert got["kernels"] == 2
     # Against the naive dense loss. Later versions of libtpu than 0.0.42 keep E, the direction and its sum apart.
-    older = tpu_aot.versions()["libtpu"].startswith("0.0.42")
+    older = aot.versions()["libtpu"].startswith("0.0.42")
     assert got["peak_bytes"] <= (0.45 if older or layout != "tensor" else 0.51) * dense, (layout, got)
     sizes = [c["bytes"] for c in got["collectives"]]
     if layout == "tensor":

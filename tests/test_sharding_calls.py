@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import logitless
 from logitless import Objective, Sharding
-from logitless.parallel import parts
+from logitless.mesh import parts
 from test_sharding import OBJECTIVES, SEQUENCE, SHAPE, TOKEN, assert_same, batch, collectives, loss, run
 
 MESH: dict[str, int] = {"data": 2, "seq": 2, "tensor": 2}

@@ -19,7 +19,9 @@ import pytest
 from conftest import token_stats
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head import sparse, sparse_columns, sparse_report, sparse_vjp
+from logitless import vjp
+from logitless.head import columns, slabs, sparse
+from logitless.head.report import SparseReport
 from logitless.stats import StatCotangents
 from numerics import EPS, HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from numerics import HeadCase as Case
@@ -78,7 +80,7 @@ def adversarial(dtype: Any) -> Case:
     for t in range(N):
         levels[t, t % 8] = 0.0
         spread = rng.choice(np.arange(8, 36), rng.integers(0, 17), replace=False)
-        threshold = TOLERANCE * sparse_columns.THRESHOLDS[t % 3]
+        threshold = TOLERANCE * columns.chunk_rule(VOCAB).thresholds[t % 3]
         levels[t, spread] = np.log(0.999 * threshold)
         rest = 1 - np.exp(levels[t, spread]).sum() * (VOCAB // 32)
         levels[t] -= np.where(np.arange(len(sizes)) == t % 8, -np.log(rest), 0)
@@ -124,8 +126,8 @@ def grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
             sparse_backward=mode, **rest,
         )  # fmt: skip
 
-    real_metrics = sparse_report.report_metrics
-    with mock.patch.object(sparse_report, "report_metrics", metrics_and_report):
+    real_metrics = SparseReport.metrics
+    with mock.patch.object(SparseReport, "metrics", metrics_and_report):
         (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
     return value, metrics, metrics.pop("report", None), grads
 
@@ -169,7 +171,7 @@ def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarr
     """By the definition, for every candidate threshold: columns above it in some row, and all targets."""
     best = p.max(0)
     best[y] = 1.0
-    return [best > tolerance * e for e in sparse_columns.THRESHOLDS]
+    return [best > tolerance * e for e in columns.chunk_rule(VOCAB).thresholds]
 
 
 # -- error -----------------------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ def test_reported_mass_and_gradients_are_those_of_the_definition() -> None:
     dx[np.arange(N), y] += g
     lacking = np.where(~hard[:, None] & inactive[None], dx, 0.0)
     h, w = f64(case.hidden).reshape(N, -1), f64(case.lm_head)
-    slab = sparse_columns.slab_width(VOCAB)
+    slab = columns.slab_width(VOCAB)
     mean = w[:: VOCAB // slab][:slab].mean(0)
     expected = (dx - lacking) @ w + lacking.sum(1, keepdims=True) * mean
     np.testing.assert_allclose(f64(dh).reshape(N, -1), expected, atol=2e-5 * np.abs(expected).max())
@@ -291,7 +293,7 @@ def test_entropy_cotangents_weigh_the_tail(share: float) -> None:
     one = jnp.ones(mass.shape, jnp.float32)
     stats = token_stats(0 * one, entropy)
     g = StatCotangents((share - 1) * one, share * one, 0 * one)
-    miss = np.asarray(sparse.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
+    miss = np.asarray(slabs.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
     assert miss[lacks > TOLERANCE].all()
     assert not miss[mass * 40 < TOLERANCE].any()
     if share == 0:
@@ -378,11 +380,11 @@ def test_logprobs_with_every_option() -> None:
 
     @jax.jit
     def gradients(*primals: Any) -> Any:
-        with mock.patch.object(sparse_vjp, "stats", noted):
+        with mock.patch.object(vjp, "stats", noted):
             _, pull, report = jax.vjp(call, *primals, has_aux=True)
         return pull(g), report
 
-    real_stats = sparse_vjp.stats
+    real_stats = vjp.stats
     got, report = gradients(*primals)
     assert int(report.dense_chunks) == 0 < int(report.chunks)
     traced = {k: v for k, v in options.items() if k != "bias"}

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from logitless.planning import tpu_aot
+from logitless.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGY = "v6e:2x4"
@@ -47,21 +47,21 @@ def programs() -> dict[str, Any]:
         ("head", jax.value_and_grad(head, argnums=(0, 1), has_aux=True), (h, w, tokens, a, old)),
         ("logits", jax.value_and_grad(logits, has_aux=True), (x, *small)),
     ):
-        compiled = tpu_aot.compile_for(TOPOLOGY, f, *args)
+        compiled = aot.compile_for(TOPOLOGY, f, *args)
         text = compiled.executable.as_text()
         out[name] = {
             "peak": compiled.peak_bytes,
             "outside": compiled.argument_bytes + compiled.output_bytes,
             "kernels": text.count('custom_call_target="tpu_custom_call"'),
         }
-    with jax.set_mesh(tpu_aot.mesh(TOPOLOGY)):
+    with jax.set_mesh(aot.mesh(TOPOLOGY)):
         out["default"] = logitless.explain(logitless.linear_grpo_loss, h, w).backend
     return out
 
 
 @needs_libtpu
 def test_public_losses_compile_and_fit() -> None:
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -70,7 +70,7 @@ def test_public_losses_compile_and_fit() -> None:
     assert got["default"] == "pallas_tpu"
     assert got["head"]["kernels"] == 2
     # The compilers that come with jax 0.11 and 0.12 keep the forward sweep's accumulator beside the outputs.
-    limit = 2.75e9 if tpu_aot.versions()["jax"].startswith("0.10.") else 2.85e9
+    limit = 2.75e9 if aot.versions()["jax"].startswith("0.10.") else 2.85e9
     assert got["head"]["peak"] <= limit, got
     assert got["logits"]["kernels"] == 1
     assert got["logits"]["peak"] <= 1.01 * 2 * 4096 * 151936 * 2, got

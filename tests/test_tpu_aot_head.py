@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from logitless.planning import tpu_aot
+from logitless.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
 ROOT = Path(__file__).parents[1]
 LARGE = {"n": 8192, "hidden": 4096, "vocab": 151936}
@@ -38,7 +38,8 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from logitless.head import pallas_tpu
+    from logitless.head.pallas_tpu import kernels
+    from logitless.problem import Call, Head, Problem
     from logitless.stats import StatCotangents
     from logitless.transform import LogitTransform
 
@@ -46,16 +47,15 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     layout = case.get("layout", "vh")
 
     def f(h: Any, w: Any, y: Any, advantage: Any, n_live: Any) -> Any:
-        transform = LogitTransform(softcap=case.get("softcap"))
-        call: dict[str, Any] = {"layout": layout, "transform": transform, "n_live": n_live}
-        call["vocab_size"] = case.get("vocab_size")
-        stats, direction = pallas_tpu.token_stats_and_direction(h, w, y, **call)
+        static = Call("test", case.get("vocab_size", vocab))
+        p = Problem(h, Head(w, layout=layout), y, LogitTransform(softcap=case.get("softcap")), call=static)
+        stats, direction = kernels.token_stats_and_direction(p, n_live)
         ratio = jnp.exp(stats.logp - jax.lax.stop_gradient(stats.logp))
         g = -advantage * ratio
         dh = (g[:, None] * direction).astype(h.dtype)
         # dH before dW: the direction must not live beside dW.
         dh, stats = jax.lax.optimization_barrier((dh, stats))
-        dw, _ = pallas_tpu.dhead(h, w, y, stats, StatCotangents(g, jnp.zeros_like(g), jnp.zeros_like(g)), **call)
+        dw, _ = kernels.dhead(p, n_live, stats, StatCotangents(g, jnp.zeros_like(g), jnp.zeros_like(g)))
         return jnp.sum(g), dh, dw
 
     s = jax.ShapeDtypeStruct
@@ -67,7 +67,7 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
         s((n,), jnp.float32),
         s((), jnp.int32),
     )
-    compiled = tpu_aot.compile_for(case["topology"], f, *args)
+    compiled = aot.compile_for(case["topology"], f, *args)
     text = compiled.executable.as_text()
     return {
         "peak": compiled.peak_bytes,
@@ -83,7 +83,7 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
 )
 def test_compiles_and_fits(name: str) -> None:
     topology, cases = RUNS[name]
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     command = [sys.executable, __file__, json.dumps([dict(c, topology=topology) for c in cases])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -95,7 +95,7 @@ def test_compiles_and_fits(name: str) -> None:
         assert got["peak"] <= most, (case, got)
         if case is LARGE:
             # libtpu 0.0.42 lets E and the target rows share the memory that dW will be written to; later ones do not.
-            assert got["peak"] <= (2.75e9 if tpu_aot.versions()["libtpu"].startswith("0.0.42") else 2.85e9), got
+            assert got["peak"] <= (2.75e9 if aot.versions()["libtpu"].startswith("0.0.42") else 2.85e9), got
 
 
 def test_recorded_estimate_meets_the_bars() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from logitless.planning import tpu_aot
+from logitless.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
 ROOT = Path(__file__).parents[1]
 N, V = 4096, 151936
@@ -99,7 +99,7 @@ def program(
 
 def compiled(topology: str) -> list[dict[str, int]]:
     """Peak and kernel count of each of the topology's programs, compiled in a process of its own."""
-    environment = dict(os.environ, **tpu_aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     done = subprocess.run(
         [sys.executable, __file__, topology], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -127,7 +127,7 @@ def main(topology: str) -> None:
     out = []
     for case in PROGRAMS[topology]:
         f, arguments, donated = program(**case)
-        result = tpu_aot.compile_for(topology, f, *arguments, donate=donated)
+        result = aot.compile_for(topology, f, *arguments, donate=donated)
         kernels = result.executable.as_text().count('custom_call_target="tpu_custom_call"')
         out.append({"peak": result.peak_bytes, "kernels": kernels})
     print(json.dumps(out))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from logitless import cli
-from logitless.planning import tpu_aot, tpu_command
-from logitless.planning.tpu_programs import collectives_of
+from logitless.tpu import aot, tpu_command
+from logitless.tpu.programs import collectives_of
 
-needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SMALL = ["--hidden", "128", "--vocab", "4096", "--tokens", "2048"]
 
 
@@ -51,7 +51,7 @@ def test_cycles_are_an_estimate_and_say_so(tmp_path: Path, capsys: pytest.Captur
 def test_without_libtpu_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tpu_aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     for way in ("compile", "cycles"):
         assert cli.main(["tpu", way, *SMALL]) == 2
         assert "pip install 'logitless[tpu]'" in capsys.readouterr().err

@@ -1,18 +1,25 @@
 """GRPO-family RL losses for JAX that never build the logits."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from logitless._version import __version__
-from logitless.explain import explain
-from logitless.head.api import linear_grpo_loss, linear_logprobs
-from logitless.logits.api import grpo_loss, logprobs
+from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.mesh.spec import Sharding
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.aggregate import dapo_denominator
 from logitless.objectives.api import policy_loss
 from logitless.objectives.metrics import Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.parallel.spec import Sharding
-from logitless.planning.head import plan
 from logitless.stats import TokenStats
 from logitless.validation import validate_targets
+
+if TYPE_CHECKING:
+    from logitless import oracle
+    from logitless.explanation import explain
+    from logitless.planning.head import plan
 
 __all__ = [
     "Metric",
@@ -28,8 +35,25 @@ __all__ = [
     "linear_logprobs",
     "logprobs",
     "metric_values",
+    "oracle",
     "plan",
     "policy_loss",
     "reduce_metrics",
     "validate_targets",
 ]
+
+_LATER = {"explain": "logitless.explanation", "plan": "logitless.planning.head", "oracle": "logitless.oracle"}
+"""What a training step does not need is loaded when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'logitless' has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    value = module if name == "oracle" else getattr(module, name)
+    globals()[name] = value  # in the place of the submodule of the same name
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ from typing import Any
 
 from logitless._version import __version__
 from logitless.planning import command as plan_command
-from logitless.planning import tpu_command
+from logitless.tpu import command as tpu_command
 from logitless.train import cli as train_cli
 
 

@@ -62,6 +62,17 @@ class TokenStats:
         return TokenStats(*(f(getattr(self, x.name)) for x in dataclasses.fields(self)))
 
 
+def blank_stats(n: int) -> TokenStats:
+    """Statistics of ``n`` tokens that nobody has visited: zeros."""
+    zero = jnp.zeros((n,), jnp.float32)
+    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero)
+
+
+def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
+    """Zeros where a token is not live."""
+    return stats if live is None else stats.map(lambda s: jnp.where(live, s, jnp.zeros((), s.dtype)))
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class RowSums:
@@ -162,40 +173,31 @@ class StatCotangents:
         return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
 
 
-def dz(
-    z: Array,
-    is_target: Array,
-    logp: Array,
-    entropy: Array,
-    max_logit: Array,
-    max_logp: Array,
-    g: StatCotangents,
-    rest: Array | None = None,
-) -> Array:
-    """``sum_s g_s d stat_s / d z`` for rows ``z [..., V]`` (float32); per-row arguments broadcast as ``[..., 1]``.
+def dz(z: Array, is_target: Array, s: TokenStats, g: StatCotangents, rest: Array | None = None) -> Array:
+    """``sum_s g_s d stat_s / d z`` for rows ``z [..., V]`` (float32); ``s`` and ``g`` broadcast as ``[..., 1]``.
 
     ``log p_v = (z_v - max_logit) + max_logp``, and not ``z_v - lse``: at ``|z| = 1e4`` a float32 lse is off by 5e-4,
     which would be the relative error of every probability. Exactly zero in rows whose cotangents are all zero, even
     where the row itself is not finite. ``rest`` is ``1 - p_y`` where the caller has it (Mosaic lowers no ``expm1``).
     """
-    rest = -jnp.expm1(logp) if rest is None else rest
-    log_p = jnp.where(is_target, logp, (z - max_logit) + max_logp)
+    rest = -jnp.expm1(s.logp) if rest is None else rest
+    log_p = jnp.where(is_target, s.logp, (z - s.max_logit) + s.max_logp)
     p = jnp.exp(log_p)
     # entropy's own gradient is -p (log p + H): the product with p is 0 where p is, never 0 * -inf.
-    spread = jnp.where(p > 0, p * (log_p + entropy), p)
+    spread = jnp.where(p > 0, p * (log_p + s.entropy), p)
     others = p * (g.lse - g.logp) - g.entropy * spread
     at_target = p * g.lse + g.logp * rest - g.entropy * spread
     return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)
 
 
-def dz_line(centre: Array, entropy: Array, max_logit: Array, max_logp: Array, g: StatCotangents) -> tuple[Array, Array]:
+def dz_line(centre: Array, s: TokenStats, g: StatCotangents) -> tuple[Array, Array]:
     """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)`` with ``s = z_v - centre``.
 
     Five operations an element instead of a dozen, for kernels. ``centre`` is a row's reference point, at most about 80
     above its largest logit other than the target; ``(0, 0)`` in rows whose cotangents are all zero.
     """
-    offset = (centre - max_logit) + max_logp  # centre - lse with all its digits
+    offset = (centre - s.max_logit) + s.max_logp  # centre - lse with all its digits
     w = jnp.exp(offset)
-    a = w * ((g.lse - g.logp) - g.entropy * (offset + entropy))
+    a = w * ((g.lse - g.logp) - g.entropy * (offset + s.entropy))
     moves = g.any_nonzero()
     return jnp.where(moves, a, 0.0), jnp.where(moves, w * g.entropy, 0.0)

@@ -14,6 +14,7 @@ Kernels use :func:`forward` and :func:`slope` too, so the maths stands here alon
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,19 +35,18 @@ class LogitTransform:
     softcap: Array | float | None = None
     scale: Array | float | None = None
 
-    def per_token(self, shape: tuple[int, ...]) -> LogitTransform:
-        """The same transform with its temperature flattened to match flattened tokens."""
-        t = self.temperature
-        if t is None or jnp.ndim(t) == 0:
-            return self
-        return dataclasses.replace(self, temperature=jnp.broadcast_to(t, shape).reshape(-1))
+    @property
+    def per_token(self) -> bool:
+        """Whether every token has a temperature of its own."""
+        return self.temperature is not None and jnp.ndim(self.temperature) > 0
+
+    def rows(self, take: Callable[[Array], Array]) -> LogitTransform:
+        """The transform of other tokens: ``take`` on a per-token temperature."""
+        return dataclasses.replace(self, temperature=take(jnp.asarray(self.temperature))) if self.per_token else self
 
     def column(self) -> LogitTransform:
         """The transform with a per-token temperature ``[N]`` turned into ``[N, 1]``, for ``[N, V]`` rows."""
-        t = self.temperature
-        if t is None or jnp.ndim(t) == 0:
-            return self
-        return dataclasses.replace(self, temperature=jnp.asarray(t)[:, None])
+        return self.rows(lambda t: t[:, None])
 
 
 def forward(x: Array, transform: LogitTransform) -> Array:

@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec as P
 from logitless import oracle
 from logitless.bench import child, inputs, model_inputs, realistic, timing
 from logitless.bench.config import ConfigError, sparse_backward_of
-from logitless.head.api import linear_grpo_loss
+from logitless.api import linear_grpo_loss
 from logitless.head.sparse import auto_tolerance
-from logitless.head.sparse_report import SPARSE_METRICS
-from logitless.logits.api import grpo_loss
+from logitless.head.report import SPARSE_METRICS
+from logitless.api import grpo_loss
 from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
-from logitless.parallel.spec import Sharding
+from logitless.mesh.spec import Sharding
 from logitless.planning.mesh import AXES, parse_mesh
 
 ORACLE_ELEMENTS = 100_000_000

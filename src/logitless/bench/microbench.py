@@ -17,7 +17,7 @@ from logitless.bench import child, gradcheck, records, timing
 from logitless.bench.child import OUT_OF_MEMORY
 from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.bench.shapes import MODELS
-from logitless.head.sparse_report import SPARSE_METRICS
+from logitless.head.report import SPARSE_METRICS
 from logitless.planning.chips import chip_of_kind, roofline_seconds
 
 NO_LIMIT = 1e9  # a number, since JSON has no infinity

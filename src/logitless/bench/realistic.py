@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless.head.api import linear_logprobs
+from logitless.api import linear_logprobs
 
 MEASURED_VOCAB = 151936
 EPSILONS = (1e-3, 2.0**-12, 1e-4, 1e-5, 1e-6)

@@ -18,239 +18,169 @@ dtype) where XLA cannot reuse the first, and the float32 accumulator of dW where
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from logitless.head.operator import (
-    Head,
-    HeadGrads,
-    add_dhead,
-    dhidden,
-    in_parameter_dtypes,
-    raw_logits,
-    zero_grads,
-)
-from logitless.head.rows import RowPasses
-from logitless.head.sweep import Sweep, Visit, live_sweep, split_sweep, sweep_over
-from logitless.logits.chunked import blank_stats
-from logitless.objectives.inputs import LossInputs
-from logitless.objectives.loss import may_have_gradient
-from logitless.objectives.objective import Objective
-from logitless.stats import RowSums, StatCotangents, TokenStats, empty_sums
-from logitless.transform import LogitTransform
+from logitless import rows
+from logitless.backend import Cost, Way
+from logitless.head.linear import add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
+from logitless.problem import Gradients, Loss, Problem, Wanted
+from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
+from logitless.tiles import column_tile
+from logitless.tokens import Sweep, Visit, live_sweep, split_sweep, sweep_over
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepConfig:
-    """Static choices of a sweep."""
-
-    chunk: int
-    logits_dtype: Any
-    sum_head_grad_in: str  # "float32" or "param"
-    rows: RowPasses
-    rest_at_once: bool = False  # of the sweep for given cotangents: see sweep.Sweep
-    partial_hidden: bool = False  # dH is a part of a sum over devices: leave it in float32
-    partial_head: bool = False  # so are the head's gradients: leave them in the dtype they are summed in
-
-    @property
-    def vocab_size(self) -> int:
-        return self.rows.vocab_size
+def logits_of(p: Problem) -> Array:
+    """``x [C, V]`` of a chunk: one matmul."""
+    return raw_logits(p.h, p.head, p.call.logits_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """Which gradients are asked for."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-    lora: bool
-
-    @property
-    def matmuls(self) -> int:
-        """Matmuls of the backward pass, without those that make logits again."""
-        return int(self.hidden) + int(self.weight or self.lora)
+# -- gradient buffers ------------------------------------------------------------------------------------------------
 
 
-def chunk_transform(transform: LogitTransform, visit: Visit) -> LogitTransform:
-    t = transform.temperature
-    if t is None or jnp.ndim(t) == 0:
-        return transform
-    return dataclasses.replace(transform, temperature=visit.take(jnp.asarray(t)))
+def no_gradients(p: Problem, want: Wanted) -> Gradients:
+    """Where a sweep sums its gradients: dH in its own dtype, dW in that of its sum."""
+    hidden = jnp.zeros(p.h.shape, jnp.float32 if p.call.partial_hidden else p.h.dtype) if want.hidden else None
+    dtype = p.head.weight.dtype if p.call.sum_head_grad_in == "param" else jnp.float32
+    return Gradients(hidden, zero_grads(p.head, want, dtype))
 
 
-def chunk_inputs(inputs: LossInputs, visit: Visit, n: int) -> LossInputs:
-    """The chunk's loss constants; the padding of the last chunk is masked out."""
-
-    def take(leaf: Array) -> Array:
-        return visit.take(leaf) if jnp.ndim(leaf) else jnp.asarray(leaf)
-
-    part = jax.tree.map(take, inputs)
-    return dataclasses.replace(part, mask=part.mask & visit.inside(n))
+def add_chunk(visit: Visit, total: Gradients, dx: Array, p: Problem) -> Gradients:
+    """``total`` with a chunk ``p`` of tokens: its rows of dH put in their place, the head's gradients added."""
+    tile = column_tile()
+    dh = None if total.hidden is None else visit.put(total.hidden, dhidden(dx, p.head, tile))
+    return Gradients(dh, add_dhead(total.head, dx, p.h, p.head, tile))
 
 
-def chunk_hidden(visit: Visit, h: Array) -> Array:
-    """The chunk's hidden states; zeros as the padding of the last chunk, since a dead token may hold NaN."""
-    return jnp.where(visit.inside(h.shape[0])[:, None], visit.take(h), jnp.zeros((), h.dtype))
+def finished(p: Problem, g: Gradients) -> Gradients:
+    """The gradients in the dtypes in which they leave the sweep."""
+    return g if p.call.partial_head else Gradients(g.hidden, in_parameter_dtypes(g.head, p.head))
 
 
-def sweep_stats(
-    c: SweepConfig,
-    sweep: Sweep,
-    out: TokenStats,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-) -> TokenStats:
-    def body(visit: Visit, out: TokenStats) -> TokenStats:
-        x = raw_logits(chunk_hidden(visit, h), head, c.logits_dtype)
-        t, inside = chunk_transform(transform, visit), visit.inside(h.shape[0])
-        return jax.tree.map(visit.put, out, c.rows.statistics(x, visit.take(targets), t, inside))
-
-    return sweep.run(body, out)
-
-
-def token_stats(
-    c: SweepConfig, h: Array, head: Head, targets: Array, transform: LogitTransform, live: Array | None
-) -> TokenStats:
-    """Statistics of flattened tokens ``h [N, H]``: one matmul per live token."""
-    n = h.shape[0]
-    sweep = sweep_over(n, live, c.chunk)
-    return sweep_stats(c, sweep, blank_stats(n), h, head, targets, transform)
-
-
-def token_sums(
-    c: SweepConfig, h: Array, head: Head, targets: Array, transform: LogitTransform, live: Array | None
-) -> RowSums:
-    """Sums over the head's columns, for a shard of the vocabulary: one matmul per live token."""
-    n = h.shape[0]
-    sweep = sweep_over(n, live, c.chunk)
-
-    def body(visit: Visit, out: RowSums) -> RowSums:
-        x = raw_logits(chunk_hidden(visit, h), head, c.logits_dtype)
-        t = chunk_transform(transform, visit)
-        return jax.tree.map(visit.put, out, c.rows.sums(x, visit.take(targets), t))
-
-    return sweep.run(body, empty_sums((n,)))
+# -- the backend -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulator:
-    """Gradient buffers of a sweep and how a chunk is added to them."""
+class Chunked:
+    """Sweeps over chunks of tokens; the passes over a chunk's logits are methods, for kernels to take over."""
 
-    config: SweepConfig
-    wanted: Wanted
+    name: ClassVar[str] = "chunked"
+    kernels: ClassVar[str | None] = None
+    in_forward: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
+    """Whether dx is made in the place, and so in the dtype, of ``x``; another dtype is a copy of it."""
 
-    def start(self, h: Array, head: Head) -> tuple[Array | None, HeadGrads]:
-        w = self.wanted
-        dtype = head.weight.dtype if self.config.sum_head_grad_in == "param" else jnp.float32
-        hidden_dtype = jnp.float32 if self.config.partial_hidden else h.dtype
-        dh = jnp.zeros(h.shape, hidden_dtype) if w.hidden else None
-        return dh, zero_grads(head, w.weight, w.bias, w.lora, dtype)
+    def check(self, p: Problem, columns_apart: bool) -> None:
+        """It serves everything."""
 
-    def finish(self, grads: HeadGrads, head: Head) -> HeadGrads:
-        """The head's gradients in the dtypes they leave the sweep in."""
-        return grads if self.config.partial_head else in_parameter_dtypes(grads, head)
+    def describe(self, p: Problem, way: Way) -> Cost:
+        """Three matmuls in the forward pass, four by recompute."""
+        call, head = p.call, p.head
+        if way.in_forward:
+            words, counts = "grad in forward: a token's cotangent follows from its own statistics", (3, 2, 1)
+            where = "1 where no gradient is possible"
+        else:
+            words, counts = f"by recompute: {way.reason if way.loss else 'cotangents arrive later'}", (4, 3, 1)
+            where = "1 where the cotangent is zero"
+        matmuls = f"{counts[0]} ({counts[1]} with a frozen head, 1 without a gradient) per live token; {where}"
+        sweeps, item = -(-p.n // call.chunk), jnp.dtype(call.logits_dtype).itemsize
+        moved = (
+            f"head read {sweeps}x per matmul ({head.weight.size * head.weight.dtype.itemsize:,} B each), logits chunk "
+            f"{call.chunk * head.vocab * item:,} B at a time; at most {sweeps} chunks, fewer with dead tokens"
+        )
+        return Cost(words, matmuls, moved, {"chunk": call.chunk, "layout": head.layout}, counts)
 
-    def add(
-        self, visit: Visit, carry: tuple[Array | None, HeadGrads], dx: Array, h_chunk: Array, head: Head
-    ) -> tuple[Array | None, HeadGrads]:
-        dh, grads = carry
-        if dh is not None:
-            dh = visit.put(dh, dhidden(dx, head, self.config.rows.tile))
-        return dh, add_dhead(grads, dx, h_chunk, head, self.config.rows.tile)
+    # Passes over a chunk's logits. Barriers cut the statistics off from what stands around them, so that they compile
+    # to the same arithmetic, and give the same bits, with and without a gradient.
 
+    def row_statistics(self, x: Array, p: Problem) -> TokenStats:
+        """Statistics of the chunk's rows; ``p.live`` marks those that count."""
+        return lax.optimization_barrier(rows.statistics(lax.optimization_barrier(x), p))
 
-def stats_and_gradients(
-    c: SweepConfig,
-    wanted: Wanted,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    objective: Objective,
-    inputs: LossInputs,
-) -> tuple[TokenStats, Array | None, HeadGrads]:
-    """Grad in forward: statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
-    n = h.shape[0]
-    gradient, rest = split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk)
-    acc = Accumulator(c, wanted)
+    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
+        """Statistics, and the dx of an uncoupled objective over the chunk's own inputs."""
+        x = lax.optimization_barrier(x)
+        stats = self.row_statistics(x, p)
+        return stats, rows.dx(x, p, stats, loss.cotangents(stats), dtype)
 
-    def body(visit: Visit, carry: tuple[TokenStats, Any]) -> tuple[TokenStats, Any]:
-        out, grads = carry
-        h_chunk = chunk_hidden(visit, h)
-        x = raw_logits(h_chunk, head, c.logits_dtype)
-        own, t = chunk_inputs(inputs, visit, n), chunk_transform(transform, visit)
-        stats, dx = c.rows.statistics_and_dx(x, visit.take(targets), t, objective, own, h.dtype)
-        return jax.tree.map(visit.put, out, stats), acc.add(visit, grads, dx, h_chunk, head)
+    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+        """dx from known statistics and cotangents; zero rows where the cotangents are."""
+        return rows.dx(lax.optimization_barrier(x), p, stats, g, dtype)
 
-    stats, (dh, grads) = gradient.run(body, (blank_stats(n), acc.start(h, head)))
-    stats = sweep_stats(c, rest, stats, h, head, targets, transform)
-    return stats, dh, acc.finish(grads, head)
+    # Sweeps.
 
+    def sweep_statistics(self, p: Problem, sweep: Sweep, out: TokenStats) -> TokenStats:
+        """``out`` with the statistics of the tokens that ``sweep`` visits: one matmul each."""
 
-def stats_in_gradient_order(
-    c: SweepConfig,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    objective: Objective,
-    inputs: LossInputs,
-) -> TokenStats:
-    """The statistics of :func:`stats_and_gradients`, to the bit, without its gradients."""
-    stats = blank_stats(h.shape[0])
-    for sweep in split_sweep(inputs.mask, may_have_gradient(objective, inputs), c.chunk):
-        stats = sweep_stats(c, sweep, stats, h, head, targets, transform)
-    return stats
+        def body(visit: Visit, out: TokenStats) -> TokenStats:
+            part = visit.problem(p)
+            return visit.put_all(out, self.row_statistics(logits_of(part), part))
 
+        return sweep.run(body, out)
 
-def gradients(
-    c: SweepConfig,
-    wanted: Wanted,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    live: Array | None,
-    stats: TokenStats,
-    g: StatCotangents,
-) -> tuple[Array | None, HeadGrads]:
-    """By recompute: gradients for given cotangents; tokens whose cotangents are all zero are not visited."""
-    moving = g.any_nonzero() if live is None else g.any_nonzero() & live
-    start = Accumulator(c, wanted).start(h, head)
-    dh, grads = add_gradients(c, wanted, h, head, targets, transform, moving, stats, g, start)
-    return dh, Accumulator(c, wanted).finish(grads, head)
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        """One matmul per live token."""
+        if loss is None:
+            return self.token_statistics(p), None
+        out = blank_stats(p.n)
+        for sweep in split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk):
+            out = self.sweep_statistics(p, sweep, out)
+        return out, None
 
+    def token_statistics(self, p: Problem) -> TokenStats:
+        """Statistics for cotangents that arrive later."""
+        return self.sweep_statistics(p, sweep_over(p.n, p.live, p.call.chunk), blank_stats(p.n))
 
-def add_gradients(
-    c: SweepConfig,
-    wanted: Wanted,
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    moving: Array,
-    stats: TokenStats,
-    g: StatCotangents,
-    start: tuple[Array | None, HeadGrads],
-) -> tuple[Array | None, HeadGrads]:
-    """:func:`gradients` of the tokens ``moving [N]``: their rows of dH written into ``start``, the rest added to it."""
-    n = h.shape[0]
-    sweep = live_sweep(moving, c.chunk, c.rest_at_once)
-    acc = Accumulator(c, wanted)
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, None]:
+        return self.token_statistics(p), None, None
 
-    def body(visit: Visit, carry: Any) -> Any:
-        h_chunk = chunk_hidden(visit, h)
-        x = raw_logits(h_chunk, head, c.logits_dtype)
-        inside = visit.inside(n)
-        g_chunk = jax.tree.map(lambda a: jnp.where(inside, visit.take(a), 0.0), g)
-        s_chunk, t = jax.tree.map(visit.take, stats), chunk_transform(transform, visit)
-        dx = c.rows.dx_from(x, visit.take(targets), t, s_chunk, g_chunk, h.dtype)
-        return acc.add(visit, carry, dx, h_chunk, head)
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: None, only_logp: bool
+    ) -> Gradients:
+        """By recompute; tokens whose cotangents are all zero are not visited."""
+        moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
+        sweep = live_sweep(moving, p.call.chunk)
+        return finished(p, self.add_gradients(p, sweep, out, g, no_gradients(p, want)))
 
-    return sweep.run(body, start)
+    def add_gradients(
+        self, p: Problem, sweep: Sweep, out: TokenStats, g: StatCotangents, total: Gradients
+    ) -> Gradients:
+        """``total`` with the gradients of the tokens that ``sweep`` visits: rows of dH written, the rest added."""
+
+        def body(visit: Visit, total: Gradients) -> Gradients:
+            part = visit.problem(p)
+            dx = self.row_dx(logits_of(part), part, *visit.known(out, g, p.n), p.h.dtype)
+            return add_chunk(visit, total, dx, part)
+
+        return sweep.run(body, total)
+
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
+        """Statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
+        moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
+
+        def body(visit: Visit, carry: tuple[TokenStats, Gradients]) -> tuple[TokenStats, Gradients]:
+            out, total = carry
+            part, own = visit.problem(p), visit.loss(loss, p.n)
+            masked = dataclasses.replace(part, live=own.inputs.mask)
+            stats, dx = self.row_statistics_and_dx(logits_of(part), masked, own, p.h.dtype)
+            return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
+
+        out, total = moving.run(body, (blank_stats(p.n), no_gradients(p, want)))
+        return self.sweep_statistics(p, rest, out), None, finished(p, total)
+
+    # A shard of the vocabulary.
+
+    def sums(self, p: Problem, want: Wanted | None) -> tuple[RowSums, None]:
+        """Sums over the head's columns: one matmul per live token."""
+
+        def body(visit: Visit, out: RowSums) -> RowSums:
+            part = visit.problem(p)
+            x = lax.optimization_barrier(logits_of(part))
+            return visit.put_all(out, lax.optimization_barrier(rows.sums(x, part)))
+
+        return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None
+
+    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: None) -> None:
+        return None

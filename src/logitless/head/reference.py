@@ -6,16 +6,19 @@ the cotangent of the logits is rounded to the operands' dtype before the two bac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.operator import Head, add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
+from logitless.backend import Cost, Way
+from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
+from logitless.problem import Head, LogitsProblem, Problem, Wanted
 from logitless.stats import TokenStats
-from logitless.transform import LogitTransform
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -36,14 +39,15 @@ def _dscale(dx: Array, h: Array, head: Head) -> Array:
     if head.lora_a is None or head.lora_b is None:
         return jnp.zeros_like(like)
     inner, outer = (head.lora_b.T, head.lora_a) if head.layout == "vh" else (head.lora_a, head.lora_b.T)
-    low, back = (jnp.matmul(x, m, preferred_element_type=jnp.float32) for x, m in ((h, inner), (dx, outer)))
+    low, back = (dot(x, m, (1, 0)) for x, m in ((h, inner), (dx, outer)))
     return jnp.sum(low * back).astype(like.dtype)
 
 
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
     h, head = saved
     dx = dx.astype(h.dtype)
-    grads = in_parameter_dtypes(add_dhead(zero_grads(head, True, True, True), dx, h, head), head)
+    everything = Wanted(True, True, True, True)
+    grads = in_parameter_dtypes(add_dhead(zero_grads(head, everything), dx, h, head), head)
     d_head = Head(
         weight=grads.weight,  # type: ignore[arg-type]
         bias=grads.bias,
@@ -58,16 +62,25 @@ def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> 
 dense_logits.defvjp(_forward, _backward)
 
 
-def token_stats(
-    h: Array,
-    head: Head,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    live: Array | None,
-    logits_dtype: jnp.dtype,
-) -> TokenStats:
-    """Statistics of flattened tokens ``h [N, H]``."""
-    if live is not None:
-        h = jnp.where(live[:, None], h, jnp.zeros((), h.dtype))
-    return logits_reference.token_stats(dense_logits(h, head, logits_dtype), targets, transform, vocab_size, live)
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The dense backend; JAX differentiates :meth:`statistics`, so it has no passes of its own."""
+
+    name: ClassVar[str] = "reference"
+    kernels: ClassVar[str | None] = None
+    in_forward: ClassVar[bool] = False
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """It serves everything."""
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        v, item = p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
+        words = f"dense: [{p.n}, {v}] logits and dlogits in memory"
+        moved = f"logits and dlogits {2 * p.n * v * item:,} B, each written and read"
+        return Cost(words, "3 (1 without a gradient)", moved, counts=(3, 3, 1))
+
+    def statistics(self, p: Problem, loss: Any = None) -> tuple[TokenStats, None]:
+        """Statistics of flattened tokens ``h [N, H]``."""
+        h = p.h if p.live is None else jnp.where(p.live[:, None], p.h, jnp.zeros((), p.h.dtype))
+        logits = dense_logits(h, p.head, p.call.logits_dtype)
+        return logits_reference.token_stats(LogitsProblem(logits, p.targets, p.transform, p.live, call=p.call)), None

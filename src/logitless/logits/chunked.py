@@ -9,201 +9,165 @@ away; :func:`stats_and_dlogits` does both passes on a chunk while it is warm.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from logitless.logits.reference import column_ids, masked_stats, transformed, valid_targets
-from logitless.objectives.token_program import TokenProgram
-from logitless.stats import RowSums, StatCotangents, TokenStats, dz, empty_sums, finish, merge, row_sums
-from logitless.tiles import column_tile, row_chunk
-from logitless.transform import LogitTransform, pull_back
-
-
-def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, Any], Any], carry: Any) -> Any:
-    """``step(first column, number of columns, carry)`` over slices of the vocabulary; all at once without a tile."""
-    if tile is None or tile >= width:
-        return step(0, width, carry)
-    whole = width // tile
-    carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * tile, tile, c), carry)
-    return step(whole * tile, width % tile, carry) if width % tile else carry
+from logitless import rows
+from logitless.backend import Cost, Way
+from logitless.objectives.token_program import TokenProgram, token_program
+from logitless.problem import LogitsProblem, Loss
+from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
+from logitless.tiles import row_chunk
 
 
-def _columns(x: Array, start: Array | int, size: int) -> Array:
-    return x if size == x.shape[-1] else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+def rows_per_chunk(p: LogitsProblem) -> int:
+    """As the call says, or by the rule."""
+    return p.call.chunk or row_chunk(p.n, p.logits.shape[-1])
 
 
-def rows_sums(x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None) -> RowSums:
-    """Sums over the columns of the rows ``x [C, V]``, a slice of ``tile`` columns at a time."""
-    transform = transform.column()
-
-    def step(start: Array | int, size: int, sums: RowSums) -> RowSums:
-        ids = start + column_ids(size)
-        z = transformed(_columns(x, start, size), transform, vocab_size, ids)
-        return merge(sums, row_sums(z, ids == targets[:, None]))
-
-    return over_columns(x.shape[-1], tile, step, empty_sums(targets.shape))
-
-
-def rows_stats(
-    x: Array, targets: Array, transform: LogitTransform, vocab_size: int, tile: int | None = None
-) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live, a slice of ``tile`` columns at a time."""
-    return finish(rows_sums(x, targets, transform, vocab_size, tile), valid_targets(targets, vocab_size))
-
-
-def rows_dlogits(
-    x: Array,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    stats: TokenStats,
-    g: StatCotangents,
-    dtype: Any,
-    tile: int | None = None,
-) -> Array:
-    """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``.
-
-    With a ``tile`` and the dtype of ``x`` it is written over ``x``, slice by slice.
-    """
-    transform = transform.column()
-    g = jax.tree.map(lambda c: c[:, None], g)
-    logp, entropy, max_logit, max_logp = (
-        s[:, None] for s in (stats.logp, stats.entropy, stats.max_logit, stats.max_logp)
-    )
-
-    def step(start: Array | int, size: int, out: Array) -> Array:
-        ids = start + column_ids(size)
-        part = _columns(out if dtype == x.dtype else x, start, size)
-        z = transformed(part, transform, vocab_size, ids)
-        d = dz(z, ids == targets[:, None], logp, entropy, max_logit, max_logp, g)
-        d = pull_back(d, part, transform).astype(dtype)
-        return d if size == x.shape[-1] else jax.lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
-
-    return over_columns(x.shape[-1], tile, step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
-
-
-def _over_chunks(f: Callable[..., Any], chunk: int, outputs: Any, *rowwise: Any) -> Any:
-    """``f`` on chunks of rows of every array in ``rowwise``, written into arrays like ``outputs``.
+def _over_chunks(f: Callable[..., Any], p: LogitsProblem, outputs: Any, *rowwise: Any) -> Any:
+    """``f(part of p, *parts of rowwise)`` on chunks of rows, written into arrays like ``outputs``.
 
     The last chunk is moved back to end with the rows, so a few rows may be computed twice, to the same values.
     """
-    n = jax.tree.leaves(rowwise)[0].shape[0]
+    n, chunk = p.n, rows_per_chunk(p)
     if chunk >= n:
-        return f(*rowwise)
+        return f(p, *rowwise)
 
     def body(i: Array, out: Any) -> Any:
         start = jnp.minimum(i * chunk, n - chunk)
-        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk), rowwise)
-        return jax.tree.map(
-            lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v.astype(o.dtype), start, 0), out, f(*part)
-        )
 
-    return jax.lax.fori_loop(0, -(-n // chunk), body, outputs)
+        def take(a: Array) -> Array:
+            return lax.dynamic_slice_in_dim(a, start, chunk)
 
+        found = f(p.rows(take), *jax.tree.map(take, rowwise))
+        return jax.tree.map(lambda o, v: lax.dynamic_update_slice_in_dim(o, v.astype(o.dtype), start, 0), out, found)
 
-def blank_stats(n: int) -> TokenStats:
-    """Statistics of ``n`` tokens that nobody has visited: zeros."""
-    zero = jnp.zeros((n,), jnp.float32)
-    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero)
+    return lax.fori_loop(0, -(-n // chunk), body, outputs)
 
 
-def _rowwise_transform(transform: LogitTransform, n: int) -> tuple[Array | None, Callable[[Array | None], Any]]:
-    """The per-token part of the transform as a rowwise array, and a way to put it back."""
-    t = transform.temperature
-    if t is None or jnp.ndim(t) == 0:
-        return None, lambda _: transform
-    return jnp.broadcast_to(t, (n,)), lambda part: LogitTransform(part, transform.softcap, transform.scale)
-
-
-def token_sums(
-    logits: Array,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    live: Array | None,
-    *,
-    chunk: int | None = None,
-) -> RowSums:
+def token_sums(p: LogitsProblem) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
-    n, width = logits.shape
-    temperature, whole = _rowwise_transform(transform, n)
-
-    def rows(x: Array, y: Array, t: Array | None) -> RowSums:
-        return rows_sums(x, y, whole(t), vocab_size, column_tile())
-
-    return _over_chunks(rows, chunk or row_chunk(n, width), empty_sums((n,)), logits, targets, temperature)
+    return _over_chunks(lambda part: rows.sums(part.logits, part), p, empty_sums((p.n,)))
 
 
-def token_stats(
-    logits: Array,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    live: Array | None,
-    *,
-    chunk: int | None = None,
-) -> TokenStats:
-    """See :func:`logitless.logits.reference.token_stats`."""
-    n, width = logits.shape
-    temperature, whole = _rowwise_transform(transform, n)
-
-    def rows(x: Array, y: Array, t: Array | None) -> TokenStats:
-        return rows_stats(x, y, whole(t), vocab_size, column_tile())
-
-    chunk = chunk or row_chunk(n, width)
-    return masked_stats(_over_chunks(rows, chunk, blank_stats(n), logits, targets, temperature), live)
+def token_stats(p: LogitsProblem) -> TokenStats:
+    """Statistics ``[N]``; zeros where a token is not live."""
+    return masked_stats(_over_chunks(lambda part: rows.statistics(part.logits, part), p, blank_stats(p.n)), p.live)
 
 
-def dlogits(
-    logits: Array,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    live: Array | None,
-    stats: TokenStats,
-    g: StatCotangents,
-    *,
-    chunk: int | None = None,
-) -> Array:
+def live_cotangents(p: LogitsProblem, g: StatCotangents) -> StatCotangents:
+    """``g`` with zeros where a token is not live."""
+    live = p.live
+    return g if live is None else jax.tree.map(lambda c: jnp.where(live, c, 0.0), g)
+
+
+def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
     """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents."""
-    n, width = logits.shape
-    temperature, whole = _rowwise_transform(transform, n)
-    if live is not None:
-        g = jax.tree.map(lambda c: jnp.where(live, c, 0.0), g)
 
-    def rows(x: Array, y: Array, s: TokenStats, c: StatCotangents, t: Array | None) -> Array:
-        return rows_dlogits(x, y, whole(t), vocab_size, s, c, logits.dtype, column_tile())
+    def chunk(part: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
+        return rows.dx(part.logits, part, stats, g, part.logits.dtype)
 
-    chunk = chunk or row_chunk(n, width)
-    return _over_chunks(rows, chunk, jnp.zeros_like(logits), logits, targets, stats, g, temperature)
+    return _over_chunks(chunk, p, jnp.zeros_like(p.logits), stats, live_cotangents(p, g))
 
 
-def stats_and_dlogits(
-    logits: Array,
-    targets: Array,
-    transform: LogitTransform,
-    vocab_size: int,
-    live: Array | None,
-    program: TokenProgram,
-    *,
-    chunk: int | None = None,
-) -> tuple[TokenStats, Array]:
+def cotangents_of(program: TokenProgram, columns: tuple[Array, ...], stats: TokenStats) -> StatCotangents:
+    """The objective's cotangents at tokens whose ``columns`` these are."""
+    g_logp, g_entropy = program.run(program.scalars, columns, stats.logp, stats.entropy)
+    return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
+
+
+def stats_and_dlogits(p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
     """Statistics, and the dlogits of an uncoupled objective with a unit cotangent of the loss."""
-    n, width = logits.shape
-    temperature, whole = _rowwise_transform(transform, n)
 
-    def rows(x: Array, y: Array, alive: Array | None, columns: Any, t: Array | None) -> tuple[TokenStats, Array]:
-        stats = masked_stats(rows_stats(x, y, whole(t), vocab_size, column_tile()), alive)
+    def chunk(part: LogitsProblem, columns: tuple[Array, ...]) -> tuple[TokenStats, Array]:
+        stats = masked_stats(rows.statistics(part.logits, part), part.live)
         # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
-        stats = jax.lax.optimization_barrier(stats)
-        g_logp, g_entropy = program.run(program.scalars, columns, stats.logp, stats.entropy)
-        g = StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
-        return stats, rows_dlogits(x, y, whole(t), vocab_size, stats, g, logits.dtype, column_tile())
+        stats = lax.optimization_barrier(stats)
+        g = cotangents_of(program, columns, stats)
+        return stats, rows.dx(part.logits, part, stats, g, part.logits.dtype)
 
-    chunk = chunk or row_chunk(n, width)
-    outputs = (blank_stats(n), jnp.zeros_like(logits))
-    return _over_chunks(rows, chunk, outputs, logits, targets, live, program.columns, temperature)
+    return _over_chunks(chunk, p, (blank_stats(p.n), jnp.zeros_like(p.logits)), program.columns)
+
+
+def bytes_moved(p: Any, reads: int) -> str:
+    """In words, for ``explain``; ``p`` has arrays or shapes."""
+    size = p.n * p.logits.shape[-1] * p.logits.dtype.itemsize
+    return f"logits read {reads}x ({reads * size:,} B), dlogits written once ({size:,} B)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """What ``vjp.Backend`` asks for, out of four passes over the logits, which are methods for kernels to take over."""
+
+    name: ClassVar[str] = "chunked"
+    kernels: ClassVar[str | None] = None
+    in_forward: ClassVar[bool] = True
+
+    # Passes.
+
+    def token_stats(self, p: LogitsProblem) -> TokenStats:
+        return token_stats(p)
+
+    def token_sums(self, p: LogitsProblem) -> RowSums:
+        return token_sums(p)
+
+    def dlogits(self, p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
+        return dlogits(p, stats, g)
+
+    def stats_and_dlogits(self, p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
+        return stats_and_dlogits(p, program)
+
+    # The protocol.
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """It serves everything."""
+
+    def tiles(self, p: Any) -> dict[str, Any]:
+        """How the logits are cut up; ``p`` has arrays or shapes."""
+        return {"rows": rows_per_chunk(p)}
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        """No matmuls. Kernels need one read where statistics and dlogits come out of one pass."""
+        if not way.loss:
+            words = "statistics; dlogits later from the cotangents that arrive"
+        elif way.in_forward:
+            words = "statistics and dlogits in one pass (each token's gradient follows from its own statistics)"
+        else:
+            words = f"statistics, then dlogits from cotangents ({way.reason})"
+        reads = 1 if way.in_forward and self.kernels is not None else 2
+        return Cost(words, "0", bytes_moved(p, reads), self.tiles(p), counts=(0, 0, 0))
+
+    def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        return self.token_stats(_live_for(p, loss)), None
+
+    def forward(self, p: LogitsProblem, want: bool) -> tuple[TokenStats, None, None]:
+        return self.token_stats(p), None, None
+
+    def backward(
+        self, p: LogitsProblem, want: bool, out: TokenStats, g: StatCotangents, residual: None, only_logp: bool
+    ) -> Array:
+        """dlogits by the backend's own pass, or by plain JAX where the call asks for that."""
+        return dlogits(p, out, g) if p.call.bwd_impl == "jax" else self.dlogits(p, out, g)
+
+    def gradients_in_forward(self, p: LogitsProblem, want: bool, loss: Loss) -> tuple[TokenStats, None, Array]:
+        out, d = self.stats_and_dlogits(_live_for(p, loss), token_program(loss.objective, loss.inputs))
+        return out, None, d
+
+    # A shard of the vocabulary.
+
+    def sums(self, p: LogitsProblem, want: bool | None) -> tuple[RowSums, None]:
+        return self.token_sums(p), None
+
+    def shard_residual(self, p: LogitsProblem, stats: TokenStats, sums: RowSums, part: None) -> None:
+        return None
+
+
+def _live_for(p: LogitsProblem, loss: Loss | None) -> LogitsProblem:
+    """The tokens that count are those of the loss, if there is one."""
+    return p if loss is None else dataclasses.replace(p, live=loss.inputs.mask)

@@ -5,49 +5,49 @@ Float32 copies of the logits may live in memory; nothing here is hand-derived bu
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
-from jax import Array
 
-from logitless.stats import NEG_INF, TokenStats, finish, row_sums
-from logitless.transform import LogitTransform, forward
-
-
-def column_ids(width: int) -> Array:
-    """``[1, V]`` column numbers, to compare with ``targets[:, None]`` (no gather, no scatter)."""
-    return jnp.arange(width, dtype=jnp.int32)[None, :]
+from logitless.backend import Cost, Way
+from logitless.problem import LogitsProblem, Loss
+from logitless.rows import column_ids, transformed, valid_targets
+from logitless.stats import TokenStats, finish, masked_stats, row_sums
 
 
-def transformed(x: Array, transform: LogitTransform, vocab_size: int, ids: Array) -> Array:
-    """``z`` in float32 from the raw logits of the columns ``ids``; padded columns at ``-inf``."""
-    return jnp.where(ids < vocab_size, forward(x, transform), NEG_INF)
-
-
-def valid_targets(targets: Array, vocab_size: int) -> Array:
-    """Which targets name a column."""
-    return (targets >= 0) & (targets < vocab_size)
-
-
-def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
-    """Zeros where a token is not live."""
-    if live is None:
-        return stats
-    return stats.map(lambda s: jnp.where(live, s, jnp.zeros((), s.dtype)))
-
-
-def token_stats(
-    logits: Array, targets: Array, transform: LogitTransform, vocab_size: int, live: Array | None
-) -> TokenStats:
-    """Statistics of flattened tokens.
-
-    ``logits [N, V]`` in any float dtype, ``targets [N]`` int32, ``transform`` with a scalar or ``[N]`` temperature,
-    ``live [N]`` bool or ``None`` for all. Returns ``[N]`` statistics.
-    """
-    if live is not None:
+def token_stats(p: LogitsProblem) -> TokenStats:
+    """Statistics ``[N]`` of flattened tokens: ``logits [N, V]`` in any float dtype, ``targets [N]`` int32."""
+    x, zero = p.logits, jnp.zeros((), p.logits.dtype)
+    if p.live is not None:
         # A NaN in a dead row must reach neither the statistics nor, through 0 * NaN, a gradient.
-        logits = jnp.where(live[:, None], logits, jnp.zeros((), logits.dtype))
-    ids = column_ids(logits.shape[-1])
-    if vocab_size < logits.shape[-1]:
+        x = jnp.where(p.live[:, None], x, zero)
+    ids, vocab_size = column_ids(x.shape[-1]), p.call.vocab_size
+    if vocab_size < x.shape[-1]:
         # Nor a NaN in a padded column, through the slope of the softcap.
-        logits = jnp.where(ids < vocab_size, logits, jnp.zeros((), logits.dtype))
-    z = transformed(logits, transform.column(), vocab_size, ids)
-    return masked_stats(finish(row_sums(z, ids == targets[:, None]), valid_targets(targets, vocab_size)), live)
+        x = jnp.where(ids < vocab_size, x, zero)
+    z = transformed(x, p.transform.column(), vocab_size, ids)
+    stats = finish(row_sums(z, ids == p.targets[:, None]), valid_targets(p.targets, vocab_size))
+    return masked_stats(stats, p.live)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The dense backend; JAX differentiates :meth:`statistics`, so it has no passes of its own."""
+
+    name: ClassVar[str] = "reference"
+    kernels: ClassVar[str | None] = None
+    in_forward: ClassVar[bool] = False
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """It serves everything."""
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        """What XLA makes of it is not known; ``p`` has arrays or shapes."""
+        size = p.n * p.logits.shape[-1] * p.logits.dtype.itemsize
+        moved = f"up to XLA; at least {3 * size:,} B"
+        return Cost("dense plain JAX, differentiated by JAX", "0", moved, counts=(0, 0, 0))
+
+    def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        """Statistics of flattened tokens."""
+        return token_stats(p if loss is None else dataclasses.replace(p, live=loss.inputs.mask)), None

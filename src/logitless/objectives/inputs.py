@@ -80,7 +80,7 @@ def prepare(
             valid = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
         entropy_weight = jnp.where(mask, 1.0 / jnp.asarray(valid, jnp.float32), 0.0)
 
-    coupled = objective.coupling() is not None or (objective.correction is not None and old is None)
+    coupled = objective.coupling(old_known=old is not None) is not None
     on_logp = objective.temperature_on == "logp"
     return LossInputs(
         mask=mask,

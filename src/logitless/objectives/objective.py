@@ -148,8 +148,9 @@ class Objective:
 
         return preset(name, **overrides)
 
-    def coupling(self) -> str | None:
-        """Why a token's loss needs other tokens' statistics, or ``None`` where it does not.
+    def coupling(self, old_known: bool = True) -> str | None:
+        """Why a token's loss needs other tokens' statistics, or ``None`` where it does not; ``old_known``: the call has
+        ``old_logp``.
 
         ``None`` means that the loss is a sum of functions of each token's own statistics, so its gradient is known
         as soon as the token's logits are (three matmuls instead of four, see docs/maths.md).
@@ -162,6 +163,8 @@ class Objective:
             return "off_policy_threshold averages over the sequence"
         if self.top_entropy is not None:
             return "top_entropy takes a quantile over the batch"
+        if self.correction is not None and not old_known:
+            return "correction without old_logp weighs by the current log-probabilities"
         return None
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from logitless import compat
-from logitless.backends import Route
-from logitless.head import route as head_route
-from logitless.head.arguments import tolerance_of
+from logitless import api, compat
+from logitless.arguments import tolerance_of
+from logitless.explanation import call_arguments, route_of
 from logitless.objectives.objective import Objective
 from logitless.planning import sparse
 from logitless.planning.chips import as_if_on, chip_of
 from logitless.planning.prediction import HeadPlan
-from logitless.planning.work import Way, Work
+from logitless.planning.work import GEMM_WORKSPACE, Way, Work
+from logitless.problem import Head, Problem
+from logitless.registry import ANYWHERE, KERNELS
+from logitless.route import Route
 from logitless.tiles import MIB, column_tile, platform
 
-_GEMM_WORKSPACE = 32 * MIB
-"""What XLA sets aside for cuBLAS on a Hopper GPU."""
 _FUSED_ROWS, _FUSED_SUMS = 128, 8 * MIB
 """Tokens of a tile of the Hopper matmul with the statistics in its epilogue, and about what its partial sums take."""
 
@@ -70,21 +71,21 @@ def plan(
             raise ValueError(f"plan: gradients has {name!r}, expected 'hidden' and 'lm_head'.")
     where = None if chip is None else chip_of(chip)
     if where is not None and backend is None and not where.kernels:
-        backend = "chunked"
+        backend = ANYWHERE
     if vocabulary_shard and (platform() if where is None else where.platform) != "tpu":
         # The statistics of all shards come first, then the gradient: the way of linear_logprobs, in plain JAX.
-        objective, backend = None, backend or "chunked"
+        objective, backend = None, backend or ANYWHERE
     tokens = math.prod(hidden.shape[:-1])
     width = hidden.shape[-1]
     if live_tokens is not None and not 0 <= live_tokens <= tokens:
         raise ValueError(f"plan: live_tokens={live_tokens}, expected 0 to {tokens}, the number of tokens.")
     item = jnp.dtype(hidden.dtype).itemsize
-    tolerance = tolerance_of("plan", sparse_backward, hidden.dtype)
+    _, mass = tolerance_of("plan", sparse_backward, hidden.dtype)
     shares = None
-    if tolerance is None:
+    if mass is None:
         sparse.refuse_shares_without_it(active_columns, hard_rows)
     else:
-        shares = sparse.shares_of(float(tolerance), active_columns, hard_rows)
+        shares = sparse.shares_of(mass, active_columns, hard_rows)
     w = Work(
         tokens=tokens,
         live=tokens if live_tokens is None else live_tokens,
@@ -100,20 +101,30 @@ def plan(
     per_token = 4 * tokens  # targets; the loss's own [B, T] arrays are as small
     one = 2 * width * w.vocab
 
+    call = api.linear_logprobs if objective is None else api.linear_grpo_loss
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (hidden, lm_head))
+    options = dict(
+        objective=objective,
+        backend=backend,
+        chunk_size=chunk_size,
+        memory_budget=memory_budget,
+        logits_dtype=logits_dtype,
+        head_layout=head_layout,
+    )
+
     def prediction(sparse_backward: Any, shares: sparse.Shares | None, exact: HeadPlan | None) -> HeadPlan:
         with as_if_on(where):
-            route = head_route.route(
-                "plan", hidden, lm_head, objective, backend, chunk_size, memory_budget, logits_dtype, False,
-                head_layout, None, sparse_backward,
-            )  # fmt: skip
-            way = _way(w, route, objective, lm_head)
+            route = route_of("plan", call_arguments(call, shapes, dict(options, sparse_backward=sparse_backward)))
+            way = _way(w, route)
             if shares is not None:
-                way = _sparse_way(w, route, objective, way, shares, vocabulary_shard)
+                on_tpu = route.backend == KERNELS["tpu"]
+                price = sparse.tpu_sparse_way if on_tpu else functools.partial(sparse.sparse_way, shard=vocabulary_shard)
+                way = price(w, shares, way, route)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(
             backend=route.backend,
             way=route.way,
-            chunk=None if route.backend == "pallas_tpu" else route.tiles.get("chunk", tokens),
+            chunk=None if route.backend == KERNELS["tpu"] else route.tiles.get("chunk", tokens),
             tiles=way.tiles,
             matmuls=way.matmuls,
             flops=round(one * w.live * way.matmuls),
@@ -132,8 +143,7 @@ def plan(
         )
 
     exact = prediction("off", None, None)
-    # The tolerance as an array made here: jax 0.11 and 0.12 make none as if they were on another chip.
-    return exact if shares is None else prediction(tolerance, shares, exact)
+    return exact if shares is None else prediction(mass, shares, exact)
 
 
 def longest_context(
@@ -158,17 +168,13 @@ def longest_context(
     return found[0], found[1]
 
 
-def _in_forward(objective: Objective | None) -> bool:
-    return objective is not None and objective.coupling() is None
-
-
-def _way(w: Work, route: Route, objective: Objective | None, lm_head: Any) -> Way:
+def _way(w: Work, route: Route) -> Way:
     """What the way that a call takes costs, with an exact backward."""
-    if route.backend == "reference":
+    if route.dense:
         return Way(1 + w.gradients, _dense_traffic(w), _dense_passes(w), _dense_temporaries(w), {})
-    if route.backend == "pallas_tpu":
-        return _tpu_way(w, route, objective, lm_head)
-    again = 0 if _in_forward(objective) or not w.gradients else 1
+    if route.backend == KERNELS["tpu"]:
+        return _tpu_way(w, route)
+    again = 0 if route.in_forward or not w.gradients else 1
     matmuls = 1 + w.gradients + again
     chunk = route.tiles["chunk"]
     sweeps = -(-w.live // chunk)
@@ -183,33 +189,23 @@ def _way(w: Work, route: Route, objective: Objective | None, lm_head: Any) -> Wa
     moved = plane + sweeps * (reads * w.head + dw_sum) + matmuls * w.live * w.width * w.item
     # Statistics and dlogits each read the logits, unless the row kernel does both at once or a matmul the statistics.
     looks = 1 + (w.gradients > 0)
-    if (route.backend == "mosaic_gpu" and w.gradients and not again) or route.fused_statistics:
+    if (route.backend == KERNELS["gpu"] and w.gradients and not again) or route.fused_statistics:
         looks -= 1
     passes = w.live * w.vocab * (looks * w.logit + (w.item if w.gradients else 0))
     return Way(matmuls, moved, passes, _chunk_temporaries(w, chunk), {"chunk": chunk})
 
 
-def _sparse_way(
-    w: Work, route: Route, objective: Objective | None, exact: Way, shares: sparse.Shares, shard: bool
-) -> Way:
-    """The same with a sparse backward."""
-    chunk, slab, late = min(route.tiles["chunk"], w.tokens), route.tiles["slab"], not _in_forward(objective)
-    if route.backend == "pallas_tpu":
-        return sparse.tpu_sparse_way(w, shares, exact, chunk=chunk, slab=slab, late=late)
-    workspace = _GEMM_WORKSPACE if platform() == "gpu" else 0
-    return sparse.sparse_way(
-        w, shares, exact, chunk=chunk, slab=slab, by_recompute=late, shard=shard, workspace=workspace,
-        column_tile=column_tile(),
-    )  # fmt: skip
+def _tpu_way(w: Work, route: Route) -> Way:
+    """The kernels that run, of which the backend knows tiles and bytes."""
+    from logitless.head.pallas_tpu.backend import describe
 
-
-def _tpu_way(w: Work, route: Route, objective: Objective | None, lm_head: Any) -> Way:
-    """The kernels that run, of which ``pallas_tpu.describe`` knows tiles and bytes."""
-    from logitless.head import pallas_tpu
-
-    flat = jax.ShapeDtypeStruct((max(w.live, 1), w.width), "bfloat16" if w.item == 2 else "float32")
-    about = pallas_tpu.describe(flat, lm_head, layout=route.tiles["layout"])
-    carries = w.wants_hidden and (objective is None or objective.entropy_coef is None)
+    dtype = "bfloat16" if w.item == 2 else "float32"
+    layout = route.tiles["layout"]
+    shape = (w.vocab, w.width) if layout == "vh" else (w.width, w.vocab)
+    head = Head(jax.ShapeDtypeStruct(shape, dtype), layout=layout)
+    hidden = jax.ShapeDtypeStruct((max(w.live, 1), w.width), dtype)
+    about = describe(Problem(hidden, head, None, None, call=route.static))
+    carries = w.wants_hidden and not route.way_taken.entropy
     used = ["token_stats_and_direction" if carries else "token_stats"]
     used += ["dhidden"] * (w.wants_hidden and not carries) + ["dhead"] * w.wants_head
     tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
@@ -263,7 +259,7 @@ def _chunk_temporaries(w: Work, chunk: int) -> int:
         tiled = logits + dlogits + 2 * chunk * tile * 4 + rows + slices
         copied = 2 * logits + rows if w.gradients and compat.cpu_copies_logits() else 0
         return max(tiled, copied)
-    small = rows * (1 + w.gradients) + (_GEMM_WORKSPACE if platform() == "gpu" else 0)
+    small = rows * (1 + w.gradients) + (GEMM_WORKSPACE if platform() == "gpu" else 0)
     work = logits + max(dlogits + rows * w.wants_head, small) if dlogits else logits + small
     if not w.wants_head or w.sum_item == w.item:
         return work

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from logitless.objectives.objective import Objective
 from logitless.planning.chips import Chip, chip_of
 from logitless.planning.head import HeadPlan, plan
+from logitless.registry import ANYWHERE, KERNELS
 
 AXES = ("data", "fsdp", "tensor")
 """Outermost first."""
@@ -200,7 +201,7 @@ def plan_mesh(
         live_tokens = -(-live_tokens // rows)
     item = jnp.dtype(dtype).itemsize
     if where.platform == "tpu" and rows * shards > 1 and options.get("sparse_backward", "off") != "off":
-        options = {"backend": "chunked", **{k: v for k, v in options.items() if k != "backend" or v is not None}}
+        options = {"backend": ANYWHERE, **{k: v for k, v in options.items() if k != "backend" or v is not None}}
     local, columns = tokens // rows, vocab // shards
     head = plan(
         jax.ShapeDtypeStruct((1, local, width), dtype),
@@ -230,7 +231,7 @@ def plan_mesh(
         if wants_hidden:
             found.append(_collective("all-reduce of dH", "reduce", "tensor", axes, 4 * local * width, where))
     beside = part // axes["fsdp"] * (1 + wants_head) if axes["fsdp"] > 1 else 0
-    if rows > 1 and wants_head and head.backend == "pallas_tpu":
+    if rows > 1 and wants_head and head.backend == KERNELS["tpu"]:
         # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole or only a shard.
         beside += dw if axes["fsdp"] == 1 else dw - part
     return MeshPlan(dict(axes), where, local, head, beside, tuple(found))

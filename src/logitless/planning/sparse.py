@@ -7,7 +7,7 @@ through all columns, b is the number of gradients. In matmuls for each live toke
     by recompute           1 + (1 + b) s + (1 + b) r    logits of the active columns are made again
     a vocabulary's shard   2 + (1 + b) s + (1 + b) r    the columns need all shards' statistics first: a second sweep
     TPU kernels            1 + (1 + b) s + 2 b r        one set of columns for all tokens; s more if cotangents are late
-    dense                  as without it                too many columns or hard rows: the rule of sparse_columns.find
+    dense                  as without it                too many columns or hard rows: the rule of head/columns.py
 
 The logits are read by three passes (statistics, column maxima, mass left out) where the exact path has one or two.
 """
@@ -18,12 +18,11 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
-from logitless.head import sparse, sparse_columns
-from logitless.head.chunked import SweepConfig
-from logitless.head.rows import RowPasses
-from logitless.planning.work import Way, Work
+from logitless.head.columns import Rule, chunk_rule, most_columns
+from logitless.head.sparse import hard_chunk
+from logitless.planning.work import GEMM_WORKSPACE, Way, Work
+from logitless.route import Route
+from logitless.tiles import column_tile, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,26 +85,20 @@ def refuse_shares_without_it(active_columns: Any, hard_rows: Any) -> None:
 
 def backward_columns(vocab: int, slab: int, shares: Shares, gradients: int) -> int:
     """Columns that the backward matmuls take: whole slabs, and all of them where a chunk of such a policy is dense."""
+    rule: Rule = dataclasses.replace(chunk_rule(vocab, gradients), slab=slab, most=most_columns(vocab, slab))
     active = math.ceil(shares.active_columns * vocab)
-    cost = gradients * active / vocab + (1 + gradients) * sparse_columns.HARD_ROW_COST * shares.hard_rows
-    if active > sparse_columns.most_columns(vocab, slab) or cost >= gradients:
+    if active > rule.most or rule.cost(active / vocab, shares.hard_rows) >= rule.dense:
         return vocab
     return -(-active // slab) * slab
 
 
-def sparse_way(
-    w: Work, shares: Shares, exact: Way, *, chunk: int, slab: int, by_recompute: bool, shard: bool, workspace: int,
-    column_tile: int | None,
-) -> Way:  # fmt: skip
-    """The way of ``exact`` with a sparse backward in plain JAX.
-
-    ``shard``: the head is a part of the vocabulary. ``workspace`` is the matmuls' own, ``column_tile`` that of the
-    CPU's passes.
-    """
+def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
+    """The way of ``exact`` with a sparse backward in plain JAX; ``shard``: the head is a part of the vocabulary."""
+    chunk, slab, by_recompute = min(route.tiles["chunk"], w.tokens), route.tiles["slab"], not route.in_forward
     b, plane = w.gradients, w.live * w.vocab
     if not b:
         return exact
-    temporaries = _temporaries(w, exact, chunk, slab, workspace, column_tile)
+    temporaries = _temporaries(w, exact, chunk, slab)
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
     whole, again = 2 if shard else 1, 1 if by_recompute else 0
@@ -117,7 +110,6 @@ def sparse_way(
     chunks, hard = -(-w.live // chunk), shares.hard_rows * w.live
     # The head's rows are gathered, and those of dW summed and added where they belong.
     gathered = chunks * columns * w.width * (2 * w.item + (3 * w.sum_item if w.wants_head else 0))
-    hard_chunk = sparse.for_hard_rows(SweepConfig(chunk, jnp.float32, "float32", RowPasses(w.vocab))).chunk
     hard_plane = hard * w.vocab * (w.logit + w.item)
     passes = look + _slab_passes(w, columns, slab) + gathered + hard_plane
     dw_sum = 2 * w.vocab * w.width * w.sum_item if w.wants_head else 0
@@ -125,7 +117,7 @@ def sparse_way(
         whole * plane * w.logit  # logits written
         + b * (w.live * columns + hard * w.vocab) * w.item  # dlogits read
         + chunks * (whole * w.head + (again + w.wants_hidden) * columns * w.width * w.item)
-        + math.ceil(hard / hard_chunk) * ((1 + w.wants_hidden) * w.head + dw_sum)
+        + math.ceil(hard / hard_chunk(chunk)) * ((1 + w.wants_hidden) * w.head + dw_sum)
         + (whole + b) * w.live * w.width * w.item
     )
     return Way(
@@ -137,18 +129,19 @@ def sparse_way(
     )
 
 
-def tpu_sparse_way(w: Work, shares: Shares, exact: Way, *, chunk: int, slab: int, late: bool) -> Way:
-    """The same by the TPU's kernels (``head/pallas_tpu_sparse.py``): no logits in memory but those of a slab.
+def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
+    """The same by the TPU's kernels (``head/pallas_tpu/sparse.py``): no logits in memory but those of a slab.
 
-    ``late``: cotangents are not known when the columns are found. Bytes of the sweeps are taken from ``exact``, whose
-    are two.
+    Bytes of the sweeps are taken from ``exact``, whose are two.
     """
+    chunk, slab = min(route.tiles["chunk"], w.tokens), route.tiles["slab"]
+    late = not route.in_forward  # cotangents are not known when the columns are found
     b = w.gradients
     if not b:
         return exact
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
-    most = sparse_columns.most_columns(w.vocab, slab)
+    most = most_columns(w.vocab, slab)
     # dH in float32 and dW of the active columns; a slab's buffers stand where the sweeps' have stood.
     kept = 4 * w.tokens * w.width * w.wants_hidden + most * w.width * w.item * w.wants_head
     temporaries = max(exact.temporaries, kept + _INDEX_ARRAYS * 4 * w.vocab)
@@ -182,13 +175,14 @@ def _slab_buffers(w: Work, chunk: int, slab: int) -> int:
     return _INDEX_ARRAYS * 4 * w.vocab + rows + slab * w.width * w.item + chunk * slab * (w.logit + w.item)
 
 
-def _temporaries(w: Work, exact: Way, chunk: int, slab: int, workspace: int, column_tile: int | None) -> int:
+def _temporaries(w: Work, exact: Way, chunk: int, slab: int) -> int:
     """Buffers of a slab of columns beside those of a chunk. The largest use counts, so a slab's may cost nothing."""
     rows, logits = chunk * w.width * w.item, chunk * w.vocab * w.logit
-    if column_tile is not None:
-        passes = _CPU_PASS_TILES * 4 * chunk * min(column_tile, w.vocab)
+    tile = column_tile()
+    if tile is not None:
+        passes = _CPU_PASS_TILES * 4 * chunk * min(tile, w.vocab)
         return max(exact.temporaries, logits + _INDEX_ARRAYS * 4 * w.vocab + rows + passes)
-    slabs = workspace + _slab_buffers(w, chunk, slab)
+    slabs = (GEMM_WORKSPACE if platform() == "gpu" else 0) + _slab_buffers(w, chunk, slab)
     slabs += 4 * chunk * w.width if w.wants_hidden else 0  # [C, H] in float32
     dlogits = chunk * w.vocab * w.item if w.item != w.logit else 0
     sums = w.vocab * w.width * w.sum_item if w.wants_head and w.sum_item != w.item else 0

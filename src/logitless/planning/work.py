@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from logitless.tiles import MIB
+
+GEMM_WORKSPACE = 32 * MIB
+"""What XLA sets aside for cuBLAS on a Hopper GPU."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.backends import KERNELS
+from logitless.registry import KERNELS
 from logitless.bench.config import ConfigError
 from logitless.bench.config import load as load_schema
 from logitless.objectives.objective import Objective

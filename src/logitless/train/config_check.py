@@ -7,14 +7,14 @@ import difflib
 import re
 from typing import Any
 
-from logitless.backends import HEAD_BACKENDS
+from logitless import registry
 from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.objectives.api import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
 from logitless.train.config import NAIVE, Loss, TrainConfig, objective_of
 
-BACKENDS = ("auto", "pallas", NAIVE, *HEAD_BACKENDS)
+BACKENDS = ("auto", "pallas", NAIVE, *registry.BACKENDS["head"])
 DTYPES = ("float32", "bfloat16")
 _CHOICES = {
     "model.master_dtype": DTYPES,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.bench.config import ConfigError
-from logitless.parallel.spec import Sharding
+from logitless.mesh.spec import Sharding
 
 if TYPE_CHECKING:
     from logitless.train.config import TrainConfig

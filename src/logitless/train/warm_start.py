@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from logitless.head.api import linear_logprobs
+from logitless.api import linear_logprobs
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.model import Params, lm_head

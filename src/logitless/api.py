@@ -1,0 +1,301 @@
+"""The public calls: :func:`logprobs`, :func:`grpo_loss`, :func:`linear_logprobs` and :func:`linear_grpo_loss`.
+
+Each binds its arguments (``arguments.py``), which decides its route (``route.py``), and runs it (:func:`_run`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+from jax import Array
+from jaxtyping import Float, Int
+
+from logitless import vjp
+from logitless.arguments import Bound, bind
+from logitless.mesh.spec import Sharding
+from logitless.objectives.api import loss_of_stats, metrics_of
+from logitless.objectives.metrics import Metrics
+from logitless.objectives.objective import Objective
+from logitless.problem import Layout, Loss, flat_tokens
+from logitless.stats import TokenStats
+
+BwdImpl = Literal["pallas", "jax"]
+HeadGradDtype = Literal["float32", "param"]
+SparseBackward = Literal["off", "auto"] | float | Array
+
+
+def logprobs(
+    logits: Float[Array, "*tokens V"],
+    targets: Int[Array, "*tokens"],
+    *,
+    mask: Array | None = None,
+    objective: Objective | None = None,
+    temperature: Float[Array, "*#tokens"] | float = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    vocab_size: int | None = None,
+    backend: str | None = None,
+    bwd_impl: BwdImpl = "pallas",
+    donate_logits: bool = False,
+    sharding: Sharding | None = None,
+    interpret: bool = False,
+    validate: bool = False,
+) -> TokenStats:
+    """Log-probability of each target, entropy and logsumexp, with their exact gradients.
+
+    ``logits[..., t, :]`` predicts ``targets[..., t]``: for a causal model the targets are the *next* tokens
+    (:func:`logitless.next_tokens` shifts them).
+
+    Args:
+      logits: any float dtype; statistics are float32.
+      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
+      mask: tokens where it is 0 have zero statistics and no gradient, whatever stands there.
+      objective: take the temperature from it, so that it is the one of the loss.
+      temperature: a number, or one per token; divides the logits after scale and softcap.
+      softcap: ``softcap * tanh(x / softcap)`` before the temperature.
+      scale: factor of the raw logits.
+      vocab_size: columns at or beyond it are padding: no probability, zero gradient.
+      backend: ``reference``, ``chunked``, ``pallas_tpu``, ``mosaic_gpu``, or ``None`` for the best one here.
+      bwd_impl: gradient by the backend's own kernel (``pallas``) or by plain JAX (``jax``).
+      donate_logits: dlogits may overwrite the logits (kernel backends); donate them to ``jit`` as well.
+      sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
+      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
+      validate: check the targets on the host first.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> stats = logitless.logprobs(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]))
+    >>> [round(float(x), 4) for x in stats.logp[0]]
+    [-1.3863, -1.3863]
+    """
+    return _call("logprobs", locals())
+
+
+def grpo_loss(
+    logits: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    *,
+    advantages: Float[Array, "B"] | Float[Array, "B T"],
+    mask: Array | None = None,
+    old_logp: Float[Array, "B T"] | None = None,
+    ref_logp: Float[Array, "B T"] | None = None,
+    rollout_logp: Float[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    objective: Objective = Objective(),  # noqa: B008  (frozen)
+    denominator: Array | float | None = None,
+    entropy_denominator: Array | float | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    vocab_size: int | None = None,
+    backend: str | None = None,
+    bwd_impl: BwdImpl = "pallas",
+    donate_logits: bool = False,
+    sharding: Sharding | None = None,
+    interpret: bool = False,
+    validate: bool = False,
+) -> tuple[Array, Metrics]:
+    """A GRPO-family loss over logits, differentiable with respect to them: ``(loss, metrics)``.
+
+    ``logits[b, t]`` predicts ``targets[b, t]``: for a causal model the targets are the *next* tokens
+    (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no gradient flows into them.
+
+    Args:
+      logits, targets, mask: as for :func:`logprobs`; ``mask`` is 1 on completion tokens.
+      advantages: one per sequence or per token (:func:`logitless.group_advantages`).
+      old_logp: log-probabilities before the update; without them the ratio is exactly 1.
+      ref_logp: the reference policy's, for a KL term (``objective.beta``).
+      rollout_logp: the sampler's, for the train/rollout correction.
+      segment_ids: sequences of packed rows.
+      objective: the loss and its numbers; its temperature divides the logits.
+      denominator, entropy_denominator: counts of a larger batch that this one is a part of.
+      softcap, scale, vocab_size, backend, bwd_impl, donate_logits, sharding, interpret, validate: as for
+        :func:`logprobs`.
+
+    Returns:
+      The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy and others, see
+      docs/losses.md; :func:`logitless.metric_values` makes numbers of them.
+
+    >>> import jax, jax.numpy as jnp, logitless
+    >>> logits, targets = jnp.zeros((1, 2, 4)), jnp.array([[0, 3]])
+    >>> loss, metrics = logitless.grpo_loss(logits, targets, advantages=jnp.array([1.0]))
+    >>> float(loss), logitless.metric_values(metrics)["ratio"]
+    (-1.0, 1.0)
+    """
+    return _call("grpo_loss", locals())
+
+
+def linear_logprobs(
+    hidden: Float[Array, "*tokens H"],
+    lm_head: Float[Array, "V H"] | Float[Array, "H V"],
+    targets: Int[Array, "*tokens"],
+    *,
+    mask: Array | None = None,
+    bias: Float[Array, "V"] | None = None,
+    lora: tuple[Array, Array] | None = None,
+    lora_scale: float = 1.0,
+    head_layout: Layout | None = None,
+    objective: Objective | None = None,
+    temperature: Float[Array, "*#tokens"] | float = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    vocab_size: int | None = None,
+    logits_dtype: Any = "float32",
+    head_grad_dtype: HeadGradDtype = "float32",
+    sparse_backward: SparseBackward = "off",
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    sharding: Sharding | None = None,
+    interpret: bool = False,
+    validate: bool = False,
+) -> TokenStats:
+    """Log-probability of each target, entropy and logsumexp, from hidden states, without ``[B, T, V]`` logits.
+
+    Differentiable with respect to ``hidden``, ``lm_head``, ``bias`` and ``lora``; a gradient that is not asked for
+    costs nothing. Without any gradient it is one matmul. ``hidden[..., t, :]`` predicts ``targets[..., t]``: for a
+    causal model the targets are the *next* tokens (:func:`logitless.next_tokens` shifts them).
+
+    Args:
+      hidden: final hidden states, bfloat16, float16 or float32.
+      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
+      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
+      mask: tokens where it is 0 have zero statistics, no gradient and no cost.
+      bias: added to the logits.
+      lora: ``(A, B)`` with ``A @ B`` of the shape of ``lm_head``; the head is then ``lm_head + lora_scale * A @ B``.
+      lora_scale: see ``lora``.
+      head_layout: ``"vh"`` or ``"hv"``; needed only where the shape does not tell.
+      objective: take the temperature from it, so that it is the one of the loss.
+      temperature: a number, or one per token; divides the logits after scale and softcap.
+      softcap: ``softcap * tanh(x / softcap)`` before the temperature.
+      scale: factor of the raw logits.
+      vocab_size: columns at or beyond it are padding: no probability, zero gradient.
+      logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
+      head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
+        parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
+      sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
+        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16, half an ulp of other dtypes). It holds
+        for every token: those that would leave out more go through all columns, and so does everything where that is
+        cheaper (docs/sparse-backward.md).
+      chunk_size: tokens per chunk; ``None`` lets the library choose.
+      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
+      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
+        here.
+      sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
+      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
+      validate: check the targets on the host first.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> h, w = jnp.ones((1, 2, 3)), jnp.zeros((4, 3))
+    >>> stats = logitless.linear_logprobs(h, w, jnp.array([[0, 3]]))
+    >>> [round(float(x), 4) for x in stats.entropy[0]]
+    [1.3863, 1.3863]
+    """
+    return _call("linear_logprobs", locals())
+
+
+def linear_grpo_loss(
+    hidden: Float[Array, "B T H"],
+    lm_head: Float[Array, "V H"] | Float[Array, "H V"],
+    targets: Int[Array, "B T"],
+    *,
+    advantages: Float[Array, "B"] | Float[Array, "B T"],
+    mask: Array | None = None,
+    old_logp: Float[Array, "B T"] | None = None,
+    ref_logp: Float[Array, "B T"] | None = None,
+    rollout_logp: Float[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    objective: Objective = Objective(),  # noqa: B008  (frozen)
+    denominator: Array | float | None = None,
+    entropy_denominator: Array | float | None = None,
+    bias: Float[Array, "V"] | None = None,
+    lora: tuple[Array, Array] | None = None,
+    lora_scale: float = 1.0,
+    head_layout: Layout | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    vocab_size: int | None = None,
+    logits_dtype: Any = "float32",
+    head_grad_dtype: HeadGradDtype = "float32",
+    sparse_backward: SparseBackward = "off",
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    sharding: Sharding | None = None,
+    interpret: bool = False,
+    validate: bool = False,
+) -> tuple[Array, Metrics]:
+    """A GRPO-family loss from hidden states and the head, without ``[B, T, V]`` logits or dlogits: ``(loss, metrics)``.
+
+    Objectives whose tokens are uncoupled take three matmuls per token that has a gradient (two with a frozen head),
+    the others four; masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
+    targets are the *next* tokens (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no
+    gradient flows into them.
+
+    Args:
+      hidden: final hidden states, bfloat16, float16 or float32.
+      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
+      targets: the sampled token ids. A live id outside ``[0, V)`` gives a NaN loss; ``validate=True`` finds it first.
+      advantages: one per sequence or per token (:func:`logitless.group_advantages`).
+      mask: 1 on completion tokens; prompts and padding have no loss, no gradient and no cost.
+      old_logp: log-probabilities before the update; without them the ratio is exactly 1.
+      ref_logp: the reference policy's, for a KL term (``objective.beta``).
+      rollout_logp: the sampler's, for the train/rollout correction.
+      segment_ids: sequences of packed rows.
+      objective: the loss and its numbers; its temperature divides the logits.
+      denominator, entropy_denominator: counts of a larger batch that this one is a part of.
+      bias, lora, lora_scale, head_layout: the rest of the head, as for :func:`linear_logprobs`.
+      softcap, scale, vocab_size: the logits' transform, as for :func:`linear_logprobs`.
+      logits_dtype, head_grad_dtype, sparse_backward: precision, as for :func:`linear_logprobs`.
+      chunk_size, memory_budget, backend, sharding, interpret, validate: how it runs, as for :func:`linear_logprobs`.
+
+    Returns:
+      The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy, with a sparse backward what
+      it left out, and others, see docs/losses.md; :func:`logitless.metric_values` makes numbers of them.
+
+    >>> import jax, jax.numpy as jnp, logitless
+    >>> h, w, y = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.array([[0, 3]])
+    >>> def loss(h, w):
+    ...     return logitless.linear_grpo_loss(h, w, y, advantages=jnp.array([1.0]))[0]
+    >>> value, (dh, dw) = jax.value_and_grad(loss, argnums=(0, 1))(h, w)
+    >>> float(value), dw.shape
+    (-1.0, (4, 3))
+    """
+    return _call("linear_grpo_loss", locals())
+
+
+# -- running a call --------------------------------------------------------------------------------------------------
+
+
+def _call(name: str, given: dict[str, Any]) -> Any:
+    """The public call ``name``; with ``sharding=``, under its mesh."""
+    if given["sharding"] is None:
+        return _run(bind(name, given))
+    from logitless.mesh import context
+
+    return context.over_mesh(name, lambda arguments: _run(bind(name, arguments)), given)
+
+
+def _run(b: Bound) -> Any:
+    """What the route says."""
+    if b.loss is None:
+        stats, _ = _statistics(b)
+        return vjp.only_three_differentiable(stats)
+    if not b.route.in_forward:
+        stats, report = _statistics(b)
+        loss, metrics = loss_of_stats(b.loss.objective, stats, b.loss.inputs)
+        return loss, _with_report(metrics, report, b)
+    on_mesh = b.route.placement is not None
+    flat = b.loss if on_mesh else Loss(b.loss.objective, flat_tokens(b.loss.inputs, len(b.shape)))
+    loss, stats, report = vjp.token_loss(b.route.runs, b.p, flat)
+    stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
+    return loss, _with_report(metrics_of(b.loss.objective, stats, b.loss.inputs), report, b)
+
+
+def _statistics(b: Bound) -> tuple[TokenStats, Any]:
+    """Statistics in the shape of the tokens, differentiable, and the report of a sparse backward."""
+    stats, report = b.route.runs.statistics(b.p) if b.route.dense else vjp.stats(b.route.runs, b.p)
+    return stats.map(lambda s: s.reshape(b.shape)), report
+
+
+def _with_report(metrics: Metrics, report: Any, b: Bound) -> Metrics:
+    return metrics if report is None else metrics | report.metrics(b.p.head.vocab)

@@ -1,0 +1,313 @@
+"""Which vocabulary columns carry a chunk's gradient, found from its logits ``x [C, V]`` and their statistics.
+
+    m_v  = max over the chunk's gradient rows t of log p_tv          one pass over x            (column_maxima)
+    a column is active at threshold e if m_v > log e, or if it is the target of a gradient row
+    u_tj = sum of p_tv over the columns inactive at threshold e_j    a few rows of x, every j   (masses)
+    j    = the threshold that costs least: columns kept for all rows, plus rows whose u_tj misses the tolerance
+    u_t  = u_tj at that threshold                                     one pass over x            (left_out)
+    idx  = the active columns, in order                               a prefix sum and a scatter (compacted)
+
+The active set follows from the data and the tolerance alone. Buffers have static sizes; their unused slots hold column
+numbers beyond the vocabulary, read as zeros and written nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.head.linear import add_dhead
+from logitless.problem import Head, HeadGrads, Problem
+from logitless.pytree import register
+from logitless.rows import column_ids, columns, over_columns, transformed
+from logitless.stats import NEG_INF, TokenStats
+from logitless.tiles import column_tile, platform
+from logitless.transform import forward
+
+HARD_ROW_COST = 1.25
+"""A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""
+
+_ROWS_THAT_CHOOSE = 128
+"""Rows of a chunk on which the thresholds are tried. Which one is taken is a matter of cost; what it leaves out is then
+computed for every row."""
+
+_MASS_COLUMNS = 32768
+"""Most columns whose probabilities stand in memory while the thresholds are tried."""
+
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which column sets are tried, what they cost (in matmuls for each token), and the static sizes of their buffers.
+
+    A set costs ``per_column`` times its share of the vocabulary and ``per_hard_row`` times the share of rows that miss
+    the tolerance with it; ``dense`` is what all columns for all rows cost.
+    """
+
+    thresholds: tuple[float, ...]  # on a column's largest probability, relative to the tolerance; descending
+    per_column: float
+    per_hard_row: float
+    dense: float
+    slab: int  # columns that the backward matmuls take at a time
+    most: int  # active columns above which a chunk is dense; a multiple of ``slab``
+
+    def slabs(self, count: Array) -> Array:
+        """How many slabs ``count`` columns take."""
+        return (count + (self.slab - 1)) // self.slab
+
+    def cost(self, columns: Any, hard: Any) -> Any:
+        """Of a set with these shares of columns and hard rows."""
+        return self.per_column * columns + self.per_hard_row * hard
+
+    def cheapest(self, counts: Array, hard: Array, vocab_size: int) -> tuple[Array, Array]:
+        """``(which threshold, whether all columns cost no more)``, from each threshold's number of columns and share of
+        hard rows."""
+        cost = jnp.where(counts <= self.most, self.cost(counts / vocab_size, hard), jnp.inf)
+        best = jnp.argmin(cost)
+        return best, cost[best] >= self.dense
+
+    def levels(self, maxima: Array, tolerance: Array) -> tuple[Array, Array]:
+        """``(level [V], counts)``: how many thresholds each column's maximum is not above (a NaN is above all), and
+        the number of columns active at each threshold."""
+        bounds = jnp.log(tolerance * jnp.asarray(self.thresholds, jnp.float32))
+        level = jnp.sum(maxima[:, None] <= bounds, axis=1, dtype=jnp.int32)
+        return level, jnp.stack([jnp.sum(level <= j, dtype=jnp.int32) for j in range(len(self.thresholds))])
+
+
+def slab_width(vocab: int) -> int:
+    """Columns that the backward matmuls take at a time: wide enough for a matmul, narrow enough to waste little."""
+    return min(4096, max(-(-vocab // 32 // _LANES) * _LANES, _LANES))
+
+
+def most_columns(vocab: int, slab: int) -> int:
+    """Active columns above which a chunk is dense: a quarter of the vocabulary, in whole slabs."""
+    return max(-(-vocab // 4) // slab, 1) * slab
+
+
+def chunk_rule(vocab: int, backward: int = 2) -> Rule:
+    """For a chunk whose logits stand in memory; ``backward``: matmuls of a dense backward (2, or 1 with a frozen
+    head). A hard row has its logits made again."""
+    slab = slab_width(vocab)
+    return Rule(
+        thresholds=(2.0**-5, 2.0**-6, 2.0**-7, 2.0**-8, 2.0**-9, 2.0**-10, 2.0**-12),
+        per_column=backward,
+        per_hard_row=(1 + backward) * HARD_ROW_COST,
+        dense=backward,
+        slab=slab,
+        most=most_columns(vocab, slab),
+    )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The active columns of a chunk."""
+
+    index: Array  # [most] int32, ascending; beyond the vocabulary from ``count`` on
+    count: Array  # () int32; 0 if dense
+    dense: Array  # () bool: too many columns, or too many rows that miss the tolerance
+    left_out: Array  # [C] float32: mass of each gradient row outside the active columns; NaN where the row is
+
+
+def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array:
+    """``[V]`` float32: the largest log-probability of each column over the rows where ``rows [C]`` is true."""
+    t, width = p.transform.column(), x.shape[-1]
+    shift = jnp.where(rows, stats.max_logit - stats.max_logp, jnp.inf)[:, None]
+
+    def step(start: Array | int, size: int, out: Array) -> Array:
+        z = forward(columns(x, start, size).astype(jnp.float32), t)
+        best = jnp.max(z - shift, axis=0)
+        return best if size == out.size else lax.dynamic_update_slice_in_dim(out, best, start, 0)
+
+    out = over_columns(width, column_tile(), step, jnp.full((width,), NEG_INF, jnp.float32))
+    # The vocabulary's end is cut off here, of [V] numbers, and not in the pass over [C, V].
+    vocab_size = p.call.vocab_size
+    return out if vocab_size == width else jnp.where(jnp.arange(width) < vocab_size, out, NEG_INF)
+
+
+def masses(rule: Rule, x: Array, p: Problem, stats: TokenStats, level: Array) -> Array:
+    """``[J, C]``: for every threshold j the mass of each row in columns of ``level [V] > j``; sums of small numbers, no
+    ``1 -``."""
+    t, last = p.transform.column(), len(rule.thresholds)
+
+    def step(start: Array | int, size: int, sums: Array) -> Array:
+        z = transformed(columns(x, start, size), t, p.call.vocab_size, start + column_ids(size))
+        probability = jnp.exp((z - stats.max_logit[:, None]) + stats.max_logp[:, None])
+        beyond = (columns(level, start, size)[:, None] > jnp.arange(last)[None, :]).astype(jnp.float32)
+        return sums + jnp.matmul(probability, beyond, precision=lax.Precision.HIGHEST)
+
+    tile = column_tile() or _MASS_COLUMNS
+    return over_columns(x.shape[-1], tile, step, jnp.zeros((x.shape[0], last), jnp.float32)).T
+
+
+def left_out(x: Array, p: Problem, stats: TokenStats, inactive: Array) -> Array:
+    """``[C]``: the mass of each row in the columns where ``inactive [V]`` is true."""
+    t, width = p.transform.column(), x.shape[-1]
+    counted = inactive if p.call.vocab_size == width else inactive & (jnp.arange(width) < p.call.vocab_size)
+
+    def step(start: Array | int, size: int, sums: Array) -> Array:
+        z = forward(columns(x, start, size).astype(jnp.float32), t)
+        probability = jnp.exp((z - stats.max_logit[:, None]) + stats.max_logp[:, None])
+        return sums + jnp.sum(jnp.where(columns(counted, start, size)[None, :], probability, 0.0), axis=1)
+
+    return over_columns(width, column_tile(), step, jnp.zeros(x.shape[:1], jnp.float32))
+
+
+def compacted(active: Array, size: int) -> Array:
+    """``[size]`` int32: the positions where ``active [V]`` is true, ascending, then ``V, V + 1, ...``.
+
+    The prefix sum is two small products with triangles of ones (exact: integers below 2^24), which costs three kernels
+    where a scan costs dozens.
+    """
+    width = active.size
+    blocks = -(-width // _LANES)
+    ones = jnp.pad(active, (0, blocks * _LANES - width)).reshape(blocks, _LANES).astype(jnp.float32)
+    upto = jnp.triu(jnp.ones((_LANES, _LANES), jnp.float32))
+    before = jnp.tril(jnp.ones((blocks, blocks), jnp.float32), -1)
+    exact = lax.Precision.HIGHEST
+    rank = jnp.matmul(ones, upto, precision=exact) + jnp.matmul(before, jnp.sum(ones, 1), precision=exact)[:, None]
+    rank = rank.reshape(-1)[:width].astype(jnp.int32) - 1
+    ids = jnp.arange(width, dtype=jnp.int32)
+    slot = jnp.where(active, rank, size + ids)  # every index its own: no slot is written twice
+    unused = width + jnp.arange(size, dtype=jnp.int32)
+    count = jnp.sum(active, dtype=jnp.int32)
+    return (unused - jnp.minimum(count, size)).at[slot].set(ids, mode="drop", unique_indices=True)
+
+
+def find(
+    rule: Rule, x: Array, p: Problem, stats: TokenStats, rows: Array, misses: Callable[[Array, int], Array]
+) -> Columns:
+    """The active columns of a chunk.
+
+    ``rows [C]`` are those with a gradient; ``misses(mass [C / every], every)`` says which of each ``every``-th row may
+    not leave that much out.
+    """
+    width = x.shape[-1]
+    finite = rows & jnp.isfinite(stats.max_logp)  # the others' gradient is NaN, by the dense path
+    maxima = column_maxima(x, p, stats, finite)
+    maxima = maxima.at[jnp.where(finite, p.targets, width)].set(jnp.inf, mode="drop")
+    assert p.tolerance is not None
+    level, counts = rule.levels(maxima, p.tolerance)
+    # Each pass reads x anew: what two of them share would be kept in memory, as float32.
+    x, level = lax.optimization_barrier((x, level))
+    every = max(x.shape[0] // _ROWS_THAT_CHOOSE, 1)
+    few = p.rows(lambda a: a[::every])
+    mass = masses(rule, x[::every], few, jax.tree.map(lambda a: a[::every], stats), level)
+    hard = jnp.stack([jnp.sum(rows[::every] & misses(m, every)) for m in mass])
+    best, dense = rule.cheapest(counts, hard / jnp.maximum(jnp.sum(rows[::every]), 1), p.call.vocab_size)
+    active = (level <= best) & ~dense
+    x, active = lax.optimization_barrier((x, active))
+    return Columns(
+        index=compacted(active, rule.most),
+        count=jnp.where(dense, 0, counts[best]),
+        dense=dense,
+        left_out=jnp.where(rows, left_out(x, p, stats, ~active), 0.0),
+    )
+
+
+def surely_dense(rule: Rule, x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array:
+    """Whether these few rows of a chunk alone have too many active columns: so has the chunk, and nothing is lost by
+    not looking at the rest of it."""
+    finite = rows & jnp.isfinite(stats.max_logp)
+    maxima = column_maxima(x, p, stats, finite)
+    assert p.tolerance is not None
+    return jnp.sum(maxima > jnp.log(p.tolerance * rule.thresholds[0]), dtype=jnp.int32) > rule.most
+
+
+# -- gathered columns of the logits and of the head -----------------------------------------------------------------
+
+
+def _by_element() -> bool:
+    """XLA's GPU compiler brings the gathered dimension to the front, which would transpose the whole array; with an
+    index for every dimension there is nothing to bring. Its CPU compiler loops over the indices: few is better."""
+    return platform() != "cpu"
+
+
+def take_logits(x: Array, index: Array) -> Array:
+    """``x[:, index]``; for indices beyond the array anything finite may stand there: their dx is zero in any case."""
+    index = jnp.minimum(index, x.shape[1] - 1)
+    if not _by_element() or x.size >= 2**31:
+        return x.at[:, index].get(mode="promise_in_bounds", indices_are_sorted=True)
+    # One index for an element: with two the compiler writes out the pairs.
+    at = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] * x.shape[1] + index[None, :]
+    return x.reshape(-1).at[at].get(mode="promise_in_bounds")
+
+
+def take_columns(x: Array, index: Array) -> Array:
+    """``x[:, index]``, zeros for indices beyond the array; ``x`` itself is not copied."""
+    if not _by_element():
+        return x.at[:, index].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    return x.at[rows, index[None, :]].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+
+
+def _add_columns(total: Array, index: Array, part: Array) -> Array:
+    if not _by_element():
+        return total.at[:, index].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+    rows = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]
+    return total.at[rows, index[None, :]].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def _take_rows(x: Array, index: Array) -> Array:
+    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+
+
+def _add_rows(total: Array, index: Array, part: Array) -> Array:
+    return total.at[index].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def head_columns(head: Head, index: Array) -> Head:
+    """The part of the head that makes the logits of the columns ``index``."""
+    by_row = head.layout == "vh"
+    a, b = head.lora_a, head.lora_b
+    return Head(
+        weight=_take_rows(head.weight, index) if by_row else take_columns(head.weight, index),
+        bias=None if head.bias is None else _take_rows(head.bias, index),
+        lora_a=_take_rows(a, index) if a is not None and by_row else a,
+        lora_b=take_columns(b, index) if b is not None and not by_row else b,
+        lora_scale=head.lora_scale,
+        layout=head.layout,
+    )
+
+
+def add_head_columns(total: HeadGrads, index: Array, dx: Array, h: Array, part: Head) -> HeadGrads:
+    """``total`` plus the cotangents of the gathered head ``part``, put where its columns come from."""
+    by_row = part.layout == "vh"
+
+    def blank(whole: Array | None, like: Array | None) -> Any:
+        return None if whole is None or like is None else jnp.zeros(like.shape, whole.dtype)
+
+    own = add_dhead(
+        HeadGrads(
+            blank(total.weight, part.weight),
+            blank(total.bias, part.bias),
+            blank(total.lora_a, part.lora_a) if by_row else total.lora_a,
+            total.lora_b if by_row else blank(total.lora_b, part.lora_b),
+        ),
+        dx,
+        h,
+        part,
+    )
+    over_vocabulary = _add_rows if by_row else _add_columns
+
+    def put(whole: Array | None, new: Array | None, add: Any) -> Array | None:
+        return None if whole is None or new is None else add(whole, index, new)
+
+    return HeadGrads(
+        weight=put(total.weight, own.weight, over_vocabulary),
+        bias=put(total.bias, own.bias, _add_rows),
+        lora_a=put(total.lora_a, own.lora_a, _add_rows) if by_row else own.lora_a,
+        lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, _add_columns),
+    )
+
+
+def blank_columns(rule: Rule, width: int, rows: int) -> Columns:
+    """What is known of a chunk before anyone has looked: it is dense."""
+    unused = width + jnp.arange(rule.most, dtype=jnp.int32)
+    return Columns(unused, jnp.int32(0), jnp.asarray(True), jnp.zeros((rows,), jnp.float32))

@@ -1,0 +1,150 @@
+"""The LM head as a linear map, in either layout, with bias and LoRA, forwards and backwards.
+
+    x  = h W^T + s (h B^T) A^T + bias        W [V, H] ("vh"), A [V, r], B [r, H]
+    x  = h W   + s (h A) B     + bias        W [H, V] ("hv"), A [H, r], B [r, V]
+
+Matmuls take the operands' own dtype and accumulate in float32. ``dx`` is rounded to that dtype before the backward
+matmuls: in float32 they cost two to four times as much and buy nothing that the rounding of dH and dW keeps.
+
+Float32 operands are multiplied in float32, on every platform and in every backend, unless the user's own
+``jax_default_matmul_precision`` says otherwise (:func:`precision_of`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.problem import Head, HeadGrads, Wanted
+from logitless.rows import over_columns
+
+
+def precision_of(dtype: Any) -> lax.Precision | None:
+    """The precision of a matmul of ``dtype`` operands; ``None`` where the user's own setting decides.
+
+    Products of 16-bit numbers are exact in float32 in any case. Float32 would be rounded to TF32 or bfloat16 by default
+    on GPUs and TPUs; people take a float32 head to be exact.
+    """
+    if jnp.dtype(dtype) != jnp.float32:
+        return lax.Precision.DEFAULT
+    return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -> Array:
+    """One matmul, summed in float32 and rounded once to ``out``."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
+
+
+def _lora(head: Head) -> tuple[Array, Array] | None:
+    """``(inner, outer)``: the factor that meets the hidden states and the one that meets the vocabulary."""
+    if head.lora_a is None or head.lora_b is None:
+        return None
+    return (head.lora_b, head.lora_a) if head.layout == "vh" else (head.lora_a, head.lora_b)
+
+
+def _low(h: Array, head: Head) -> Array:
+    """``[C, r]``: the hidden states behind LoRA's inner factor."""
+    lora = _lora(head)
+    assert lora is not None
+    return dot(h, lora[0], (1, 1 - head.axis)).astype(h.dtype)
+
+
+def raw_logits(h: Array, head: Head, logits_dtype: Any) -> Array:
+    """``x [C, V]`` for ``h [C, H]``, rounded to ``logits_dtype``."""
+    lora = _lora(head)
+    plain = lora is None and head.bias is None
+    # Nothing is added afterwards: let the matmul itself write the rounded logits.
+    x = dot(h, head.weight, (1, 1 - head.axis), logits_dtype if plain else jnp.float32)
+    if lora is not None:
+        x = x + head.lora_scale * dot(_low(h, head), lora[1], (1, 1 - head.axis))
+    if head.bias is not None:
+        x = x + head.bias.astype(jnp.float32)
+    return x.astype(logits_dtype)
+
+
+def _dhidden_of_weight(dx: Array, weight: Array, axis: int, tile: int | None) -> Array:
+    """``dx W`` in float32, a sum over slices of ``tile`` vocabulary entries where a tile is given.
+
+    XLA's CPU compiler takes up to twice as long for one product of few rows over the whole vocabulary.
+    """
+
+    def step(start: Array | int, size: int, total: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(dx, start, size, 1)
+        return total + dot(part, lax.dynamic_slice_in_dim(weight, start, size, axis), (1, axis))
+
+    if tile is None:
+        return dot(dx, weight, (1, axis))
+    return over_columns(dx.shape[-1], tile, step, jnp.zeros((dx.shape[0], weight.shape[1 - axis]), jnp.float32))
+
+
+def dhidden(dx: Array, head: Head, tile: int | None = None) -> Array:
+    """Cotangent of ``h``, float32 ``[C, H]``, from the rounded ``dx [C, V]``."""
+    dh = _dhidden_of_weight(dx, head.weight, head.axis, tile)
+    lora = _lora(head)
+    if lora is not None:
+        back = (head.lora_scale * dot(dx, lora[1], (1, head.axis))).astype(dx.dtype)
+        dh = dh + dot(back, lora[0], (1, head.axis))
+    return dh
+
+
+def _outer(v: Array, h: Array, axis: int, out: Any = jnp.float32) -> Array:
+    """A sum over tokens of outer products, what belongs to the vocabulary along dimension ``axis``."""
+    return dot(v, h, (0, 0), out) if axis == 0 else dot(h, v, (0, 0), out)
+
+
+def add_dweight(total: Array, dx: Array, h: Array, axis: int, tile: int | None) -> Array:
+    """``total + dW`` in the dtype of ``total``, a slice of ``tile`` vocabulary entries at a time.
+
+    A compiler that does not fuse the sum into the matmul needs a slice's worth of extra memory, not a second dW.
+    """
+
+    def step(start: Array | int, size: int, total: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(dx, start, size, 1)
+        old = lax.dynamic_slice_in_dim(total, start, size, axis)
+        return lax.dynamic_update_slice_in_dim(total, old + _outer(part, h, axis, total.dtype), start, axis)
+
+    if tile is None:
+        return total + _outer(dx, h, axis, total.dtype)
+    return over_columns(dx.shape[-1], tile, step, total)
+
+
+def add_dhead(total: HeadGrads, dx: Array, h: Array, head: Head, tile: int | None = None) -> HeadGrads:
+    """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there."""
+    weight, bias, lora_a, lora_b = total.weight, total.bias, total.lora_a, total.lora_b
+    if weight is not None:
+        weight = add_dweight(weight, dx, h, head.axis, tile)
+    if bias is not None:
+        bias = bias + jnp.sum(dx, axis=0, dtype=jnp.float32)
+    lora = _lora(head)
+    if lora_a is not None and lora_b is not None and lora is not None:
+        scale = jnp.asarray(head.lora_scale, jnp.float32)
+        d_outer = scale * _outer(dx, _low(h, head), head.axis)
+        back = (scale * dot(dx, lora[1], (1, head.axis))).astype(dx.dtype)
+        d_inner = _outer(back, h, head.axis)
+        a, b = (d_outer, d_inner) if head.layout == "vh" else (d_inner, d_outer)
+        lora_a, lora_b = lora_a + a, lora_b + b
+    return HeadGrads(weight, bias, lora_a, lora_b)
+
+
+def _each(f: Any, *parts: Any) -> HeadGrads:
+    """``f`` on the arrays of heads and gradients, name by name; ``None`` where one of them has none."""
+    names = [x.name for x in dataclasses.fields(HeadGrads)]
+    rows = ([getattr(p, n) for p in parts] for n in names)
+    return HeadGrads(*(None if any(x is None for x in row) else f(*row) for row in rows))
+
+
+def zero_grads(head: Head, want: Wanted, weight_dtype: Any = jnp.float32) -> HeadGrads:
+    """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
+    dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
+    lora = jnp.float32 if want.lora else None
+    return _each(lambda x, dtype: jnp.zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
+
+
+def in_parameter_dtypes(grads: HeadGrads, head: Head) -> HeadGrads:
+    """Summed cotangents, each rounded to its parameter's dtype."""
+    return _each(lambda g, x: g.astype(x.dtype), grads, head)

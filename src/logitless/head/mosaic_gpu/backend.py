@@ -1,0 +1,85 @@
+"""The head on a Hopper GPU: ``chunked`` with the row kernel between the matmuls, and statistics by a fused matmul.
+
+    chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them
+    fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
+
+The fused matmul adds up in another order than the platform's, which recomputes the logits for the gradient. For float32
+logits that is worth about 1e-6 of a log-probability. Rounded to bfloat16, a sum next to the middle of two numbers goes
+either way, and statistics and gradients would come from different logits: there the chunked sweep serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.backend import Cost, Way
+from logitless.head.chunked import Chunked
+from logitless.head.mosaic_gpu import matmul
+from logitless.logits.mosaic_gpu import backend as row_kernel
+from logitless.objectives.token_program import token_program
+from logitless.problem import LogitsProblem, Loss, Problem
+from logitless.stats import StatCotangents, TokenStats
+from logitless.tokens import front
+
+
+def not_fused_because(p: Any) -> str | None:
+    """Why the fused matmul does not serve a problem (arrays or shapes), or ``None`` where it does."""
+    if jnp.dtype(p.call.logits_dtype) != jnp.float32:
+        return "rounded logits must be the same in both passes"
+    if p.head.lora_a is not None:
+        return "it has no LoRA"
+    try:
+        matmul.check(p)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _rows(x: Array, p: Problem, live: Array | None) -> LogitsProblem:
+    """The chunk's rows for the row kernel, which may write over them."""
+    rows = LogitsProblem(lax.optimization_barrier(x), p.targets, p.transform, live, call=p.call)
+    return rows.calling(donate=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpu(Chunked):
+    """See the module."""
+
+    name: ClassVar[str] = "mosaic_gpu"
+    kernels: ClassVar[str | None] = "gpu"
+    in_place: ClassVar[bool] = True
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        if columns_apart:
+            raise NotImplementedError("it has no vocabulary-parallel form yet")
+        row_kernel.check(p.call.chunk, p.head.vocab, p.call.logits_dtype)
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        cost = super().describe(p, way)
+        if way.in_forward or not_fused_because(p) is not None:
+            return cost
+        moved = f"{cost.bytes_moved}; the statistics by a fused matmul: no logits"
+        return dataclasses.replace(cost, bytes_moved=moved, fused_statistics=True)
+
+    def row_statistics(self, x: Array, p: Problem) -> TokenStats:
+        return row_kernel.token_stats(_rows(x, p, p.live))
+
+    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
+        program = token_program(loss.objective, loss.inputs)
+        stats, dx = row_kernel.stats_and_dlogits(_rows(x, p, p.live), program)
+        return stats, dx.astype(dtype)
+
+    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+        return row_kernel.dlogits(_rows(x, p, None), stats, g).astype(dtype)
+
+    def token_statistics(self, p: Problem) -> TokenStats:
+        """By the fused matmul where it can serve."""
+        if not_fused_because(p) is not None:
+            return super().token_statistics(p)
+        f = front(p.live)
+        return jax.tree.map(f.put_back, matmul.token_stats(f.problem(p), f.count))

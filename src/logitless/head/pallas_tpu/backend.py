@@ -1,0 +1,153 @@
+"""The exact head on TPU as a backend: no logits in HBM, four matmuls for loss, dH and dW of an objective of ``logp``.
+
+    forward    statistics, and with a gradient of the hidden states D = d logp/d hidden from the same sweep (2 matmuls)
+    backward   dH = g_logp D, a multiply, whatever the objective;  dW by its own sweep (2 matmuls)
+
+Cotangents of entropy or lse (an entropy bonus, a user's loss) need dH by a sweep of its own. Live tokens are gathered
+to the front for the forward sweep, tokens with a nonzero cotangent for dW's; the kernels skip what lies behind them.
+
+``D`` is a sum over columns: a shard of the vocabulary scales its own part by the statistics of all, and the parts are
+summed in the forward pass instead of dH in the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from logitless.backend import Cost, Way
+from logitless.head.pallas_tpu import kernels, operands
+from logitless.head.pallas_tpu.tiles import Kernel
+from logitless.head.slabs import without
+from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.stats import RowSums, StatCotangents, TokenStats
+from logitless.tokens import front
+
+Part = tuple[Array, Array | None]
+"""Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""
+
+
+def describe(p: Problem) -> dict[str, Any]:
+    """Tiles, matmuls and HBM bytes of each kernel at a problem's shapes, for ``explain()``."""
+    n, width = p.h.shape
+    item, vocab = jnp.dtype(p.h.dtype).itemsize, p.head.vocab
+    head, rows = vocab * width * item, n * width * item
+
+    def about(kernel: Kernel) -> dict[str, Any]:
+        t = operands.tiles_of(kernel, p)
+        if kernel == "dhead":
+            moved = pl.cdiv(vocab, t.vocab) * rows * (1 if p.head.layout == "vh" else 2) + 2 * head
+        else:
+            moved = pl.cdiv(n, t.tokens) * head + rows + 4 * n * width
+        flops = 4 * n * width * vocab
+        return dict(token_tile=t.tokens, vocab_tile=t.vocab, matmuls=2, flops=flops, hbm_bytes=moved)
+
+    both = about("forward")
+    stats = dict(both, matmuls=1, flops=2 * n * width * vocab, hbm_bytes=both["hbm_bytes"] - 4 * n * width)
+    return {
+        "token_stats": stats,
+        "token_stats_and_direction": both,
+        "dhidden": about("dhidden"),
+        "dhead": about("dhead"),
+    }
+
+
+def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: tuple[int, int, int] | None = None) -> Cost:
+    """The cost of a call that runs the kernels ``used``, by their names in :func:`describe`."""
+    about = describe(p)
+    matmuls = "" if counts is None else "{} ({} with a frozen head, {} without a gradient)".format(*counts)
+    tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
+    moved = ", ".join(f"{k} {about[k]['hbm_bytes']:,} B" for k in used)
+    return Cost(way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts, used)
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasTpu:
+    """Statistics, direction, dH and dW by the kernels of this package."""
+
+    name: ClassVar[str] = "pallas_tpu"
+    kernels: ClassVar[str | None] = "tpu"
+    in_forward: ClassVar[bool] = False
+    head_in_parts: ClassVar[bool] = True  # dW leaves in its final dtype: over a mesh, a part at a time (mesh/parts.py)
+
+    def check(self, p: Problem, columns_apart: bool) -> None:
+        """bfloat16 or float32 alike in hidden states and head, no LoRA, a hidden size of whole lanes."""
+        operands.check(p)
+
+    def describe(self, p: Problem, way: Way) -> Cost:
+        """Four matmuls for an objective of ``logp``, five with an entropy bonus."""
+        if way.entropy:
+            words = "statistics, then dH and dW by sweeps of their own (an entropy bonus has a gradient too)"
+            return cost_of(p, ("token_stats", "dhidden", "dhead"), words, (5, 3, 1))
+        words = "flash: the forward sweep carries d logp/d hidden, dW has a sweep of its own"
+        return cost_of(p, ("token_stats_and_direction", "dhead"), words, (4, 2, 1))
+
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        """One matmul per live token."""
+        f = front(p.live)
+        return jax.tree.map(f.put_back, kernels.token_stats(f.problem(p), f.count)), None
+
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
+        """The residual is d logp / d hidden ``[N, H]``, where only ``logp``'s cotangent is expected: two matmuls."""
+        if not self._carries_direction(p, want):
+            return self.statistics(p)[0], None, None
+        f = front(p.live)
+        stats, direction = kernels.token_stats_and_direction(f.problem(p), f.count)
+        return jax.tree.map(f.put_back, stats), None, f.put_back(direction)
+
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
+    ) -> Gradients:
+        """dH from the direction if only ``logp`` has a cotangent, else by a sweep (two matmuls); dW and dbias by one
+        (two)."""
+        g = g if p.live is None else without(g, ~p.live)
+        dh = dweight = dbias = None
+        if want.hidden and only_logp and residual is not None:
+            dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * residual, 0.0)
+        by_sweep = want.hidden and dh is None
+        if by_sweep or want.weight or want.bias:
+            f = front(g.any_nonzero())
+            part, stats, own = f.problem(p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
+            if by_sweep:
+                dh = f.put_back(kernels.dhidden(part, f.count, stats, own))
+            if want.weight or want.bias:
+                whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
+                dweight, dbias = kernels.dhead(part, f.count, stats, own, jnp.float32 if whole else None)
+        return Gradients(
+            dh if dh is None or p.call.partial_hidden else dh.astype(p.h.dtype),
+            HeadGrads(dweight if want.weight else None, own_dtype(p, dbias) if want.bias else None),
+        )
+
+    # A shard of the vocabulary.
+
+    def sums(self, p: Problem, want: Wanted | None) -> tuple[RowSums, Part]:
+        """Sums over the head's columns, one matmul, and what :meth:`shard_residual` needs of the same sweep, one more;
+        ``p.targets`` are -1 where they are another shard's. What belongs to dead tokens means nothing."""
+        f = front(p.live)
+        found = kernels.token_sums(f.problem(p), f.count, self._carries_direction(p, want))
+        sums, *part = jax.tree.map(f.put_back, found)
+        return sums, tuple(part)
+
+    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: Part) -> Array | None:
+        """This shard's summand of d logp / d hidden, from the statistics of all shards."""
+        x_y, expected = part
+        if expected is None:
+            return None
+        direction = kernels.token_direction(p, None, stats, sums, x_y, expected, here=p.targets >= 0)
+        return direction if p.live is None else jnp.where(p.live[:, None], direction, 0.0)
+
+    def _carries_direction(self, p: Problem, want: Wanted | None) -> bool:
+        """Whether the forward sweep makes d logp / d hidden, too."""
+        return want is not None and want.hidden and p.call.logp_only
+
+
+def own_dtype(p: Problem, dbias: Array | None) -> Array | None:
+    """dbias in the bias's dtype; a part of a sum over devices stays float32."""
+    if dbias is None or p.head.bias is None or p.call.partial_head:
+        return dbias
+    return dbias.astype(p.head.bias.dtype)

@@ -1,0 +1,207 @@
+"""Forward sweep of the fused head on TPU: token statistics, and the expected head row, with no logits in HBM.
+
+For a tile of tokens the vocabulary is swept tile by tile; with ``x = h W^T + bias`` and ``z = transform(x)``, both in
+VMEM only, the columns other than the target are carried as :class:`logitless.stats.RowSums` relative to a running
+maximum ``m`` (:func:`_absorb`), and, when the direction is wanted, so is
+
+    E[n, :] = sum_{v != y} exp(z_v - m) slope_v W_v       slope = dz/dx, taken in here only if a softcap varies it
+
+with the exponentials rounded to the head's dtype before the matmul, as dlogits are. This is flash attention with
+queries ``h`` and keys and values ``W``. With and without the direction the statistics come from the same instructions
+on the same tiles: they are bit-identical.
+
+For a sparse backward (``sparse.py``) the sweep also gives, per token tile, the maximum over its tokens of
+
+    z_v - b        b = max(floor, logsumexp of the columns seen so far), floor known beforehand: the target's logit
+
+for every column v (at a token's own target its other tokens count). ``b`` is at most the logsumexp of the row, so no
+column is missed; a column swept before the row's leading one may look more probable than it is. Tokens that do not
+count have an infinite floor. Two more operations an element, ``4 V`` bytes written per token tile.
+
+Cost: one matmul (``2 N H V`` FLOP) for statistics, two with the direction. HBM bytes: W once per token tile
+(``ceil(N / tokens) V H b``), ``N H b`` of hidden states, ``4 N H`` written for ``E``.
+
+Tails are static: the last vocabulary step works on ``vocab_size mod tile`` columns rounded up to whole lanes; only the
+columns within that last lane group are masked. Nothing is padded in HBM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless import compat
+from logitless.head.pallas_tpu.operands import (
+    LOG_ZERO,
+    Launch,
+    Operands,
+    clear_dead,
+    clear_outside,
+    column_ids,
+    compiler_params,
+    dot,
+    head_tile,
+    over_vocabulary,
+    raw_logits,
+    sweep_blocks,
+)
+from logitless.head.pallas_tpu.tiles import Spec
+from logitless.pytree import register
+from logitless.stats import NEG_INF, RowSums
+from logitless.transform import forward, slope
+
+LOW = -1e30
+"""Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
+
+SUMS = 8
+"""Columns of the output of per-token sums: m, S, A, Q, z_y, x_y, and two unused."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class _Out:
+    """What the sweep writes: shapes, block specs, references, then arrays."""
+
+    sums: Any  # [N, SUMS]
+    expected: Any = None  # [N, H]: E
+    maxima: Any = None  # [token tiles, 1, vocab_size]
+
+
+def _absorb(sums: RowSums, z: Array, is_target: Array) -> tuple[RowSums, Array, Array, Array]:
+    """``sums [T, 1]`` with the columns of ``z [T, C]`` taken in; also ``exp(z - m)``, the factor on what was there, and
+    ``z - m``, ``-inf`` at the target.
+
+    The same sums as ``merge(sums, row_sums(z, is_target))``, relative to the new maximum at once, so that the
+    exponentials serve the expected head row too.
+    """
+    others = jnp.where(is_target, NEG_INF, z)
+    m = jnp.maximum(sums.maximum, jnp.max(others, axis=1, keepdims=True))
+    shifted = others - m
+    e = jnp.exp(shifted)
+    step = sums.maximum - m
+    a = jnp.exp(step)
+
+    def total(x: Array) -> Array:
+        return jnp.sum(x, axis=1, keepdims=True)
+
+    absorbed = RowSums(
+        maximum=m,
+        total=a * sums.total + total(e),
+        centred=a * (sums.centred + step * sums.total) + total(e * jnp.maximum(shifted, LOG_ZERO)),
+        squares=a * a * sums.squares + total(e * e),
+        target=sums.target,
+    )
+    return absorbed, e, a, shifted
+
+
+def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) -> None:
+    """One (token tile, vocabulary tile) step; scratch carries the sums (``acc.target`` the target's raw logit), the
+    output block carries ``E``."""
+    i, j = pl.program_id(0), pl.program_id(1)
+    live = spec.live(i, n_live)
+    transform = spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[...])
+
+    @pl.when(live & (j == 0))
+    def _() -> None:
+        acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
+        for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target, out.expected)):
+            ref[...] = jnp.zeros_like(ref)
+
+    dead = spec.dead_rows(i, n_live)
+    if out.maxima is not None and dead is not None:
+
+        @pl.when(live & (j == 0) & dead[0])
+        def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
+            clear_dead(refs.h, 0, dead[1])
+
+    def step(width: int, masked: bool) -> None:
+        if masked and out.expected is not None:
+            clear_outside(spec, refs.weight, width)
+        w = head_tile(spec, refs.weight, width)
+        x = raw_logits(spec, refs, w)
+        z = forward(x, transform)
+        column = column_ids(x)
+        if masked:
+            z = jnp.where(column < spec.tail, z, NEG_INF)
+        is_target = column == refs.targets[...] - j * spec.tiles.vocab
+        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[...], acc), z, is_target)
+        acc.maximum[...], acc.total[...] = sums.maximum, sums.total
+        acc.centred[...], acc.squares[...] = sums.centred, sums.squares
+        acc.target[...] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
+        if out.maxima is not None:
+            bound = jnp.maximum(refs.floor[...], sums.maximum + jnp.log(sums.total))
+            out.maxima[0, :, :width] = jnp.max(shifted + (sums.maximum - bound), axis=0, keepdims=True)
+        if out.expected is None:
+            return
+        if spec.has_softcap:
+            # Columns at -inf have no weight; their slope may be 0 * inf.
+            bend = slope(x, transform)
+            assert bend is not None
+            e = jnp.where(e > 0, e * bend, 0.0)
+        out.expected[...] = a * out.expected[...] + dot(e.astype(w.dtype), w, (1, spec.axis))
+
+    over_vocabulary(spec, live, step)
+
+    @pl.when(live & (j == spec.vocab_steps - 1))
+    def _() -> None:
+        s = jax.tree.map(lambda ref: ref[...], acc)
+        m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
+        for k, value in enumerate((m, s.total, s.centred, s.squares, forward(x_y, transform), x_y)):
+            out.sums[:, k : k + 1] = value
+
+
+def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | None, Array | None]:
+    """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None)``; what belongs to
+    dead tiles is not written. A ``floor`` among the operands asks for the maxima."""
+    spec, x = k.spec, k.operands
+    (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
+
+    # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
+    def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return i, 0
+
+    blocks = _Out(pl.BlockSpec((tokens, SUMS), own))
+    shapes = _Out(jax.ShapeDtypeStruct((n, SUMS), jnp.float32))
+    moved = passes * x.weight.nbytes + x.h.nbytes
+    if direction:
+        block = pl.BlockSpec((tokens, width), own, pipeline_mode=pl.Buffered(1))
+        blocks = dataclasses.replace(blocks, expected=block)
+        shapes = dataclasses.replace(shapes, expected=compat.hbm_output((n, width), jnp.float32, spec.interpret))
+        moved += 4 * n * width
+    if x.floor is not None:
+        block = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
+        blocks = dataclasses.replace(blocks, maxima=block)
+        shape = jax.ShapeDtypeStruct((passes, 1, spec.vocab_size), jnp.float32)
+        shapes = dataclasses.replace(shapes, maxima=shape)
+        moved += 4 * passes * spec.vocab_size
+    scratch: Any = RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5)  # type: ignore[arg-type]
+    what = "direction" if direction else "stats" if x.floor is None else "maxima"
+    out = pl.pallas_call(
+        functools.partial(_kernel, spec),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(passes, spec.vocab_steps),
+            in_specs=[sweep_blocks(k)],
+            out_specs=blocks,
+            scratch_shapes=[scratch],
+        ),
+        out_shape=shapes,
+        compiler_params=compiler_params(spec),
+        cost_estimate=pl.CostEstimate(
+            flops=(2 if direction else 1) * 2 * n * width * spec.vocab_size,
+            transcendentals=n * spec.vocab_size,
+            bytes_accessed=moved,
+        ),
+        name=f"head_{what}_t{tokens}_v{spec.tiles.vocab}",
+        interpret=spec.interpret,
+    )(k.n_live, x)
+    sums = out.sums
+    maxima = None if out.maxima is None else out.maxima[:, 0]
+    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], out.expected, maxima

@@ -1,0 +1,131 @@
+"""The fused head's kernels on TPU, each over a problem: statistics, the direction of dH, dH and dW.
+
+The problem's tokens stand as they are swept, live ones first (``n_live``, traced, or ``None``: all; later token tiles
+are skipped and fetch nothing):
+
+    token_stats                one matmul      statistics
+    token_stats_and_maxima     one matmul      statistics, bit-identical to those, and columns' largest probabilities
+    token_stats_and_direction  two matmuls     statistics, bit-identical to those, and d logp / d hidden
+    dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
+    dhead                      two matmuls     dW in its final dtype, dbias
+
+An objective of ``logp`` alone costs four matmuls for loss, dH and dW: with ``p`` the softmax and ``y`` the target,
+
+    D = d logp / d h = -expm1(logp) slope_y W_y - sum_{v != y} p_v slope_v W_v          dH = g_logp D
+
+``D`` is float32: it is the sweep's own accumulator, scaled. Rounding it to bfloat16 would round dH twice and saves
+nothing at the peak, since it dies before dW is made.
+
+Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``tiles.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.head.pallas_tpu.backward import coefficients, dhead_sweep, dhidden_sweep
+from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.forward import forward_sweep
+from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
+from logitless.head.pallas_tpu.tiles import Tiles
+from logitless.problem import Problem
+from logitless.rows import valid_targets
+from logitless.stats import RowSums, StatCotangents, TokenStats, dz, finish, masked_stats
+from logitless.transform import slope
+
+Count = Array | int | None
+
+
+def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
+    """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
+    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size)), k.live)
+
+
+def token_sums(
+    p: Problem, n_live: Count = None, direction: bool = False, tiles: Tiles | None = None
+) -> tuple[RowSums, Array, Array | None]:
+    """``(sums [N], raw target logit [N], E [N, H] or None)`` over the head's columns, which may be a shard of the
+    vocabulary; targets that are another shard's are -1. What belongs to dead tokens means nothing."""
+    return forward_sweep(prepare("forward", p, n_live, tiles), direction)[:3]
+
+
+def token_stats(p: Problem, n_live: Count = None, tiles: Tiles | None = None) -> TokenStats:
+    """Statistics ``[N]``, zero from ``n_live`` on. One matmul, no logits in HBM."""
+    k = prepare("forward", p, n_live, tiles)
+    return _finished(k, p, forward_sweep(k, False)[0])
+
+
+def token_stats_and_maxima(
+    p: Problem, n_live: Count, floor: Array, tiles: Tiles | None = None
+) -> tuple[TokenStats, Array]:
+    """``(statistics [N], maxima [vocab_size] float32)``: for every column an upper bound of its largest log-probability
+    over the tokens whose ``floor [N]``, a lower bound of their logsumexp, is finite and whose target it is not. The
+    statistics are those of :func:`token_stats` to the bit. One matmul."""
+    k = prepare("forward", p, n_live, tiles)
+    tokens = k.spec.tiles.tokens
+    # Rows of the last block beyond the array must not count, whatever would stand there.
+    floor = jnp.pad(jnp.where(k.live, floor, jnp.inf), (0, -p.n % tokens), constant_values=jnp.inf)
+    sums, _, _, maxima = forward_sweep(k.reading(floor=floor[:, None]), False)
+    assert maxima is not None
+    written = jnp.arange(maxima.shape[0]) * tokens < k.n_live[0]
+    return _finished(k, p, sums), jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
+
+
+def token_stats_and_direction(p: Problem, n_live: Count = None, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
+    """``(statistics [N], d logp / d hidden [N, H] float32)``, zero from ``n_live`` on. Two matmuls."""
+    k = prepare("forward", p, n_live, tiles)
+    sums, x_y, expected, _ = forward_sweep(k, True)
+    assert expected is not None
+    stats = _finished(k, p, sums)
+    return stats, token_direction(p, n_live, stats, sums, x_y, expected)
+
+
+def token_direction(
+    p: Problem, n_live: Count, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
+) -> Array:
+    """``d logp / d hidden [N, H]`` float32, or a shard's part of it; ``here [N]``: the target is one of its columns.
+
+    ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` what :func:`token_sums` gave.
+    """
+    one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
+    own = dz(zero, one > 0, stats, StatCotangents(one, zero, zero))
+    # The accumulator is relative to the largest other logit: scale it by that column's probability.
+    others = jnp.exp((sums.maximum - stats.max_logit) + stats.max_logp)
+    bend = slope(x_y, p.transform)
+    if bend is not None:
+        own = own * bend
+        others = others if p.transform.softcap is not None else others * bend  # a softcap's slope is already in it
+    if here is not None:
+        own = jnp.where(here, own, 0.0)
+    y, weight = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1), p.head.weight
+    if p.head.layout == "vh":
+        w_y = weight.at[y].get(mode="promise_in_bounds")
+    else:
+        w_y = columns_at(weight, y, interpreter(p.call.interpret))
+    direction = own[:, None] * w_y.astype(jnp.float32) - others[:, None] * expected
+    return direction if n_live is None else jnp.where((jnp.arange(p.n) < n_live)[:, None], direction, 0.0)
+
+
+def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
+    """dH ``[N, H]`` float32 for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
+    k = prepare("dhidden", p, n_live, tiles)
+    out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, p.n).T))
+    return jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0)
+
+
+def dhead(
+    p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, out_dtype: Any = None, tiles: Tiles | None = None
+) -> tuple[Array, Array | None]:
+    """``(dW in the layout of the head, dbias [V] float32 or None)``; ``out_dtype`` is the head's by default. Two
+    matmuls.
+
+    Accumulated in float32 and rounded once. Dead tokens may hold anything; a token before ``n_live`` whose cotangents
+    are zero adds zero, provided that its hidden state is finite.
+    """
+    k = prepare("dhead", p, n_live, tiles)
+    padded = k.spec.token_steps * k.spec.tiles.tokens
+    k = k.reading(token=coefficients(p, k.live, stats, g, padded).T)
+    return dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype))

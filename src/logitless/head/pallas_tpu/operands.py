@@ -1,0 +1,238 @@
+"""What a fused-head TPU kernel is given, out of a problem whose live tokens stand first; and what kernels share.
+
+Pallas hands trees on, so one dataclass serves three times: :class:`Operands` of arrays outside, of ``BlockSpec`` at the
+call, of references inside. ``None`` is what a call does not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless import compat
+from logitless.head.pallas_tpu.tiles import LANES, Kernel, Spec, Tiles, choose
+from logitless.problem import Problem
+from logitless.pytree import register
+
+LOG_ZERO = -200.0
+"""exp of anything below is 0 in float32; clamping there keeps ``0 * -inf`` out at one operation per element."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a kernel reads. Numbers per token stand in a column, or (dhead of a ``[V, H]`` head) in a row."""
+
+    scalars: Any  # [3] float32, in SMEM: temperature, softcap, scale
+    h: Any  # [N, H]
+    weight: Any  # [V, H] or [H, V]
+    targets: Any  # [N, 1] int32
+    bias: Any = None  # [1, V] float32
+    temperature: Any = None  # [N, 1] float32, forward
+    floor: Any = None  # [N, 1] float32, forward with maxima
+    token: Any = None  # [N, ROWS] float32, backward: each token's coefficients
+    h_t: Any = None  # [H, N], dhead of an [H, V] head
+
+    def blocks(self, **specs: pl.BlockSpec) -> Operands:
+        """Block specs of the operands that are there."""
+        names = [f.name for f in dataclasses.fields(self)]
+        return Operands(**{name: None if getattr(self, name) is None else specs[name] for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel's static spec, its operands and the number of tokens that count."""
+
+    spec: Spec
+    operands: Operands
+    n_live: Array  # [1] int32
+
+    @property
+    def live(self) -> Array:
+        """``[N]`` bool: the tokens that count."""
+        return jnp.arange(self.spec.n) < self.n_live[0]
+
+    def reading(self, **more: Any) -> Launch:
+        """The same with other operands."""
+        return dataclasses.replace(self, operands=dataclasses.replace(self.operands, **more))
+
+
+def tiles_of(kernel: Kernel, p: Problem) -> Tiles:
+    """The tiles of a kernel at a problem's shapes."""
+    n, width = p.h.shape
+    item = jnp.dtype(p.h.dtype).itemsize
+    return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes())
+
+
+def check(p: Problem) -> None:
+    """Raise ``NotImplementedError`` with the reason if the kernels cannot serve a problem (its shapes and dtypes)."""
+    (n, width), w, head = p.h.shape, p.head.weight, p.head
+    if head.lora_a is not None or head.lora_b is not None:
+        raise NotImplementedError("it has no LoRA yet")
+    if p.h.dtype != w.dtype or p.h.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(
+            f"pallas_tpu: hidden states ({p.h.dtype}) and lm_head ({w.dtype}) must both be bfloat16 or both "
+            f"float32: a kernel does not cast the head."
+        )
+    if jnp.dtype(p.call.logits_dtype) not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"pallas_tpu: logits_dtype {p.call.logits_dtype} is neither float32 nor bfloat16.")
+    if width % LANES:
+        raise NotImplementedError(f"pallas_tpu: the hidden size {width} is not a multiple of {LANES}.")
+    if w.shape[1 - head.axis] != width:
+        raise NotImplementedError(f"pallas_tpu: lm_head {w.shape} is not {head.layout} for a hidden size of {width}.")
+    if head.bias is not None and head.bias.shape != (head.vocab,):
+        raise NotImplementedError(
+            f"pallas_tpu: bias {head.bias.shape} does not match lm_head {w.shape} ({head.layout})."
+        )
+    if n == 0:
+        raise NotImplementedError("pallas_tpu: there are no tokens.")
+    kernels: tuple[Kernel, ...] = ("forward", "dhidden", "dhead")
+    for kernel in kernels:
+        tiles_of(kernel, p)
+
+
+def interpreter(interpret: Any) -> Any:
+    """What ``pallas_call`` takes for ``Call.interpret``."""
+    return pltpu.InterpretParams() if interpret is True else interpret
+
+
+def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles | None) -> Launch:
+    """What every kernel takes of a problem; ``n_live`` tokens count, ``None``: all of them."""
+    check(p)
+    t, interpret = p.transform, interpreter(p.call.interpret)
+    spec = Spec(
+        layout=p.head.layout,
+        n=p.n,
+        vocab=p.head.vocab,
+        vocab_size=p.call.vocab_size,
+        tiles=tiles or tiles_of(kernel, p),
+        logits_dtype=jnp.dtype(p.call.logits_dtype),
+        has_temperature=t.temperature is not None,
+        per_token_temperature=t.per_token,
+        has_softcap=t.softcap is not None,
+        has_scale=t.scale is not None,
+        all_live=n_live is None,
+        interpret=interpret,
+    )
+    numbers = (None if t.per_token else t.temperature, t.softcap, t.scale)
+    operands = Operands(
+        scalars=jnp.stack([jnp.asarray(1.0 if v is None else v, jnp.float32).reshape(()) for v in numbers]),
+        h=compat.in_hbm(p.h, interpret),
+        weight=compat.in_hbm(p.head.weight, interpret),
+        targets=p.targets.astype(jnp.int32)[:, None],
+        bias=None if p.head.bias is None else p.head.bias.astype(jnp.float32)[None, :],
+        temperature=jnp.asarray(t.temperature, jnp.float32)[:, None] if t.per_token and kernel == "forward" else None,
+        h_t=compat.in_hbm(p.h.T, interpret) if p.head.layout == "hv" and kernel == "dhead" else None,
+    )
+    count = jnp.asarray(p.n if n_live is None else n_live, jnp.int32).reshape((1,))
+    return Launch(spec, operands, count)
+
+
+def compiler_params(spec: Spec) -> pltpu.CompilerParams:
+    """Of a two-dimensional grid that sums along its second dimension."""
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=spec.tiles.vmem_limit)
+
+
+def sweep_blocks(k: Launch, rows: int = 1) -> Operands:
+    """Block specs of the kernels whose grid is (token tile, vocabulary tile); ``rows`` coefficients per token."""
+    spec, width = k.spec, k.operands.h.shape[1]
+    tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
+
+    def token(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return spec.readable(i, n_live), 0
+
+    def column(i: Any, j: Any, n_live: Any) -> Any:
+        return j if spec.all_live else jnp.where(spec.live(i, n_live), j, spec.vocab_steps - 1)
+
+    def head_vh(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return column(i, j, n_live), 0
+
+    def head_hv(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return 0, column(i, j, n_live)
+
+    # Changes once per token tile: a second buffer would hide a few microseconds and cost megabytes.
+    once = pl.Buffered(1)
+    per_token, vh = pl.BlockSpec((tokens, 1), token), spec.layout == "vh"
+    return k.operands.blocks(
+        scalars=pl.BlockSpec(memory_space=pltpu.SMEM),
+        h=pl.BlockSpec((tokens, width), token, pipeline_mode=once),
+        weight=pl.BlockSpec((vocab, width), head_vh) if vh else pl.BlockSpec((width, vocab), head_hv),
+        targets=per_token,
+        bias=pl.BlockSpec((1, vocab), head_hv),
+        temperature=per_token,
+        floor=per_token,
+        token=pl.BlockSpec((tokens, rows), token),
+    )
+
+
+# -- inside a kernel ---------------------------------------------------------------------------------------------------
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Matmul with float32 accumulation; float32 operands in full precision.
+
+    The precision is always said: ``None`` takes up ``jax_default_matmul_precision``, and no kernel lowers a 16-bit
+    matmul of another precision than the default.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rounded(spec: Spec, x: Array) -> Array:
+    """Logits as float32 numbers, rounded to ``logits_dtype``."""
+    return x if spec.logits_dtype == jnp.float32 else x.astype(spec.logits_dtype).astype(jnp.float32)
+
+
+def raw_logits(spec: Spec, refs: Operands, w: Array) -> Array:
+    """``x [tokens, width]`` of the columns ``w`` from the block's first on."""
+    x = dot(refs.h[...], w, (1, 1 - spec.axis))
+    if refs.bias is not None:
+        x = x + refs.bias[:, : x.shape[1]]
+    return rounded(spec, x)
+
+
+def head_tile(spec: Spec, w_ref: Any, width: int) -> Array:
+    """The first ``width`` columns of the vocabulary in the block of the head."""
+    if width == spec.tiles.vocab:
+        return w_ref[...]
+    return w_ref[:width, :] if spec.layout == "vh" else w_ref[:, :width]
+
+
+def clear_outside(spec: Spec, w_ref: Any, width: int) -> None:
+    """Zero the columns of the last block beyond ``vocab_size``: what lies there is not ours, and 0 * NaN is NaN."""
+    w = head_tile(spec, w_ref, width)
+    kept = lax.broadcasted_iota(jnp.int32, w.shape, spec.axis) < spec.tail
+    cleared = jnp.where(kept, w, jnp.zeros((), w.dtype))
+    if spec.layout == "vh":
+        w_ref[:width, :] = cleared
+    else:
+        w_ref[:, :width] = cleared
+
+
+def clear_dead(ref: Any, axis: int, kept: Any) -> None:
+    """Zero the tokens of a block from ``kept`` on: dead ones may hold anything, and a block may end after the array."""
+    inside = lax.broadcasted_iota(jnp.int32, ref.shape, axis) < kept
+    ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
+
+
+def over_vocabulary(spec: Spec, live: Any, step: Any) -> None:
+    """``step(width, masked)`` at this grid step of a sweep over the vocabulary: whole tiles, and the last, narrower
+    one; ``masked`` if it holds columns that do not count."""
+    j, last = pl.program_id(1), spec.vocab_steps - 1
+    if spec.tail == spec.tiles.vocab:
+        pl.when(live)(lambda: step(spec.tiles.vocab, False))
+        return
+    if last > 0:
+        pl.when(live & (j < last))(lambda: step(spec.tiles.vocab, False))
+    pl.when(live & (j == last))(lambda: step(spec.tail_width, spec.tail % LANES != 0))
+
+
+def column_ids(x: Array, axis: int = 1) -> Array:
+    """Column numbers within a tile of logits."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, axis)

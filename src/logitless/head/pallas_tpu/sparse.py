@@ -1,0 +1,170 @@
+"""The sparse backward on TPU: columns out of the forward sweep, gradients over one set of columns for all tokens.
+
+With M one matmul over all tokens and columns, and K active columns:
+
+    look       logits of 128 rows, all columns: are nearly all rows flat? Then the exact kernels, as without all this.
+    forward    statistics and column maxima by one sweep (M), no logits in HBM (``forward.py``)
+    columns    the threshold on the maxima that costs least, judged by those 128 rows (``sparse_columns.py``)
+    backward   slab by slab of the K columns: x, dx, dh, a slab of dW, and the mass that each row keeps (3 M K / V)
+    hard rows  those that leave out more than the tolerance: dH and dW by the exact kernels (4 matmuls each)
+
+One set for all tokens, where ``head/sparse.py`` has one per chunk. XLA's TPU compiler carries out a scatter into dW by
+streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V = 151936, an
+estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
+
+    dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by one scatter
+            inactive:  the sum over the hard rows, by the exact kernel, rounded once
+    dH[t] = hard:      the exact kernel's;    else:  the sum over the active columns, and the mean row's part
+
+so nothing is added twice and no float32 dW exists. On 8192 tokens of ``bench.realistic`` (V = 151936) columns and hard
+rows cost 0.52 M after the forward sweep (benchmarks/tpu_sparse_estimate.py); sets of 2048 tokens each, from exact
+probabilities, would cost 15 % less.
+
+Uncoupled objectives have their gradients in the forward pass, where the cotangents follow from the statistics:
+1 + 3 K/V matmuls a token, 4 a hard row, and the exact kernels (4) if the look shows flat logits. Other cotangents come
+later: 1 + K/V in the forward pass (the report's masses), 3 K/V in the backward pass, 4 a hard row, which is every row
+if the logits are flat.
+
+The mass left out is ``1 - sum of p over the active columns``, good to ``MASS_ERROR``: rows count as hard that much
+earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels.
+
+Bytes beside those of the exact kernels: ``[K limit, H]`` of dW's rows, a slab of the head, of x, dx and dW, ``[N, H]``
+float32 of dH, ``[128, V]`` float32 of the look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.backend import Cost, Way
+from logitless.head.columns import Rule
+from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
+from logitless.head.pallas_tpu.backend import PallasTpu, cost_of
+from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows, tpu_rule
+from logitless.head.report import SparseReport, blank_report
+from logitless.head.slabs import without
+from logitless.head.sparse import in_words
+from logitless.problem import Gradients, Head, Loss, Problem, Wanted
+from logitless.stats import StatCotangents, TokenStats
+from logitless.tokens import front
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSparse:
+    """A backend around the exact one: the same statistics, a sparse backward. ``p.live`` is the loss's mask, or
+    ``None`` where every token is live."""
+
+    own: PallasTpu
+
+    name: ClassVar[str] = PallasTpu.name
+    kernels: ClassVar[str | None] = PallasTpu.kernels
+    in_forward: ClassVar[bool] = True
+    on_mesh: ClassVar[bool] = False
+
+    def check(self, p: Problem, columns_apart: bool) -> None:
+        """What the kernels serve, of a ``[V, H]`` head, with float32 logits."""
+        self.own.check(p, columns_apart)
+        if p.head.layout != "vh":
+            raise NotImplementedError(
+                "its sparse backward gathers rows of a [V, H] head; the columns of an [H, V] head would be gathered "
+                "one element at a time (give the head as [V, H], or sparse_backward='off')"
+            )
+        if jnp.dtype(p.call.logits_dtype) != jnp.float32:
+            raise NotImplementedError(
+                f"its sparse backward needs logits_dtype='float32', not {jnp.dtype(p.call.logits_dtype).name!r}: the "
+                "mass left out is one minus the mass kept, and no logits are stored, so that narrower ones would save "
+                "nothing"
+            )
+
+    def describe(self, p: Problem, way: Way) -> Cost:
+        """How much it saves depends on the data."""
+        rule, late = tpu_rule(p.head.vocab), not way.in_forward
+        words = (
+            "statistics and column maxima by one sweep, then the backward over the K active columns of all tokens, "
+            f"which leave at most {in_words(way.mass)} of a row's mass out (rows that would leave out more: dH and dW "
+            f"by the exact kernels); exact kernels where a few rows show flat logits, or K > {rule.most:,}"
+        )
+        matmuls = f"1 + {4 if late else 3} K/V, 4 a hard row, {5 if late else 4} if flat (1 without a gradient)"
+        exact = cost_of(p, ("token_stats", "dhidden", "dhead"))
+        return dataclasses.replace(
+            exact,
+            way=words,
+            matmuls=matmuls,
+            bytes_moved=f"{exact.bytes_moved} at most (dhidden and dhead by the hard rows)",
+            tiles={**exact.tiles, "slab": rule.slab, "chunk": min(p.n, slabs.CHUNK)},
+        )
+
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
+        """Those of the exact backend."""
+        return self.own.statistics(p)[0], blank_report(p.n)
+
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Active]:
+        """The residual are the active columns."""
+        rule = _rule(p, want)
+        counts = jnp.ones(p.targets.shape, bool) if p.live is None else p.live
+        few = few_rows(p, p.live)
+
+        def dense() -> tuple[TokenStats, SparseReport, Active]:
+            none = sparse_columns.no_columns(rule, p.head.vocab)
+            return self.own.statistics(p)[0], _all_dense(p.head, counts), none
+
+        def sparse() -> tuple[TokenStats, SparseReport, Active]:
+            out, maxima = self._statistics_and_maxima(p, counts)
+            active = choose_columns(rule, p, maxima, counts, few, None)
+            _, report = slabs.gradients(rule, Wanted(False, False), p, counts, out, None, active)
+            return out, report, active
+
+        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), dense, sparse)
+
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Active, only_logp: bool
+    ) -> Gradients:
+        moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
+        return slabs.gradients(_rule(p, want), want, p, moving, out, g, residual)[0]
+
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
+        rule, counts = _rule(p, want), loss.may_move()
+        few = few_rows(p, counts)
+
+        def cotangents(out: TokenStats) -> StatCotangents:
+            g = loss.cotangents(out)
+            return g if p.live is None else without(g, ~p.live)
+
+        def exact() -> tuple[TokenStats, SparseReport, Gradients]:
+            out, _, direction = self.own.forward(p, want)
+            g = cotangents(out)
+            grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
+            return out, _all_dense(p.head, g.any_nonzero()), grads
+
+        def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
+            out, maxima = self._statistics_and_maxima(p, counts)
+            g = cotangents(out)
+            active = choose_columns(rule, p, maxima, counts, few, jax.tree.map(lambda x: x[few.at], g))
+            grads, report = slabs.gradients(rule, want, p, g.any_nonzero(), out, g, active)
+            return out, report, grads
+
+        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), exact, sparse)
+
+    def _statistics_and_maxima(self, p: Problem, counts: Array) -> tuple[TokenStats, Array]:
+        """Statistics of the live tokens, and the column maxima of those that ``counts``."""
+        f = front(p.live)
+        floor = f.take(sparse_columns.lse_floor(p, counts))
+        stats, maxima = kernels.token_stats_and_maxima(f.problem(p), f.count, floor)
+        return jax.tree.map(f.put_back, stats), maxima
+
+
+def _rule(p: Problem, want: Wanted) -> Rule:
+    """The exact kernel that makes dW makes dbias, too."""
+    return tpu_rule(p.head.vocab, max(int(want.hidden) + int(want.weight or want.bias), 1))
+
+
+def _all_dense(head: Head, moving: Array) -> SparseReport:
+    """The report of a backward pass by the exact kernels."""
+    zero, one = jnp.float32(0), jnp.int32(1)
+    nothing = jnp.zeros(moving.shape, jnp.float32)
+    return SparseReport(nothing, moving, jnp.zeros_like(moving), one, one, zero, jnp.float32(head.vocab))

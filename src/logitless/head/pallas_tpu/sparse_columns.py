@@ -1,0 +1,152 @@
+"""Which vocabulary columns carry the gradient, on TPU: from the forward sweep's column maxima and a look at 128 rows.
+
+    b_t    a lower bound of lse_t: its target's logit (:func:`lse_floor`), then the sweep's running logsumexp
+    m_v    max over the tokens that count of z_tv - b_t, an upper bound of the column's largest log-probability
+    a column is active at threshold e if m_v > log e, or if it is the target of a token that counts
+    u_tj   mass outside the columns active at threshold e_j, for the few rows, from all of their logits
+    the threshold that costs least is taken: columns for all rows, and rows whose u_tj misses the tolerance
+
+A bound that is too low makes the active set larger, never wrong; and what a set leaves out is computed for every row
+(``sparse.py``). Before the sweep the few rows tell whether it is worth it at all (:func:`exact_is_cheaper`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from logitless import rows
+from logitless.head import columns as columns_of
+from logitless.head.columns import HARD_ROW_COST, Rule
+from logitless.head.linear import raw_logits
+from logitless.head.slabs import misses
+from logitless.problem import Problem
+from logitless.pytree import register
+from logitless.rows import column_ids, transformed, valid_targets
+from logitless.stats import StatCotangents, TokenStats
+from logitless.tokens import front
+from logitless.transform import forward
+
+MASS_ERROR = 2.0**-15
+"""By how much the mass kept may be off: logits recomputed by another matmul differ by some 1e-5 at |z| = 30. Rows must
+stay within the tolerance by that much."""
+
+LEAST_TOLERANCE = 2.0**-12
+"""Below it that would be too large a part."""
+
+FEW = 128
+"""Rows that are looked at first, and that choose the threshold."""
+
+
+def tpu_rule(vocab: int, backward: int = 2) -> Rule:
+    """For one set of columns for all tokens; ``backward``: 2, or 1 with a frozen head. A column has its logits made
+    again, a hard row each of the exact kernels.
+
+    Thresholds are higher than those of ``columns.chunk_rule``: one set for all tokens has more columns, and the bounds
+    of the forward sweep are above the probabilities.
+    """
+    slab = min(columns_of.slab_width(vocab), 2048)
+    return Rule(
+        thresholds=(2.0**-1, 2.0**-2, 2.0**-3, 2.0**-4, 2.0**-5, 2.0**-6, 2.0**-8),
+        per_column=1 + backward,
+        per_hard_row=2 * backward * HARD_ROW_COST,
+        dense=2 * backward,
+        slab=slab,
+        most=columns_of.most_columns(vocab, slab),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Few:
+    """Some of the rows that count, and all of their logits."""
+
+    at: Array  # [FEW] int32: which rows
+    p: Problem  # theirs
+    x: Array  # [FEW, V] float32
+    stats: TokenStats
+
+
+def few_rows(p: Problem, counts: Array | None) -> Few:
+    """Rows evenly spaced over those where ``counts [N]`` is true."""
+    f = front(counts)
+    total = jnp.int32(p.n) if f.count is None else f.count
+    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
+    at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+    few = p.rows(lambda a: a[at])
+    x = raw_logits(few.h, few.head, jnp.dtype(jnp.float32))
+    return Few(at, few, x, rows.statistics(x, few))
+
+
+def surely_hard(rule: Rule, few: Few) -> Array:
+    """``[FEW]``: rows that leave out more than the tolerance whichever columns are kept, if not more than
+    ``rule.most``.
+
+    A row that keeps every probability from e on, and fills up with others below e, leaves out at least
+    ``sum of p below e - e (columns left to fill)``, for any e.
+    """
+    s, vocab_size = few.stats, few.p.call.vocab_size
+    z = transformed(few.x, few.p.transform.column(), vocab_size, column_ids(few.x.shape[1]))
+    probability = jnp.exp((z - s.max_logit[:, None]) + s.max_logp[:, None])
+    least = jnp.zeros_like(s.lse)
+    for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
+        e = 2.0**-k / vocab_size
+        below = probability < e
+        room = jnp.maximum(rule.most - jnp.sum(~below, axis=1), 0)
+        least = jnp.maximum(least, jnp.sum(jnp.where(below, probability, 0.0), axis=1) - e * room)
+    assert few.p.tolerance is not None
+    return ~(least <= few.p.tolerance)
+
+
+def exact_is_cheaper(rule: Rule, few: Few) -> Array:
+    """Whether the exact kernels cost no more than a sweep and the hard rows alone."""
+    hard, tolerance = jnp.mean(surely_hard(rule, few).astype(jnp.float32)), few.p.tolerance
+    assert tolerance is not None
+    return (1 + rule.cost(0, hard) >= rule.dense) | (tolerance < LEAST_TOLERANCE)
+
+
+def lse_floor(p: Problem, counts: Array) -> Array:
+    """``[N]``: the target's logit, below which the logsumexp cannot be; infinite for tokens that do not count."""
+    y = jnp.clip(p.targets, 0, p.call.vocab_size - 1)
+    w_y = p.head.weight.at[y].get(mode="promise_in_bounds")
+    x_y = jnp.sum(p.h.astype(jnp.float32) * w_y.astype(jnp.float32), axis=1)
+    if p.head.bias is not None:
+        x_y = x_y + p.head.bias.astype(jnp.float32)[y]
+    z_y = forward(x_y, p.transform)
+    return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (z_y < jnp.inf), z_y, jnp.inf)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Active:
+    """The active columns of all tokens."""
+
+    index: Array  # [most] int32, ascending; beyond the vocabulary from ``count`` on
+    count: Array  # () int32; 0 if dense
+    dense: Array  # () bool: too many columns, or too many rows that miss the tolerance
+
+
+def no_columns(rule: Rule, vocab: int) -> Active:
+    """What there is where nobody has looked for columns."""
+    return Active(vocab + jnp.arange(rule.most, dtype=jnp.int32), jnp.int32(0), jnp.asarray(True))
+
+
+def choose_columns(rule: Rule, p: Problem, maxima: Array, counts: Array, few: Few, g: StatCotangents | None) -> Active:
+    """The active columns: those whose ``maxima [vocab_size]`` are above the threshold that costs least, and the
+    targets of the tokens where ``counts [N]`` is true. ``g`` are the cotangents of the few rows, ``None`` where they
+    are not known yet."""
+    assert p.tolerance is not None
+    vocab_size, width = p.call.vocab_size, max(p.head.vocab, rule.most)
+    maxima = jnp.pad(maxima, (0, width - maxima.size), constant_values=-jnp.inf)
+    own = jnp.where(counts & valid_targets(p.targets, vocab_size), p.targets, width)
+    level, number = rule.levels(maxima.at[own].set(jnp.inf, mode="drop"), p.tolerance)
+    miss = misses(p.tolerance, few.stats, g, vocab_size)
+    moves = jnp.ones(few.at.shape, bool) if g is None else g.any_nonzero()
+    mass = columns_of.masses(rule, few.x, few.p, few.stats, level[: p.head.vocab])
+    hard = jnp.stack([jnp.sum(moves & miss(m + MASS_ERROR)) for m in mass]) / jnp.maximum(jnp.sum(moves), 1)
+    best, dense = rule.cheapest(number, hard, vocab_size)
+    ids = jnp.arange(width, dtype=jnp.int32)
+    # Sorted, since a scatter of V numbers is slow on this chip.
+    index = jnp.sort(jnp.where((level <= best) & ~dense, ids, width + ids))[: rule.most]
+    return Active(index, jnp.where(dense, 0, number[best]), dense)

@@ -1,0 +1,8 @@
+"""Logits-level kernels for Hopper GPUs (Pallas Mosaic GPU).
+
+backend    what is launched on which problem, and the rule for its tiles
+kernels    the three kernels
+tiles      how a row is worked on: copies, patches, the two sweeps
+layout     where rows lie in memory, and how they are cut into tiles
+scalars    the maths of a row's statistics inside a kernel
+"""

@@ -1,0 +1,246 @@
+"""Logits-level kernels for Hopper GPUs: what is launched on which problem.
+
+    token_stats        statistics; the logits are read once
+    dlogits            gradient from given cotangents; one read, one write
+    stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
+
+The maths is in ``stats.py`` and ``transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py`` how one is
+worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is false are
+not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless.compat import gpu_interpreter, mosaic_gpu_reason
+from logitless.logits.chunked import Chunked
+from logitless.logits.mosaic_gpu import kernels
+from logitless.logits.mosaic_gpu.kernels import STAT_FIELDS, Operands, Shared
+from logitless.logits.mosaic_gpu.layout import Shape, Tiles
+from logitless.objectives.token_program import TokenProgram
+from logitless.problem import LogitsProblem
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SHARED_BYTES = 216 * 1024  # of the 227 KiB a Hopper block may have; the rest holds barriers and reductions
+_BARRIERS = 32  # a Mosaic barrier array holds at most this many
+_INT32 = 2**31 - 1
+_WARPGROUPS = 4  # 512 threads of 128 registers: no kernel spills in its loops
+_TILE_BYTES = 8192
+_LANES = 512
+_BLOCKS = 132  # streaming multiprocessors of an H100 or H200
+
+
+def tiles_for(n: int, v: int, dtype: Any) -> Tiles:
+    """The rule: four warpgroups, 8 KiB tiles, a ring of three slots, as many slots as shared memory holds.
+
+    On an H200 at (4096, 151936) bfloat16 that takes 1.03 times a plain copy; two warpgroups 1.22, 6 KiB tiles 1.07
+    (docs/benchmarks.md). Vocabularies of fewer than eight tiles get smaller ones, down to ``_LANES`` columns, so that
+    each warpgroup has two: one is swept while the other is copied.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = max(_TILE_BYTES // itemsize, _LANES)
+    while columns > _LANES and -(-v // columns) < 2 * _WARPGROUPS:
+        columns //= 2
+    return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize)
+
+
+def fitted(t: Tiles, n: int, v: int, itemsize: int) -> Tiles:
+    """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are.
+
+    Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row.
+    """
+    shape = Shape(n, v, v, 16 // itemsize)
+    while not shape.suits(t):
+        t = dataclasses.replace(t, columns=t.columns + t.lanes)
+    tiles = shape.tiles(t)
+    t = dataclasses.replace(t, warpgroups=min(t.warpgroups, tiles))
+    room = _SHARED_BYTES - (t.warpgroups - 1) * 16 * t.lanes
+    slots = min(t.slots, room // (t.warpgroups * t.columns * itemsize), _BARRIERS // t.warpgroups)
+    slots = max(min(slots, -(-tiles // t.warpgroups)), 1)
+    ring = max(min(t.ring, slots // 2), 1)
+    return dataclasses.replace(t, slots=slots, ring=ring, blocks=min(t.blocks, n))
+
+
+def check(n: int, v: int, dtype: Any, platform: str = "gpu", interpret: bool = False) -> None:
+    """Raise ``NotImplementedError`` with the reason where these kernels cannot run."""
+    name = jnp.dtype(dtype).name
+    why = mosaic_gpu_reason()
+    if why is not None:
+        raise NotImplementedError(f"mosaic_gpu: {why}")
+    if name not in _DTYPES:
+        raise NotImplementedError(f"mosaic_gpu: logits are {name}; it takes {', '.join(_DTYPES)}")
+    if platform not in ("gpu", "cuda") and not interpret:
+        raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
+    if n < 1 or v < 1:
+        raise NotImplementedError(f"mosaic_gpu: logits [{n}, {v}] are empty")
+    shape = Shape(n, v, v, 16 // jnp.dtype(dtype).itemsize)
+    if shape.ragged and v < 4 * shape.unit:
+        raise NotImplementedError(f"mosaic_gpu: rows of {v} {name} logits are shorter than the 64 bytes it needs")
+    if not shape.group and n * v > _INT32:
+        raise NotImplementedError(
+            f"mosaic_gpu: {n} rows of {v} {name} logits are more than 2^31 logits whose rows start between multiples "
+            f"of 16 bytes (a vocabulary, or a number of rows, that is a multiple of {shape.unit} would do)"
+        )
+
+
+def describe(n: int, v: int, dtype: Any) -> dict[str, Any]:
+    """Tiles and bytes moved, for ``explain``."""
+    t = tiles_for(n, v, dtype)
+    itemsize = jnp.dtype(dtype).itemsize
+    size = n * v * itemsize
+    per_group = -(-Shape(n, v, v, 16 // itemsize).tiles(t) // t.warpgroups)
+    return {
+        "columns": t.columns,
+        "warpgroups": t.warpgroups,
+        "slots": t.slots,
+        "blocks": t.blocks,
+        "hbm_bytes": 2 * size,
+        "l2_bytes": size * max(per_group - t.slots, 0) // per_group,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One of the kernels: its body, what it reads beside the problem's arrays, and what it writes."""
+
+    body: Callable[[Operands, Shared], None]
+    given: Sequence[Array] = ()  # [N] or [1] each
+    writes_stats: bool = False
+    writes_logits: bool = False
+
+
+def _tiles(p: LogitsProblem, tiles: Tiles | None) -> Tiles:
+    n, v = p.logits.shape
+    if tiles is None:
+        tiles = tiles_for(n, v, p.logits.dtype)
+        if p.call.interpret:  # a warpgroup that waits holds one of the host's threads, and there may be only two
+            tiles = dataclasses.replace(tiles, warpgroups=min(tiles.warpgroups, 2))
+    return fitted(tiles, n, v, p.logits.dtype.itemsize)
+
+
+def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Array], Array | None]:
+    """Run a kernel over ``logits [N, V]``; ``(statistics, dlogits)``, empty and ``None`` where it writes none."""
+    n, v = p.logits.shape
+    dtype, interpret = p.logits.dtype, p.call.interpret
+    in_place = p.call.donate and k.writes_logits
+    t, shape = _tiles(p, tiles), Shape(n, v, p.call.vocab_size, 16 // dtype.itemsize)
+    viewed = p.logits.reshape(shape.view)
+    numbers = {key: x for key, x in dataclasses.asdict(p.transform).items() if x is not None}
+    transform = [jnp.asarray(x, jnp.float32).reshape(-1) for x in numbers.values()]
+    flags = [] if p.live is None else [p.live.astype(jnp.int32)]
+    inputs = [p.targets.astype(jnp.int32), *flags, *transform, *k.given]
+    outputs = [jax.ShapeDtypeStruct((n,), jnp.float32)] * (len(STAT_FIELDS) if k.writes_stats else 0)
+    if k.writes_logits and not in_place:
+        outputs.append(jax.ShapeDtypeStruct(shape.view, dtype))
+
+    def kernel(x: Any, *refs: Any) -> None:
+        refs_in, rest = refs[: len(inputs)], refs[len(inputs) :]
+        refs_out, refs_scratch = rest[: len(outputs)], rest[len(outputs) :]
+        at = iter(refs_in)
+        operands = Operands(
+            shape=shape,
+            tiles=t,
+            x=x,
+            targets=next(at),
+            live=next(at) if flags else None,
+            transform=LogitTransform(**{key: next(at) for key in numbers}),
+            out=(x if in_place else refs_out[-1]) if k.writes_logits else None,
+            stats=tuple(refs_out[: len(STAT_FIELDS)]) if k.writes_stats else (),
+            given=tuple(at),
+        )
+        k.body(operands, Shared(*refs_scratch))
+
+    launch = plgpu.kernel(
+        kernel,
+        out_type=tuple(outputs),
+        scratch_types=kernels.scratch(t, dtype, k.writes_stats),
+        grid=(t.blocks,),
+        grid_names=("block",),
+        num_threads=t.warpgroups if t.warpgroups > 1 else None,
+        thread_name="wg" if t.warpgroups > 1 else None,
+        compiler_params=plgpu.CompilerParams(
+            # See tiles.Power. The approximate tanh is good to 2^-11 only: a softcap takes the library's.
+            approx_math=dtype.itemsize < 4 and p.transform.softcap is None,
+            # The kernels place their own barriers: a slot is read and written by the same threads.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=gpu_interpreter() if interpret is True else (interpret or None),
+    )
+    if in_place:
+        ref = jax.new_ref(viewed)
+        results = launch(ref, *inputs)
+        return list(results or ()), jax.freeze(ref).reshape(n, v)
+    results = list(launch(viewed, *inputs))
+    return (results[:-1], results[-1].reshape(n, v)) if k.writes_logits else (results, None)
+
+
+def _as_stats(values: Sequence[Array]) -> TokenStats:
+    fields = dict(zip(STAT_FIELDS, values, strict=True))
+    return TokenStats(**{**fields, "is_top1": fields["is_top1"] > 0})
+
+
+def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
+    """Statistics of ``logits [N, V]``, each ``[N]``; see ``logitless.logits`` for the contract."""
+    values, _ = _launch(p, Kernel(kernels.statistics, writes_stats=True), tiles)
+    return _as_stats(values)
+
+
+def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
+    """``[N, V]`` gradient in the dtype of the logits; rows whose cotangents are all zero are not read either."""
+    moving = g.any_nonzero() if p.live is None else p.live & g.any_nonzero()
+    known = [getattr(stats, f).astype(jnp.float32) for f in STAT_FIELDS]
+
+    def body(o: Operands, sm: Shared) -> None:
+        count = len(STAT_FIELDS)
+        kernels.gradient(dataclasses.replace(o, stats=o.given[:count], given=o.given[count:]), sm)
+
+    kernel = Kernel(body, [*known, g.logp, g.entropy, g.lse], writes_logits=True)
+    _, out = _launch(dataclasses.replace(p, live=moving), kernel, tiles)
+    assert out is not None
+    return out
+
+
+def stats_and_dlogits(p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
+    """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel."""
+    body = functools.partial(kernels.both, count=len(program.scalars), run=program.run)
+    given = [*(s.reshape(1) for s in program.scalars), *program.columns]
+    values, out = _launch(p, Kernel(body, given, writes_stats=True, writes_logits=True), tiles)
+    assert out is not None
+    return _as_stats(values), out
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpu(Chunked):
+    """The passes by kernels; a shard of the vocabulary it does not have."""
+
+    name: ClassVar[str] = "mosaic_gpu"
+    kernels: ClassVar[str | None] = "gpu"
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        if columns_apart:
+            raise NotImplementedError("it has no vocabulary-parallel form yet")
+        check(p.n, p.logits.shape[-1], p.logits.dtype)
+
+    def tiles(self, p: Any) -> dict[str, Any]:
+        return describe(p.n, p.logits.shape[-1], p.logits.dtype)
+
+    def token_stats(self, p: LogitsProblem) -> TokenStats:
+        return token_stats(p)
+
+    def dlogits(self, p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
+        return dlogits(p, stats, g)
+
+    def stats_and_dlogits(self, p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
+        return stats_and_dlogits(p, program)

@@ -1,0 +1,392 @@
+"""The three Mosaic GPU row kernels: statistics, dlogits, and both from one read of the logits.
+
+``tiles.py`` says how a row is cut up. HBM bytes: ``statistics`` reads the logits once; ``gradient`` reads
+and writes them once; ``both`` reads them once and writes dlogits once, and reads the part of a row that does not fit
+into shared memory a second time, from L2. No matmuls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless import stats as st
+from logitless import transform as tr
+from logitless.compat import gpu_load
+from logitless.logits.mosaic_gpu import scalars as scalar
+from logitless.logits.mosaic_gpu.layout import Shape, Tiles
+from logitless.logits.mosaic_gpu.tiles import (
+    Coefficients,
+    Lanes,
+    Slots,
+    Sweep,
+    clear_dead_rows,
+    coefficients,
+    next_row,
+    row_sums,
+)
+from logitless.stats import StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+
+_NOWHERE = -64  # a column left of every place of a row's first tile
+STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A row's target."""
+
+    label: Array  # as it was given; it may name no column
+    hide: Array  # its column; one left of every tile where there is none
+    x: Array  # its raw logit
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """References of a kernel in global memory, and how it cuts them up.
+
+    ``[N]`` or, for numbers, ``[1]`` arrays; ``live`` is int32.
+    """
+
+    shape: Shape
+    tiles: Tiles
+    x: Any
+    targets: Any
+    live: Any | None
+    transform: LogitTransform
+    out: Any | None
+    stats: tuple[Any, ...]  # written by the kernel, or read by ``gradient``, in the order of STAT_FIELDS
+    given: tuple[Any, ...]  # whatever else it reads
+
+    def transform_at(self, row: Array) -> LogitTransform:
+        def at(ref: Any | None) -> Array | None:
+            return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
+
+        given = self.transform
+        return LogitTransform(at(given.temperature), at(given.softcap), at(given.scale))
+
+    def label_at(self, row: Array) -> Array:
+        """The row's target as it was given; of the last row for one behind it."""
+        return self.targets[jnp.minimum(row, self.shape.rows - 1)]
+
+    def target_at(self, row: Array, label: Array) -> Target:
+        """The target ``label`` of a row; one outside the vocabulary hides nothing."""
+        valid = jnp.logical_and(label >= 0, label < self.shape.vocab)
+        hide, read = jnp.where(valid, label, _NOWHERE), jnp.where(valid, label, 0)
+        return Target(label, hide, self.x[self.shape.place(row, read)])
+
+    def next_row(self, row: Array) -> Array:
+        """The next live row of this block."""
+        return next_row(row, self.live, self.shape.rows, self.tiles.blocks)
+
+    def first_row(self) -> Array:
+        """The first live row of this block."""
+        return self.next_row(lax.axis_index("block") - self.tiles.blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory: tiles, other warpgroups' sums, a row's coefficients; and the barriers of each."""
+
+    buf: Any
+    lanes: Any
+    row: Any
+    full: Any
+    gathered: Any
+    ready: Any
+
+    def slots(self, o: Operands) -> Slots:
+        """What tiles are copied from and into."""
+        return Slots(o.shape, o.tiles, o.x, self.buf, self.full)
+
+
+def scratch(t: Tiles, dtype: Any, sums: bool) -> list[Any]:
+    """Allocations behind :class:`Shared`, in its order."""
+    others = max(t.warpgroups - 1, 1)
+    lanes = t.lanes if sums and t.warpgroups > 1 else 128
+    return [
+        plgpu.SMEM((t.warpgroups * t.slots, t.columns), dtype),
+        plgpu.SMEM((others, 4, lanes), jnp.float32),
+        plgpu.SMEM((8,), jnp.float32),
+        plgpu.Barrier(num_barriers=t.warpgroups * t.slots),
+        plgpu.Barrier(num_arrivals=others),
+        plgpu.Barrier(),
+    ]
+
+
+def _rows(o: Operands, body: Callable[[Array, Array, Array, Array], None]) -> None:
+    """``body(row, label, next row, rows so far)`` for this block's live rows; the next label is fetched early."""
+    first = o.first_row()
+
+    def step(c: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        row, label, n = c
+        after = o.next_row(row)
+        label_after = o.label_at(after)
+        body(row, label, after, n)
+        return after, label_after, n + 1
+
+    lax.while_loop(lambda c: c[0] < o.shape.rows, step, (first, o.label_at(first), jnp.int32(0)))
+
+
+def _loop(count: Array, body: Callable[[Array], None]) -> None:
+    def step(j: Array, carry: None) -> None:
+        body(j)
+
+    lax.fori_loop(jnp.int32(0), count, step, None)
+
+
+def _ring(shape: Shape, t: Tiles) -> tuple[Array, int]:
+    """``(slots, lag)`` of a ring that runs on across rows: no more slots than any warpgroup has tiles."""
+    slots = max(min(t.slots, shape.tiles(t) // t.warpgroups), 1)
+    return jnp.int32(slots), min(t.lag, slots - 1)
+
+
+def _finish_row(
+    o: Operands,
+    sm: Shared,
+    sweep: Sweep,
+    sums: Lanes,
+    target: Target,
+    cotangents: Callable[[TokenStats], StatCotangents] | None = None,
+) -> None:
+    """Warpgroup 0 adds everybody's lanes up, writes the statistics and puts the row's coefficients into ``sm.row``."""
+    wgs = sweep.t.warpgroups
+
+    def lead() -> None:
+        parts = [sums]
+        if wgs > 1:
+            plgpu.barrier_wait(sm.gathered)
+            for i in range(wgs - 1):
+                parts.append(Lanes(*(gpu_load(sm.lanes.at[i, q], sweep.layout) for q in range(4))))
+        z_y = scalar.run(tr.forward, target.x, sweep.transform)
+        to_z = (lambda m: scalar.run(tr.forward, m, sweep.transform)) if sweep.folded else (lambda m: m)
+        sums_, top = row_sums(parts, sweep.k, sweep.power, z_y, to_z)
+        valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
+        stats = scalar.run(st.finish, sums_, valid)
+        for ref, name in zip(o.stats, STAT_FIELDS, strict=True):
+            value = getattr(stats, name)
+            ref[sweep.row] = jnp.where(value, 1.0, 0.0) if value.dtype == jnp.bool_ else value
+        if cotangents is not None:
+            centre = jnp.where(z_y >= sums_.maximum, target.x if sweep.folded else z_y, top)
+            c = coefficients(sweep, stats, cotangents(stats), target.x, centre)
+            for q, value in enumerate(c.leaves()):
+                sm.row[q] = value
+        if wgs > 1:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(sm.ready)
+
+    def follow() -> None:
+        for q, v in enumerate(sums.leaves()):
+            sm.lanes[sweep.w - 1, q] = v
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(sm.gathered)
+        plgpu.barrier_wait(sm.ready)
+
+    if wgs > 1:
+        lax.cond(sweep.w == 0, lead, follow)
+    else:
+        lead()
+        plgpu.commit_smem()
+
+
+def _meet(sm: Shared, sweep: Sweep) -> None:
+    """Warpgroups leave the kernel together: nobody's barriers go away while another still waits on its own."""
+
+    def lead() -> None:
+        plgpu.barrier_wait(sm.gathered)
+        plgpu.barrier_arrive(sm.ready)
+
+    def follow() -> None:
+        plgpu.barrier_arrive(sm.gathered)
+        plgpu.barrier_wait(sm.ready)
+
+    if sweep.t.warpgroups > 1:
+        lax.cond(sweep.w == 0, lead, follow)
+
+
+def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
+    """Refill the slots of the last ``lag`` copies out."""
+    for i in range(lag):
+        plgpu.wait_smem_to_gmem(lag - 1 - i, wait_read_only=True)
+        q = last - lag + i
+        pl.when(q >= 0)(functools.partial(refill, q))
+
+
+def statistics(o: Operands, sm: Shared) -> None:
+    """One sweep over a plain ring of slots that runs on across rows."""
+    shape, t = o.shape, o.tiles
+    copies = Sweep(sm.slots(o), LogitTransform())
+    slots, _ = _ring(shape, t)
+    start = o.first_row()
+    pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
+
+    def row(r: Array, label: Array, after: Array, n: Array) -> None:
+        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
+        target = o.target_at(r, label)
+        base = n * sweep.count
+
+        def tile(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+            slot = lax.rem(base + j, slots)
+            sweep.wait(j, slot)
+            sweep.hide_padding(j, slot)
+            sweep.hide_target(j, slot, target.hide)
+            sums = sweep.accumulate(j, slot, Lanes(*leaves), target.hide)
+            plgpu.commit_smem()  # everybody has read the slot
+            further = j + slots
+            inside = further < sweep.count
+            pl.when(inside)(lambda: sweep.load(r, further, slot))
+            pl.when(jnp.logical_and(jnp.logical_not(inside), after < shape.rows))(
+                lambda: sweep.load(after, further - sweep.count, slot)
+            )
+            return sums.leaves()
+
+        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile, Lanes.empty(t.lanes).leaves())
+        _finish_row(o, sm, sweep, Lanes(*sums), target)
+
+    _rows(o, row)
+    pl.when(copies.w == 0)(lambda: clear_dead_rows(copies, None, o.stats, o.live, shape.rows))
+
+
+def gradient(o: Operands, sm: Shared) -> None:
+    """dlogits from statistics and cotangents (``o.given``: those of logp, entropy and lse, each ``[N]``)."""
+    shape, t = o.shape, o.tiles
+    copies = Sweep(sm.slots(o), LogitTransform())
+    slots, lag = _ring(shape, t)
+    start = o.first_row()
+    pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
+
+    def row(r: Array, label: Array, after: Array, n: Array) -> None:
+        transform = o.transform_at(r)
+        # The swept quantity must belong to max_logit, which is a transformed one: nothing is folded here.
+        sweep = Sweep(sm.slots(o), transform, r)
+        sweep.folded, sweep.k = transform.temperature is None and sweep.folded, jnp.float32(sweep.power.unit)
+        target = o.target_at(r, label)
+        s = TokenStats(*(ref[r] for ref in o.stats))
+        g = StatCotangents(*(ref[r] for ref in o.given))
+        c = coefficients(sweep, s, g, target.x, s.max_logit)
+        base = n * sweep.count
+
+        def refill(j: Array) -> None:
+            slot = lax.rem(base + j, slots)
+            further = j + slots
+            inside = further < sweep.count
+            pl.when(inside)(lambda: sweep.load(r, further, slot))
+            pl.when(jnp.logical_and(jnp.logical_not(inside), after < shape.rows))(
+                lambda: sweep.load(after, further - sweep.count, slot)
+            )
+
+        def tile(j: Array) -> None:
+            slot = lax.rem(base + j, slots)
+            sweep.wait(j, slot)
+            sweep.hide_padding(j, slot)
+            sweep.emit(j, slot, c)
+            sweep.put(j, slot, target.hide, c.at_target)
+            plgpu.commit_smem()
+            sweep.store(o.out, r, j, slot)
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            pl.when(j >= lag)(lambda: refill(j - lag))
+
+        _loop(sweep.count, tile)
+        _drain(lag, sweep.count, refill)
+
+    _rows(o, row)
+    plgpu.wait_smem_to_gmem(0)
+    clear_dead_rows(copies, o.out, (), o.live, shape.rows)
+    plgpu.wait_smem_to_gmem(0)
+    _meet(sm, copies)
+
+
+def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Array]]) -> None:
+    """Statistics, the objective's cotangents, and dlogits (``o.given``: ``count`` numbers, then columns ``[N]``).
+
+    Of the ``slots``, ``held`` keep their tile from sweep 1 to sweep 2 and ``ring`` are reused within sweep 1; those
+    hold its last tiles at its end. Sweep 2 goes backwards through the streamed tiles, so that the second reads follow
+    their first reads closely, then through the held tiles.
+    """
+    shape, t = o.shape, o.tiles
+    copies = Sweep(sm.slots(o), LogitTransform())
+    most = -(-shape.tiles(t) // t.warpgroups)
+    held = most if most <= t.slots else t.slots - t.ring
+    ring = 0 if most <= t.slots else t.ring
+    lag = max(min(t.lag, (ring or most) - 1), 0)
+    start = o.first_row()
+    at_once = jnp.minimum(copies.count, t.slots)
+    pl.when(start < shape.rows)(lambda: _loop(at_once, lambda j: copies.load(start, j, j)))
+    numbers = [ref[0] for ref in o.given[:count]]
+
+    def slot_of(j: Array) -> Array:
+        return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
+
+    def row(r: Array, label: Array, after: Array, n: Array) -> None:
+        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
+        target = o.target_at(r, label)
+        own = [ref[r] for ref in o.given[count:]]
+        streamed = jnp.maximum(sweep.count - held, 0)
+
+        def tile_1(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+            slot = slot_of(j)
+            sweep.wait(j, slot)
+            sweep.hide_padding(j, slot)
+            sweep.hide_target(j, slot, target.hide)
+            sums = sweep.accumulate(j, slot, Lanes(*leaves), target.hide)
+            if ring:
+
+                @pl.when(jnp.logical_and(j >= held, j + ring < sweep.count))
+                def _() -> None:
+                    plgpu.commit_smem()  # everybody has read the slot
+                    sweep.load(r, j + ring, slot)
+
+            return sums.leaves()
+
+        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile_1, Lanes.empty(t.lanes).leaves())
+
+        def cotangents(s: TokenStats) -> StatCotangents:
+            g_logp, g_entropy = scalar.run(run, numbers, own, s.logp, s.entropy)
+            return StatCotangents(g_logp, g_entropy, jnp.float32(0.0))
+
+        _finish_row(o, sm, sweep, Lanes(*sums), target, cotangents)
+        c = Coefficients(*(sm.row[q] for q in range(len(Coefficients.__dataclass_fields__))))
+
+        def order(q: Array) -> Array:
+            return jnp.where(q < streamed, sweep.count - 1 - q, q - streamed)
+
+        def refill(q: Array) -> None:
+            j = order(q)
+            slot = slot_of(j)
+            again = q < streamed - ring
+            pl.when(again)(lambda: sweep.load(r, j - ring, slot))
+            pl.when(jnp.logical_and(jnp.logical_not(again), after < shape.rows))(lambda: sweep.load(after, slot, slot))
+
+        def tile_2(q: Array) -> None:
+            j = order(q)
+            slot = slot_of(j)
+            if ring:
+
+                @pl.when(jnp.logical_and(q >= ring, q < streamed))
+                def _() -> None:
+                    sweep.wait(j, slot)
+                    sweep.hide_padding(j, slot)
+
+            lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c), lambda: sweep.clear(slot))
+            sweep.put(j, slot, target.hide, c.at_target)
+            plgpu.commit_smem()
+            sweep.store(o.out, r, j, slot)
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            pl.when(q >= lag)(lambda: refill(q - lag))
+
+        _loop(sweep.count, tile_2)
+        _drain(lag, sweep.count, refill)
+
+    _rows(o, row)
+    plgpu.wait_smem_to_gmem(0)
+    clear_dead_rows(copies, o.out, (), o.live, shape.rows)
+    pl.when(copies.w == 0)(lambda: clear_dead_rows(copies, None, o.stats, o.live, shape.rows))
+    plgpu.wait_smem_to_gmem(0)
+    _meet(sm, copies)

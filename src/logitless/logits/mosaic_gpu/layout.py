@@ -1,0 +1,145 @@
+"""Where the rows of a Mosaic GPU kernel lie in memory, and how they are cut into tiles.
+
+Bulk copies move whole 16-byte words that start at multiples of 16 bytes: ``unit`` logits each. If the width of a row is
+a multiple of the unit, every row starts at such a word. If not (a *ragged* width: 151643, 50257), row ``r`` starts
+``shift = r * width mod unit`` logits behind one, and two neighbouring rows share a word. Then a row is swept from that
+word on: place ``i`` of tile ``k`` holds column ``k C + i - shift``, the places before column 0 and behind the last
+column hold a neighbour's logits and are ignored, and
+
+    loads   move every word that holds a logit of the row (the neighbour may be overwriting its own part meanwhile:
+            nobody looks at it)
+    stores  move the words that hold nothing but this row; the up to ``2 unit - 2`` entries in shared words are stored
+            one by one, each by its own row
+
+So that addresses stay within 31 bits, a ragged array is viewed as ``[rows / group, group width]``, ``group`` being the
+rows after which a row starts at a word again (8 for an odd number of 16-bit logits), or as one flat row where the
+number of rows is no multiple of the group. All views are free: the memory is contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+Number = Array | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Shape of the work; see ``tiles.py``. ``ring`` of the ``slots`` are reused while sweep 1 runs."""
+
+    warpgroups: int
+    columns: int
+    slots: int
+    ring: int
+    lag: int
+    lanes: int
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The problem: ``rows x width`` logits, ``unit`` of them in 16 bytes, whose first ``vocab`` columns count."""
+
+    rows: int
+    width: int
+    vocab: int
+    unit: int
+
+    @property
+    def ragged(self) -> bool:
+        return self.width % self.unit != 0
+
+    @property
+    def group(self) -> int:
+        """Rows of a line of the view; 0 where everything is one flat line."""
+        group = self.unit // math.gcd(self.width, self.unit)
+        return group if self.rows % group == 0 else 0
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape under which the kernel sees the logits."""
+        return (self.rows // self.group, self.group * self.width) if self.group else (self.rows * self.width,)
+
+    @property
+    def remainder(self) -> int:
+        """Logits behind the array's last whole word, which no bulk copy brings."""
+        return self.rows * self.width % self.unit
+
+    def place(self, row: Number, column: Number) -> tuple[Number, ...]:
+        """Index of an entry in the view."""
+        if not self.ragged:
+            return row, column
+        if not self.group:
+            return (row * self.width + column,)
+        group = jnp.int32(self.group)
+        row = jnp.asarray(row, jnp.int32)
+        return lax.div(row, group), lax.rem(row, group) * self.width + column
+
+    def shift(self, row: Number) -> Number:
+        """Places before a row's first logit in its first word."""
+        if not self.ragged:
+            return 0
+        if isinstance(row, int):
+            return row * self.width % self.unit
+        return lax.rem(row * (self.width % self.unit), jnp.int32(self.unit))
+
+    def loaded_end(self, row: Number, shift: Number) -> Number:
+        """The place behind the last word that a row's bulk copies bring."""
+        if not self.ragged:
+            return self.width
+        end = self._down(shift + (self.width + self.unit - 1))
+        return end if not self.remainder else end - self.unit * jnp.where(row == self.rows - 1, 1, 0)
+
+    def stored_end(self, shift: Number) -> Number:
+        """The place behind the last word that holds only this row."""
+        return self._down(shift + self.width) if self.ragged else self.width
+
+    def _down(self, place: Number) -> Number:
+        """The start of a place's word."""
+        if isinstance(place, int):
+            return place // self.unit * self.unit
+        return lax.div(place, jnp.int32(self.unit)) * self.unit
+
+    def loaded_ends(self) -> tuple[int, ...]:
+        """The values that :meth:`loaded_end` takes."""
+        words = self.width // self.unit
+        if not self.ragged:
+            return (self.width,)
+        return tuple(self.unit * w for w in range(words + (0 if self.remainder else 1), words + 3))
+
+    def stored_ends(self) -> tuple[int, ...]:
+        """The values that :meth:`stored_end` takes."""
+        words = self.width // self.unit
+        return (self.unit * words, self.unit * (words + 1)) if self.ragged else (self.width,)
+
+    def tiles(self, t: Tiles) -> int:
+        """Tiles of a row, the same for every shift."""
+        return -(-self.loaded_ends()[-1] // t.columns)
+
+    def last(self, t: Tiles) -> int:
+        """The first place of a row's last tile."""
+        return (self.tiles(t) - 1) * t.columns
+
+    def suits(self, t: Tiles) -> bool:
+        """Whether the last tile holds at least one whole word of every row, loaded and stored."""
+        return min(*self.loaded_ends(), *self.stored_ends()) > self.last(t)
+
+
+def select(value: Number, options: Sequence[int], body: Callable[[int], None]) -> None:
+    """``body(value)`` with a static argument: a branch for each of the ``options``."""
+    first, *rest = options
+    if not rest:
+        body(first)
+    else:
+        lax.cond(value == first, lambda: body(first), lambda: select(value, rest, body))
+
+
+def row_index(place: tuple[Number, ...], size: Any) -> tuple[Any, ...]:
+    """The index of a run that starts at ``place``; ``size`` makes a slice of a start."""
+    return (*place[:-1], size(place[-1]))

@@ -1,0 +1,392 @@
+"""How a Mosaic GPU row kernel cuts up its work; the kernels themselves are in ``kernels.py``.
+
+One block of ``W`` warpgroups owns a row at a time (blocks are persistent, rows are dealt round robin). The row is cut
+into tiles of ``C`` columns; warpgroup ``w`` owns tiles ``w, w + W, ...``, with its own slots of shared memory and its
+own copies in flight, so that warpgroups meet only once a row, to add up the statistics.
+
+Sweep 1 carries per-lane online sums (:class:`Lanes`). The columns that take no part (the target, padding) are set to
+``-inf`` in shared memory in the few tiles that hold them, so the loop has no masks; only with a softcap or a scale,
+which turn ``-inf`` into something else, is every element compared with its column. Sweep 2 turns a tile into dlogits in
+place and copies it out of the same slot; the target's entry is written over. A slot is refilled as soon as its copy out
+has been read: with the part of this row that shared memory could not hold (a second read, served by L2), then with the
+next row. Per element and sweep: one conversion, one power, 6 to 8 multiply-adds or comparisons.
+
+Copies are contiguous ``cp.async.bulk`` of 16-byte words; ``layout.py`` says which ones, and what happens to
+rows that do not start at one. (A block that hangs over the end of a row, as ``emit_pipeline`` makes it, would be
+clamped only at the end of the *array*, and write into the next row.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless import stats as st
+from logitless import transform as tr
+from logitless.compat import gpu_load
+from logitless.logits.mosaic_gpu import scalars as scalar
+from logitless.logits.mosaic_gpu.layout import Number, Shape, Tiles, row_index, select
+from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats
+from logitless.transform import LogitTransform
+
+LOG2E = scalar.LOG2E
+_LOW = -1e30  # stands for -inf in the carries: differences stay finite
+ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Power:
+    """How a sweep exponentiates.
+
+    For 16-bit logits ``2^t`` with ``t`` in units of ln 2: one instruction, a relative error of 2^-22 beside the 2^-9 of
+    the rounding that follows. Float32 dlogits keep all their digits: ``e^t``, the accurate library function.
+    """
+
+    exact: bool
+
+    @property
+    def unit(self) -> float:
+        return 1.0 if self.exact else LOG2E
+
+    def __call__(self, t: Array) -> Array:
+        return jnp.exp(t) if self.exact else jnp.exp2(t)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Per-lane sums, ``[lanes]`` float32: maximum ``m``, and sums of ``e``, ``e t``, ``e^2`` with ``t = k (u - m)``.
+
+    ``u`` is what is swept (raw logits where only a temperature follows, else transformed logits); ``k`` carries that
+    temperature and the :class:`Power`'s unit, ``e = exp(t / unit)``.
+    """
+
+    m: Array
+    total: Array
+    centred: Array
+    squares: Array
+
+    @staticmethod
+    def empty(n: int) -> Lanes:
+        zero = jnp.zeros((n,), jnp.float32)
+        return Lanes(jnp.full((n,), _LOW, jnp.float32), zero, zero, zero)
+
+    def leaves(self) -> tuple[Array, ...]:
+        return (self.m, self.total, self.centred, self.squares)
+
+    def moved(self, m: Array, k: Array, power: Power) -> Lanes:
+        """The same sums relative to a larger maximum."""
+        step = (self.m - m) * k
+        a = power(step)
+        return Lanes(m, a * self.total, a * (self.centred + step * self.total), a * a * self.squares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What tiles are copied from and into: the logits in global memory, slots in shared memory, a barrier for each."""
+
+    shape: Shape
+    t: Tiles
+    x: Any
+    buf: Any
+    full: Any
+
+
+class Sweep:
+    """One warpgroup's view of the tiles: copies, patches, and the two loop bodies."""
+
+    def __init__(self, slots: Slots, transform: LogitTransform, row: Number | None = None):
+        shape, t, x = slots.shape, slots.t, slots.x
+        self.shape, self.t, self.x, self.buf, self.full = shape, t, x, slots.buf, slots.full
+        self.row = row  # the row in the slots; ``None`` where only copies are made
+        self.shift: Number = 0 if row is None else shape.shift(row)
+        self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
+        self.count = lax.div(shape.tiles(t) - self.w + (t.warpgroups - 1), jnp.int32(t.warpgroups))
+        self.transform = transform
+        # A temperature alone commutes with the maximum and is folded into the factor k.
+        self.folded = transform.softcap is None and transform.scale is None
+        self.patched = self.folded
+        temperature = transform.temperature if self.folded else None
+        itemsize = jnp.dtype(x.dtype).itemsize
+        self.power = Power(exact=itemsize == 4)
+        unit = jnp.float32(self.power.unit)
+        self.k = unit if temperature is None else unit / temperature
+        self.layout = plgpu.Layout.WG_STRIDED((t.lanes,), vec_size=min(t.lanes // 128, 8 // min(itemsize, 4) * 2))
+
+    # Tiles, slots and copies.
+
+    def tile(self, j: Array) -> Array:
+        return j * self.t.warpgroups + self.w
+
+    def index(self, slot: Array) -> Array:
+        return self.w * self.t.slots + slot
+
+    def load(self, row: Array, j: Array, slot: Array) -> None:
+        """Start copying tile ``j`` of ``row`` into ``slot``, which nobody reads any more."""
+        tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
+        shift = self.shape.shift(row)
+        start = row_index(self.shape.place(row, tile * c - shift), lambda at: at)
+
+        def copy(width: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                self.x.at[row_index(start, lambda at: pl.ds(at, width))],
+                self.buf.at[i, pl.ds(0, width)],
+                self.full.at[i],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        lasts = [end - last for end in self.shape.loaded_ends()]
+        width = jnp.where(tile * c == last, self.shape.loaded_end(row, shift) - last, c)
+        select(width, sorted({*lasts, *([c] if last else [])}, reverse=True), copy)
+
+    def store(self, out: Any, row: Array, j: Array, slot: Array) -> None:
+        """Start copying ``slot`` to tile ``j`` of ``out[row]``; one bulk copy, and the entries in shared words."""
+        tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
+        shift, unit = self.shape.shift(row), self.shape.unit
+
+        def copy(begin: int, end: int) -> None:
+            at = self.shape.place(row, tile * c + begin - shift)
+            plgpu.copy_smem_to_gmem(
+                self.buf.at[i, pl.ds(begin, end - begin)], out.at[row_index(at, lambda at: pl.ds(at, end - begin))]
+            )
+
+        lasts = [end - last for end in self.shape.stored_ends()]
+        heads = [0, unit] if self.shape.ragged else [0]
+        runs = {(0, end) for end in lasts} | {(0, c)} | {(head, c) for head in heads}
+        if not last:
+            runs = {(head, end) for head in heads for end in lasts}
+        by_key = {begin + 2 * end: (begin, end) for begin, end in runs}
+        assert len(by_key) == len(runs)
+        is_first, is_last = tile == 0, tile * c == last
+        stored_end = self.shape.stored_end(shift)
+        key = 2 * jnp.where(is_last, stored_end - last, c)
+        if self.shape.ragged:
+            key = key + jnp.where(jnp.logical_and(is_first, shift > 0), unit, 0)
+        select(key, sorted(by_key, key=lambda k: by_key[k] != (0, c)), lambda k: copy(*by_key[k]))
+        if not self.shape.ragged:
+            return
+
+        def one_by_one(begin: Number, end: Number, first: int) -> None:
+            def entry(p: Array, _: None) -> None:
+                out[self.shape.place(row, p - shift)] = self.buf[i, p - first]
+
+            lax.fori_loop(begin, end, entry, None)
+
+        pl.when(jnp.logical_and(is_first, shift > 0))(lambda: one_by_one(shift, jnp.int32(unit), 0))
+        pl.when(is_last)(lambda: one_by_one(stored_end, shift + self.shape.width, last))
+
+    def wait(self, j: Array, slot: Array) -> None:
+        """Wait for tile ``j`` of this row, and fetch what the array's end keeps from bulk copies."""
+        plgpu.barrier_wait(self.full.at[self.index(slot)])
+        if not self.shape.remainder:
+            return
+        row, first = self.shape.rows - 1, self.shape.last(self.t)
+        shift = row * self.shape.width % self.shape.unit
+        end = shift + self.shape.width
+
+        @pl.when(jnp.logical_and(self.row == row, self.tile(j) * self.t.columns == first))
+        def _() -> None:
+            for p in range(end - self.shape.remainder, end):
+                self.buf[self.index(slot), p - first] = self.x[self.shape.place(row, p - shift)]
+            plgpu.commit_smem()
+
+    def piece(self, slot: Array, s: int) -> Array:
+        return gpu_load(self.buf.at[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)], self.layout)
+
+    def pieces(self) -> range:
+        return range(self.t.columns // self.t.lanes)
+
+    # Patches, in shared memory, of the few tiles that are not like the others.
+
+    def columns(self, j: Array, s: int) -> Array:
+        """Column numbers of piece ``s`` of tile ``j``; negative ones belong to the row before."""
+        iota = plgpu.broadcasted_iota(jnp.int32, (self.t.lanes,), 0, layout=self.layout)
+        return iota + (self.tile(j) * self.t.columns + s * self.t.lanes - self.shift)
+
+    def counts(self, column: Array) -> Array:
+        """Whether a column is one of the vocabulary's."""
+        below = column < self.shape.vocab
+        return jnp.logical_and(column >= 0, below) if self.shape.ragged else below
+
+    def hide_padding(self, j: Array, slot: Array) -> None:
+        """``-inf`` in the places that hold no column of the vocabulary."""
+        full = self.shape.vocab % self.t.columns == 0 and self.shape.vocab == self.shape.width
+        if (full and not self.shape.ragged) or not self.patched:
+            return
+        holds = (self.tile(j) + 1) * self.t.columns > self.shape.vocab + self.shift
+        if self.shape.ragged:
+            holds = jnp.logical_or(holds, jnp.logical_and(self.tile(j) == 0, self.shift > 0))
+
+        @pl.when(holds)
+        def _() -> None:
+            for s in self.pieces():
+                x = self.piece(slot, s)
+                hidden = jnp.where(self.counts(self.columns(j, s)), x, jnp.full_like(x, NEG_INF))
+                self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = hidden
+            plgpu.commit_smem()
+
+    def hide_target(self, j: Array, slot: Array, column: Array) -> None:
+        """``-inf`` in the target's column."""
+        if self.patched:
+            self.put(j, slot, column, jnp.float32(NEG_INF))
+
+    def put(self, j: Array, slot: Array, column: Array, value: Array) -> None:
+        """Write one column of the row, if it lies in this tile."""
+        inside = column - (self.tile(j) * self.t.columns - self.shift)
+
+        @pl.when(jnp.logical_and(inside >= 0, inside < self.t.columns))
+        def _() -> None:
+            plgpu.commit_smem()  # other threads may still write their own elements
+            self.buf[self.index(slot), inside] = value.astype(self.buf.dtype)
+            plgpu.commit_smem()
+
+    # Loop bodies.
+
+    def swept(self, x: Array, j: Array, s: int, target: Array) -> Array:
+        """The quantity whose maximum and sums are carried."""
+        u = x.astype(jnp.float32) if self.folded else tr.forward(x, self.transform)
+        if self.patched:
+            return u
+        column = self.columns(j, s)
+        return jnp.where(jnp.logical_and(self.counts(column), column != target), u, NEG_INF)
+
+    def accumulate(self, j: Array, slot: Array, sums: Lanes, target: Array) -> Lanes:
+        """Sweep 1 over a tile."""
+        m = sums.m
+        for s in self.pieces():
+            m = jnp.maximum(m, self.swept(self.piece(slot, s), j, s, target))
+        k = self.k
+        sums = sums.moved(m, k, self.power)
+        total, centred, squares = sums.total, sums.centred, sums.squares
+        for s in self.pieces():
+            t = jnp.maximum((self.swept(self.piece(slot, s), j, s, target) - m) * k, _LOW)
+            e = self.power(t)
+            total, centred, squares = total + e, centred + e * t, squares + e * e
+        return Lanes(m, total, centred, squares)
+
+    def emit(self, j: Array, slot: Array, c: Coefficients) -> None:
+        """Sweep 2: a tile of logits becomes a tile of dlogits, in place."""
+        for s in self.pieces():
+            x = self.piece(slot, s)
+            t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, _LOW)
+            # Float32 keeps log p + entropy together, as stats.dz does: apart, they cancel.
+            d = self.power(t) * (c.first - c.second * (t + c.shift if self.power.exact else t))
+            if not self.folded:
+                d = tr.pull_back(d, x, self.transform)
+            self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = d.astype(x.dtype)
+
+    def clear(self, slot: Array) -> None:
+        """A tile of zeros."""
+        zero = jnp.zeros((self.t.lanes,), self.buf.dtype)
+        for s in self.pieces():
+            self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """``t = k (u - centre) + offset`` is log p in the power's unit, and ``d = p (first - second (t + shift))`` but at
+    the target. The shift (the entropy) is folded into ``first`` for 16-bit logits."""
+
+    centre: Array
+    offset: Array
+    first: Array
+    second: Array
+    shift: Array
+    at_target: Array
+    nonzero: Array  # float: 0 where the whole row of dlogits is exactly zero
+
+    def leaves(self) -> tuple[Array, ...]:
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array, centre: Array) -> Coefficients:
+    """What sweep 2 needs of a row (``stats.dz`` with the per-row part taken out of the loop).
+
+    ``x_y`` is the target's raw logit, ``centre`` the swept quantity that belongs to ``s.max_logit``.
+    """
+    transform, power = sweep.transform, sweep.power
+
+    def at_target(x_y: Array, s: TokenStats, g: StatCotangents, transform: LogitTransform) -> Array:
+        d = st.dz(tr.forward(x_y, transform), jnp.bool_(True), s, g)
+        return tr.pull_back(d, x_y, transform)
+
+    first, second = g.lse - g.logp, g.entropy * (1.0 / power.unit)
+    if not power.exact:
+        first = first - g.entropy * s.entropy
+    if sweep.folded and transform.temperature is not None:
+        first, second = first / transform.temperature, second / transform.temperature
+    nonzero = jnp.where(g.logp != 0, 1.0, jnp.where(g.entropy != 0, 1.0, jnp.where(g.lse != 0, 1.0, 0.0)))
+    own = scalar.run(at_target, x_y, s, g, transform)
+    return Coefficients(centre, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
+
+
+def row_sums(
+    parts: Sequence[Lanes], k: Array, power: Power, z_y: Array, to_z: Callable[[Array], Array]
+) -> tuple[RowSums, Array]:
+    """``stats.RowSums`` of a row from all its lanes, and the largest swept quantity."""
+    m = parts[0].m
+    for p in parts[1:]:
+        m = jnp.maximum(m, p.m)
+    top = jnp.max(m)
+    moved = [p.moved(jnp.full_like(p.m, top), k, power) for p in parts]
+    total, centred, squares = moved[0].total, moved[0].centred, moved[0].squares
+    for p in moved[1:]:
+        total, centred, squares = total + p.total, centred + p.centred, squares + p.squares
+    seen = top > _LOW
+    sums = RowSums(
+        maximum=jnp.where(seen, to_z(top), NEG_INF),
+        total=jnp.where(seen, jnp.sum(total), 0.0),
+        centred=jnp.where(seen, jnp.sum(centred) * (1.0 / power.unit), 0.0),
+        squares=jnp.where(seen, jnp.sum(squares), 0.0),
+        target=z_y,
+    )
+    return sums, top
+
+
+def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:
+    """The next row of this block that is live (``>= rows``: there is none)."""
+    if live is None:
+        return row + blocks
+
+    def dead(c: tuple[Array, Array]) -> Array:
+        return c[1] == 0
+
+    def step(c: tuple[Array, Array]) -> tuple[Array, Array]:
+        r = c[0] + blocks
+        inside = r < rows
+        flag = live[jnp.where(inside, r, 0)]
+        return r, jnp.where(inside, flag, 1)
+
+    return lax.while_loop(dead, step, (row, jnp.int32(0)))[0]
+
+
+def clear_dead_rows(sweep: Sweep, out: Any | None, stats_out: Sequence[Any], live: Any | None, rows: int) -> None:
+    """Zeros in the rows that were not swept. Everything this warpgroup copied before must have been read."""
+    if live is None:
+        return
+    t = sweep.t
+    if out is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sweep.clear(jnp.int32(0))
+        plgpu.commit_smem()
+
+    def row(r: Array) -> Array:
+        @pl.when(live[r] == 0)
+        def _() -> None:
+            for o in stats_out:
+                o[r] = jnp.float32(0.0)
+            if out is not None:
+
+                def store(j: Array, carry: None) -> None:
+                    sweep.store(out, r, j, jnp.int32(0))
+
+                lax.fori_loop(0, sweep.count, store, None)
+
+        return r + t.blocks
+
+    lax.while_loop(lambda r: r < rows, row, lax.axis_index("block"))

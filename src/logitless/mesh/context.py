@@ -1,0 +1,128 @@
+"""How a public call gets onto a mesh, and what it refuses where nobody told it about one.
+
+:func:`over_mesh` runs a call with ``sharding=`` under its mesh, so that backends and tiles are those of the mesh's
+devices, and with every axis left to the compiler: meshes of JAX's explicit-sharding mode (the default of
+``jax.make_mesh``) are turned automatic for the length of the call, and results get their explicit type back.
+
+A kernel is one opaque operation to the compiler. Under ``jit`` over several devices it would be run whole on each of
+them, on gathered arguments: :func:`refuse_replication` raises where that can be seen while tracing, and
+:func:`on_one_device` when the program is lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from logitless import compat
+from logitless.backend import Backend
+from logitless.mesh.spec import Sharding, mesh_of
+
+_ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call it inside your own shard_map."
+
+
+def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, Any]) -> Any:
+    """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh."""
+    sharding = given["sharding"]
+    if not isinstance(sharding, Sharding):
+        raise TypeError(
+            f"{name}: sharding is {type(sharding).__name__}, expected logitless.Sharding(mesh, tokens=..., head=...)."
+        )
+    mesh = mesh_of(name, sharding)
+    if all(t == AxisType.Auto for t in mesh.axis_types):
+        with _under(mesh):
+            return run(given)
+    leaves, tree = jax.tree.flatten(given)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+
+    def automatic(arrays: list[jax.Array]) -> Any:
+        found = iter(arrays)
+        return run(jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves]))
+
+    # Results have one value per token, or are a loss and its metrics.
+    out = PartitionSpec() if "advantages" in given else sharding.tokens
+    with _under(mesh):
+        return jax.sharding.auto_axes(automatic, out_sharding=out)(arrays)
+
+
+def under(call: str, sharding: Sharding | None) -> Any:
+    """The context in which a call's backend and tiles are chosen: that of its mesh, or the one that is there."""
+    return contextlib.nullcontext() if sharding is None else _under(mesh_of(call, sharding))
+
+
+def _under(mesh: Mesh | AbstractMesh) -> Any:
+    """The mesh as the ambient one, if it is not."""
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    if jax.sharding.get_abstract_mesh() == abstract:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(abstract)
+
+
+def refuse_replication(call: str, backend: Backend, arrays: Iterable[tuple[str, Any]]) -> None:
+    """Raise where a call without ``sharding=`` would run a kernel once per device on the whole arrays.
+
+    ``arrays`` are named ones. Arrays of an explicit-sharding mesh are refused for every backend.
+    """
+    for name, x in arrays:
+        if compat.varying_axes(x):
+            raise ValueError(
+                f"{call}: {name} varies over the axes {sorted(compat.varying_axes(x))} of a shard_map with "
+                "check_vma=True, whose types kernels and loops do not carry. Use jax.shard_map(..., check_vma=False), "
+                "and sum the head's gradient over these axes yourself."
+            )
+    ambient = jax.sharding.get_abstract_mesh()
+    if not ambient.empty and set(ambient.manual_axes) == set(ambient.axis_names):
+        return  # inside a shard_map: arrays are one device's own
+    for name, x in arrays:
+        spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+        if any(s is not None for s in spec):
+            raise ValueError(f"{call}: {name} has the explicit sharding {spec}. {_ADVICE}")
+    if backend.kernels is None:
+        return  # plain JAX: the compiler partitions it
+    why = None
+    for name, x in arrays:
+        if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+            why = f"{name} lies on {len(x.sharding.device_set)} devices"
+            break
+    if why is None and not ambient.empty and ambient.size > 1:
+        why = f"the ambient mesh has {ambient.size} devices"
+    if why is not None:
+        raise ValueError(
+            f"{call}: {why}, and the kernels of backend={backend.name!r} are not partitioned by the compiler: each "
+            f"device would run them on the whole arrays. {_ADVICE}"
+        )
+
+
+def on_one_device(call: str, backend: Backend, targets: jax.Array) -> jax.Array:
+    """``targets`` as they are; lowering fails where a kernel backend's program is partitioned over several devices.
+
+    Arguments that lie on several devices are not seen while ``jit`` traces. (Mosaic itself refuses on TPUs only.)
+    """
+    if backend.kernels is None:
+        return targets
+    return _one_device.bind(targets, call=call, backend=backend.name)
+
+
+_one_device = Primitive("logitless_one_device")
+_one_device.def_impl(lambda x, **_: x)
+_one_device.def_abstract_eval(lambda x, **_: x)
+batching.primitive_batchers[_one_device] = lambda args, dims, **kw: (_one_device.bind(*args, **kw), dims[0])
+
+
+def _lower_one_device(ctx: Any, x: Any, *, call: str, backend: str) -> list[Any]:
+    devices = compat.partitioned_over(ctx)
+    if devices > 1:
+        raise ValueError(
+            f"{call}: the program is compiled for {devices} devices, and the kernels of backend={backend!r} are not "
+            f"partitioned by the compiler: each device would run them on the whole arrays. {_ADVICE}"
+        )
+    return [x]
+
+
+mlir.register_lowering(_one_device, _lower_one_device)

@@ -1,0 +1,261 @@
+"""A backend over a mesh: ``shard_map`` around each pass of another backend, at both levels and for every layout.
+
+``custom_vjp`` stands outside (``vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP axes,
+flattens its own tokens, does what one device does (``vocabulary.py`` where it has a part of the columns only), and
+reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call.
+
+    collectives              forward                             backward
+    tokens, head replicated  none                                all-reduce dW
+    tokens, head FSDP        all-gather W                        reduce-scatter dW
+    vocabulary-parallel      all-reduce [N] (max), [4, N] (sum)  all-reduce dH; dW over the axes of the tokens, if any
+    sparse backward          the report's four numbers more (vocabulary-parallel: [3, N] too)
+
+With gradients in the forward pass all of it happens there. A residual over a mesh is each device's own, laid one after
+the other along its first axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from logitless.backend import Backend, Cost, Way
+from logitless.mesh import collectives, parts
+from logitless.mesh.spec import Placement
+from logitless.mesh.vocabulary import shard_of
+from logitless.problem import Gradients, HeadGrads, LogitsProblem, Loss, Problem, Wanted, flat_tokens
+from logitless.stats import StatCotangents, TokenStats
+
+AnyProblem = Problem | LogitsProblem
+
+# -- where the arrays are --------------------------------------------------------------------------------------------
+
+
+def _of_tokens(place: Placement, tree: Any) -> Any:
+    """The PartitionSpec of each leaf: that of the tokens, or replicated for a number."""
+    return jax.tree.map(lambda x: place.token_spec if jnp.ndim(x) else PartitionSpec(), tree)
+
+
+def _everywhere(tree: Any) -> Any:
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+
+def _logits_spec(place: Placement) -> PartitionSpec:
+    """Of the logits and dlogits."""
+    return PartitionSpec(*place.token_spec, place.vocab or None)
+
+
+def _specs(place: Placement, p: AnyProblem) -> Any:
+    """A problem's PartitionSpecs, in its structure."""
+    if isinstance(p, LogitsProblem):
+        rest = _of_tokens(place, dataclasses.replace(p, logits=None))  # type: ignore[arg-type]
+        return dataclasses.replace(rest, logits=_logits_spec(place))
+    rest = _of_tokens(place, dataclasses.replace(p, head=None))  # type: ignore[arg-type]
+    return dataclasses.replace(rest, head=collectives.head_specs(place, p.head))
+
+
+def _loss_specs(place: Placement, loss: Loss | None) -> Any:
+    return None if loss is None else Loss(_everywhere(loss.objective), _of_tokens(place, loss.inputs))
+
+
+def _gradient_specs(place: Placement, p: AnyProblem, want: Wanted | bool) -> Any:
+    """The PartitionSpec of each gradient that is asked for."""
+    if isinstance(p, LogitsProblem):
+        return _logits_spec(place)
+    assert isinstance(want, Wanted)
+    specs = collectives.head_specs(place, p.head)
+    head = HeadGrads(
+        weight=specs.weight if want.weight else None,
+        bias=specs.bias if want.bias else None,
+        lora_a=specs.lora_a if want.lora else None,
+        lora_b=specs.lora_b if want.lora else None,
+    )
+    return Gradients(place.token_spec, head)  # type: ignore[arg-type]
+
+
+def placed(place: Placement, p: AnyProblem) -> Any:
+    """The problem's arrays where the placement has them, for a computation that the compiler partitions."""
+
+    def at(x: Array, where: PartitionSpec) -> Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(place.mesh, where))
+
+    if isinstance(p, LogitsProblem):
+        return dataclasses.replace(p, logits=at(p.logits, _logits_spec(place)))
+    head = jax.tree.map(at, p.head, collectives.head_specs(place, p.head))
+    return dataclasses.replace(p, h=at(p.h, place.token_spec), head=head)
+
+
+# -- one device's part -----------------------------------------------------------------------------------------------
+
+
+def _gathered(place: Placement, p: AnyProblem) -> Any:
+    """A device's own problem, flat, its head gathered."""
+    rank = len(place.tokens)
+    if isinstance(p, LogitsProblem):
+        return flat_tokens(p, rank)
+    head = collectives.gather_head(place, p.head)
+    flat = flat_tokens(dataclasses.replace(p, head=None), rank)  # type: ignore[arg-type]
+    # What a device has is a part of a sum over the axes of the tokens (LoRA's inner factor also over the vocabulary's).
+    summed = bool(place.token_axes) or (bool(place.vocab) and p.head.lora_a is not None)
+    return dataclasses.replace(flat, head=head).calling(partial_hidden=bool(place.vocab), partial_head=summed)
+
+
+def _unflat(tree: Any, shape: tuple[int, ...]) -> Any:
+    """Flat arrays with the token dimensions ``shape`` again."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
+
+
+def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank: bool = False) -> Any:
+    """A device's report with the counts of all devices (a ``blank`` one has none), and its tokens in their own
+    ``shape``.
+
+    A chunk of a vocabulary shard counts as one; its columns count by the number of shards, so that their share of the
+    vocabulary is that of the shard's own columns.
+    """
+    if report is None:
+        return None
+    tokens = _unflat({k: getattr(report, k) for k in ("left_out", "rows", "hard")}, shape)
+    if blank:
+        return dataclasses.replace(report, **tokens)
+    axes, shards = (*place.token_axes, *place.vocab), place.count(place.vocab)
+    numbers = (report.chunks.astype(jnp.float32), report.dense_chunks, shards * report.active, shards * report.width)
+    counts = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+    chunks, dense, active, width = lax.psum(counts, axes) if axes else counts
+    counted = dict(chunks=chunks.astype(jnp.int32), dense_chunks=dense.astype(jnp.int32), active=active, width=width)
+    return dataclasses.replace(report, **tokens, **counted)
+
+
+# -- the backend -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class OverMesh:
+    """``own`` on every device of a placement."""
+
+    own: Backend
+    place: Placement
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def kernels(self) -> str | None:
+        return self.own.kernels
+
+    @property
+    def in_forward(self) -> bool:
+        return self.own.in_forward
+
+    @property
+    def device(self) -> Backend:
+        """What a device does with its own part."""
+        return shard_of(self.own, self.place) if self.place.vocab else self.own
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        self.own.check(p, columns_apart)
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        """What each device's part costs."""
+        return self.own.describe(p, way)
+
+    def _run(self, local: Callable[..., Any], given: Any, specs: Any, out_specs: Any) -> Any:
+        """``local`` on each device's own part of what is ``given``.
+
+        Replication is not checked: what the collectives leave equal on all devices of an axis is known to us, not to
+        JAX, which cannot see through kernels.
+        """
+        run = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return run(*given)
+
+    def _report_specs(self, p: AnyProblem) -> Any:
+        """Of the report, where there is one."""
+        if isinstance(p, LogitsProblem) or p.tolerance is None:
+            return None
+        from logitless.head.report import SparseReport
+
+        tokens, number = self.place.token_spec, PartitionSpec()
+        return SparseReport(tokens, tokens, tokens, number, number, number, number)  # type: ignore[arg-type]
+
+    @property
+    def _own_spec(self) -> PartitionSpec:
+        """Of what each device has for itself: one after the other along the first axis."""
+        return PartitionSpec((*self.place.token_axes, *self.place.vocab) or None)
+
+    def statistics(self, p: AnyProblem, loss: Loss | None = None) -> tuple[TokenStats, Any]:
+        place, rank = self.place, len(self.place.tokens)
+
+        def local(p: Any, loss: Any) -> Any:
+            shape = p.targets.shape
+            own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
+            out, report = self.device.statistics(_gathered(place, p), own)
+            return _unflat(out, shape), _of_all_devices(place, report, shape, blank=True)
+
+        specs = (_specs(place, p), _loss_specs(place, loss))
+        return self._run(local, (p, loss), specs, (place.token_spec, self._report_specs(p)))
+
+    def forward(self, p: AnyProblem, want: Any) -> tuple[TokenStats, Any, Any]:
+        place = self.place
+
+        def local(p: Any) -> Any:
+            own, shape = _gathered(place, p), p.targets.shape
+            out, report, residual = self.device.forward(own, want)
+            whole = dataclasses.replace(own.head, lora_scale=None) if place.gathers else None
+            kept = jax.tree.map(lambda x: x if x.ndim else x[None], (residual, whole))
+            return _unflat(out, shape), _of_all_devices(place, report, shape), kept
+
+        out_specs = (place.token_spec, self._report_specs(p), self._own_spec)
+        return self._run(local, (p,), (_specs(place, p),), out_specs)
+
+    def backward(
+        self, p: AnyProblem, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
+    ) -> Any:
+        place, rank = self.place, len(self.place.tokens)
+
+        def local(p: Any, out: TokenStats, g: StatCotangents, kept: Any) -> Any:
+            residual, whole = kept
+            own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
+            out, g = flat_tokens((out, g), rank)
+            if isinstance(p, LogitsProblem):
+                return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
+            apart = parts.count(self.own, place, own, want)
+            now = want if apart == 1 else dataclasses.replace(want, weight=False, bias=False)
+            found = self.device.backward(own, now, out, g, residual, only_logp)
+            if apart == 1:
+                head = collectives.reduce_grads(place, found.head, p.head)
+            else:
+                head = parts.reduced_grads(self.own, place, own, want, (out, g), apart, p.head)
+            return Gradients(None if found.hidden is None else found.hidden.reshape(p.h.shape), head)
+
+        specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)
+        return self._run(local, (p, out, g, residual), specs, _gradient_specs(place, p, want))
+
+    def gradients_in_forward(self, p: AnyProblem, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
+        place, rank = self.place, len(self.place.tokens)
+
+        def local(p: Any, loss: Loss) -> Any:
+            own, shape = _gathered(place, p), p.targets.shape
+            flat = Loss(loss.objective, flat_tokens(loss.inputs, rank))
+            out, report, found = self.device.gradients_in_forward(own, want, flat)
+            out, report = _unflat(out, shape), _of_all_devices(place, report, shape)
+            if isinstance(p, LogitsProblem):
+                return out, report, found.reshape(p.logits.shape)
+            hidden = None if found.hidden is None else found.hidden.reshape(p.h.shape)
+            return out, report, Gradients(hidden, collectives.reduce_grads(place, found.head, p.head))
+
+        specs = (_specs(place, p), _loss_specs(place, loss))
+        out_specs = (place.token_spec, self._report_specs(p), _gradient_specs(place, p, want))
+        return self._run(local, (p, loss), specs, out_specs)
+
+
+def _with_head(place: Placement, p: Problem, whole: Any) -> Problem:
+    """A device's own problem, flat, with the head that the forward pass gathered."""
+    kept = dataclasses.replace(whole, lora_scale=p.head.lora_scale)
+    nothing = dataclasses.replace(place, vocab_gathered=(), hidden_gathered=())
+    return _gathered(nothing, dataclasses.replace(p, head=kept))

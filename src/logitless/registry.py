@@ -1,0 +1,50 @@
+"""Backends by name, at each level; a module is loaded when its backend is first asked for."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Literal
+
+from logitless.backend import Backend
+
+Level = Literal["head", "logits"]
+
+BACKENDS: dict[Level, dict[str, str]] = {
+    "head": {
+        "reference": "logitless.head.reference:Reference",
+        "chunked": "logitless.head.chunked:Chunked",
+        "pallas_tpu": "logitless.head.pallas_tpu.backend:PallasTpu",
+        "mosaic_gpu": "logitless.head.mosaic_gpu.backend:MosaicGpu",
+    },
+    "logits": {
+        "reference": "logitless.logits.reference:Reference",
+        "chunked": "logitless.logits.chunked:Chunked",
+        "pallas_tpu": "logitless.logits.pallas_tpu.backend:PallasTpu",
+        "mosaic_gpu": "logitless.logits.mosaic_gpu.backend:MosaicGpu",
+    },
+}
+
+SPARSE = {
+    "chunked": "logitless.head.sparse:Sparse",
+    "mosaic_gpu": "logitless.head.sparse:Sparse",
+    "pallas_tpu": "logitless.head.pallas_tpu.sparse:TpuSparse",
+}
+"""The sparse backward around a head-level backend."""
+
+KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
+"""The kernel backend of a platform; elsewhere, and where it cannot serve, ``ANYWHERE``."""
+
+ANYWHERE, DENSE = "chunked", "reference"
+
+
+def _load(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def backend_of(level: Level, name: str, sparse: bool = False) -> Backend:
+    """A backend by name, or its sparse backward."""
+    own = _load(BACKENDS[level][name])()
+    return _load(SPARSE[name])(own) if sparse else own

@@ -1,0 +1,115 @@
+"""Counts the matmul work of a JAX program by running it, loop by loop: FLOPs of every ``dot_general`` that is reached.
+
+Trip counts and branches depend on values, so the program is interpreted on real arrays; elementwise work is evaluated
+as it is. Kernels (``pallas_call``) count by their own cost estimate and give zeros. Of a ``shard_map`` the first
+device's part is run, with collectives that only keep shapes: the count is that of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def matmul_flops(f: Callable[..., Any], *args: Any) -> float:
+    """FLOPs of the matmuls that ``f(*args)`` runs on one device."""
+    closed = jax.make_jaxpr(f)(*args)
+    counter = _Counter()
+    counter.run(closed.jaxpr, [np.asarray(c) for c in closed.consts], [np.asarray(x) for x in jax.tree.leaves(args)])
+    return counter.flops
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.flops = 0.0
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = {}
+
+        def read(v: Any) -> Any:
+            return v.val if hasattr(v, "val") else env[v]
+
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            outs = self.step(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def inner(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        if hasattr(closed, "consts"):
+            return self.run(closed.jaxpr, closed.consts, args)
+        return self.run(closed, (), args)
+
+    def step(self, eqn: Any, args: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            self.flops += _dot_flops(*args, params["dimension_numbers"])
+        if name == "while":
+            return self.loop(params, args)
+        if name == "scan":
+            return self.scan(params, args)
+        if name == "cond":
+            index = min(max(int(args[0]), 0), len(params["branches"]) - 1)
+            return self.inner(params["branches"][index], args[1:])
+        if name == "shard_map":
+            return self.first_device(eqn, args)
+        if name == "pallas_call":
+            self.flops += params["cost_estimate"].flops
+            return [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        if name in ("psum", "psum_invariant", "pmax", "all_gather", "reduce_scatter", "psum2"):
+            return [_of_shape(a, v.aval) for a, v in zip(args, eqn.outvars, strict=True)]
+        if name in ("axis_index",):
+            return [np.int32(0)]
+        if name in ("logitless_one_device",):
+            return args
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if key in params and name not in ("custom_vjp_call_jaxpr",):
+                return self.inner(params[key], args)
+        if "sharding" in params:  # of the mesh's devices, which nobody is here
+            params = dict(params, sharding=None)
+        out = eqn.primitive.bind(*args, **params)
+        # As NumPy's: an array of JAX remembers its mesh.
+        return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+
+    def loop(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
+        a, b = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body, carry = args[:a], args[a : a + b], args[a + b :]
+        while bool(self.inner(params["cond_jaxpr"], [*of_cond, *carry])[0]):
+            carry = self.inner(params["body_jaxpr"], [*of_body, *carry])
+        return carry
+
+    def scan(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
+        consts, carried = params["num_consts"], params["num_carry"]
+        fixed, carry, rows = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        found: list[list[Any]] = []
+        steps = range(params["length"])
+        for i in reversed(steps) if params["reverse"] else steps:
+            outs = self.inner(params["jaxpr"], [*fixed, *carry, *(x[i] for x in rows)])
+            carry = outs[:carried]
+            found.append(outs[carried:])
+        stacked = [np.stack(column) for column in zip(*(reversed(found) if params["reverse"] else found), strict=True)]
+        return [*carry, *stacked]
+
+    def first_device(self, eqn: Any, args: list[Any]) -> list[Any]:
+        inner = eqn.params["jaxpr"]
+        own = [_of_shape(a, v.aval) for a, v in zip(args, inner.invars, strict=True)]
+        outs = self.run(inner, (), own)
+        return [_of_shape(a, v.aval) for a, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _of_shape(x: Any, aval: Any) -> Any:
+    """The first block of an array, or copies of it, in another shape of the same rank."""
+    x = np.asarray(x)
+    x = np.tile(x, [max(math.ceil(n / max(m, 1)), 1) for n, m in zip(aval.shape, x.shape, strict=True)])
+    return x[tuple(slice(0, n) for n in aval.shape)].astype(aval.dtype)
+
+
+def _dot_flops(a: Any, b: Any, dims: Any) -> float:
+    (contract, _), (batch, other) = dims
+    free = math.prod(n for d, n in enumerate(b.shape) if d not in dims[0][1] and d not in other)
+    return 2.0 * math.prod(a.shape) * free
