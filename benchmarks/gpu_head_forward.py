@@ -64,9 +64,9 @@ def arrays(n: int, h: int, v: int, seed: int = 0) -> tuple[jax.Array, jax.Array,
 
 
 def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
-    from logitless.head import mosaic_gpu
+    from logitless.head.mosaic_gpu.schedule import tiles_for
 
-    rule = mosaic_gpu.tiles_for(n, h, v)
+    rule = tiles_for(n, h, v)
     if "rows" in changes:  # a token tile is twice as large
         changes = {"group": max(rule.group * 64 // changes["rows"], 1), **changes}
     t = dataclasses.replace(rule, **changes)
@@ -76,7 +76,8 @@ def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
 def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest errors of the float statistics against float64, in units of max(1, |value|)."""
     from logitless import oracle
-    from logitless.head import mosaic_gpu
+    from logitless.head.mosaic_gpu import matmul
+    from logitless.problem import Call, Head, Problem
     from logitless.transform import LogitTransform
 
     n, h, v, vocab, o = CHECKS[name]
@@ -98,10 +99,8 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     changes = {**changes, **{k: o[k] for k in ("group",) if k in o}}
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array, live: Any) -> Any:
-        return mosaic_gpu.token_stats(
-            hidden, head, y, layout=layout, bias=bias, transform=t, vocab_size=vocab, n_live=live,
-            tiles=tiles(n, h, vocab, changes),
-        )  # fmt: skip
+        p = Problem(hidden, Head(head, bias, layout=layout), y, t, call=Call("benchmark", vocab))
+        return matmul.token_stats(p, live, tiles(n, h, vocab, changes))
 
     weight = head if layout == "vh" else jnp.asarray(np.asarray(head).T)
     got = jax.jit(f)(hidden, weight, y, None if live is None else jnp.int32(live))
@@ -132,16 +131,15 @@ def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str = "float32", **numbers: Any) -> Any:
-    from logitless.head import mosaic_gpu
+    from logitless.head.mosaic_gpu import matmul
+    from logitless.problem import Call, Head, Problem
     from logitless.transform import LogitTransform
 
     t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
+    call = Call("benchmark", shape[2], logits_dtype=jnp.dtype(logits_dtype))
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array) -> Any:
-        return mosaic_gpu.token_stats(
-            hidden, head, y, layout="vh", transform=t, vocab_size=shape[2], logits_dtype=logits_dtype,
-            tiles=tiles(*shape, changes),
-        )  # fmt: skip
+        return matmul.token_stats(Problem(hidden, Head(head), y, t, call=call), tiles=tiles(*shape, changes))
 
     return f
 

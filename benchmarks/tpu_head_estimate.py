@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_head_estimate.py            (a few minutes; needs libtpu)
 
-Method. The simulator of the compiler (``planning.tpu_cycles``) runs a few grid steps of each kernel, with the tiles
+Method. The simulator of the compiler (``logitless.tpu.cycles``) runs a few grid steps of each kernel, with the tiles
 that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
 
     per step    = (cycles(4 inner steps) - cycles(2 inner steps)) / 2
@@ -32,10 +32,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from logitless.head import pallas_tpu
-from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.tpu import aot, cycles
+from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
+from logitless.problem import Call, Head, Problem
 from logitless.stats import StatCotangents, TokenStats
+from logitless.tpu import aot, cycles
 from logitless.transform import LogitTransform
 
 N, H, V = 8192, 4096, 151936
@@ -48,19 +49,19 @@ def program(
     kernel: str, layout: str, n: int, swept: int, columns: int, tiles: list[int]
 ) -> tuple[Any, tuple[Any, ...]]:
     """``(f, args)`` for one kernel over ``n`` tokens and ``swept`` of ``columns`` vocabulary columns."""
-    call: dict[str, Any] = {"layout": layout, "transform": LogitTransform(), "tiles": Tiles(*tiles)}
-    if kernel != "dhead":
-        call["vocab_size"] = swept
+    t = Tiles(*tiles)
+    call = Call("estimate", columns if kernel == "dhead" else swept)
 
     def f(h: Any, w: Any, y: Any, row: Any) -> Any:
+        p = Problem(h, Head(w, layout=layout), y, LogitTransform(), call=call)  # type: ignore[arg-type]
         if kernel == "token_stats":
-            return pallas_tpu.token_stats(h, w, y, **call)
+            return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":
-            stats, direction = pallas_tpu.token_stats_and_direction(h, w, y, **call)
+            stats, direction = kernels.token_stats_and_direction(p, tiles=t)
             return stats, (row[:, None] * direction).astype(h.dtype)
         stats = TokenStats(**{f.name: row for f in dataclasses.fields(TokenStats)})
         g = StatCotangents(row, row, row)
-        return pallas_tpu.dhead(h, w, y, stats, g, **call)
+        return kernels.dhead(p, None, stats, g, tiles=t)
 
     shape = (columns, H) if layout == "vh" else (H, columns)
     return f, (
@@ -71,7 +72,7 @@ def program(
     )
 
 
-def cycles(**arguments: Any) -> tuple[int, int]:
+def kernel_cycles(**arguments: Any) -> tuple[int, int]:
     """``(cycles of the kernel, cycles of everything else)``."""
     found = cycles.simulate(f"{HERE}:program", arguments, partial=True)
     assert any(name.startswith("head_") for name in found), f"no profile of the kernel in {found}"
@@ -88,7 +89,7 @@ def estimate(kernel: str, layout: str) -> dict[str, Any]:
 
         def run(vocab_tiles: int, token_tiles: int) -> int:
             v = vocab_tiles * t.vocab
-            return cycles(**base, n=token_tiles * t.tokens, swept=v, columns=v)[0]
+            return kernel_cycles(**base, n=token_tiles * t.tokens, swept=v, columns=v)[0]
 
         few = run(2, 2)
         per_step = (run(2, 4) - few) / 4  # two vocabulary tiles, two more steps each
@@ -96,7 +97,7 @@ def estimate(kernel: str, layout: str) -> dict[str, Any]:
         outer, inner = V / t.vocab, N / t.tokens
         moved = outer * N * H * 2 * (1 if layout == "vh" else 2) + 2 * V * H * 2
     else:
-        runs = {k: cycles(**base, n=t.tokens, swept=k * t.vocab, columns=24 * t.vocab) for k in (2, 4)}
+        runs = {k: kernel_cycles(**base, n=t.tokens, swept=k * t.vocab, columns=24 * t.vocab) for k in (2, 4)}
         per_step = (runs[4][0] - runs[2][0]) / 2
         per_tile = runs[2][0] - 2 * per_step
         outer, inner = N / t.tokens, V / t.vocab

@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_logits_estimate.py        (10 minutes; needs libtpu; cases as arguments: only these)
 
-Method. The simulator of the compiler (``planning.tpu_cycles``) runs each program at two small numbers of rows and the
+Method. The simulator of the compiler (``logitless.tpu.cycles``) runs each program at two small numbers of rows and the
 full vocabulary; the slope gives the cycles of 4096 rows. Memory peaks, and the bytes that XLA says its program moves,
 come from a compile at the full shape. Kernels and baselines are treated alike:
 
@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.logits import pallas_tpu
+from logitless.logits.pallas_tpu import backend as pallas_tpu
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import token_program
-from logitless.tpu import aot, cycles
+from logitless.problem import Call, LogitsProblem
 from logitless.stats import StatCotangents, TokenStats
+from logitless.tpu import aot, cycles
 from logitless.transform import LogitTransform
 
 N, V = 4096, 151936
@@ -77,13 +78,13 @@ def program(case: str, n: int, entropy: bool = False, temperature: bool = False)
         inputs = LossInputs(mask, advantage, weight, old, ref, None, weight if entropy else None, None)
         if case.startswith("XLA"):
             return jax.value_and_grad(xla_loss)(x, y, objective, inputs)
-        args = (x, y, LogitTransform(temperature=tau if temperature else None), V, mask)
+        p = LogitsProblem(x, y, LogitTransform(tau if temperature else None), mask, call=Call("estimate", V))
         if case == "token_stats":
-            return pallas_tpu.token_stats(*args)
+            return pallas_tpu.token_stats(p)
         if case == "dlogits":
             stats = TokenStats(old, ref, advantage, weight, old, mask, ref)
-            return pallas_tpu.dlogits(*args, stats, StatCotangents(old, ref, advantage))
-        return pallas_tpu.stats_and_dlogits(*args, token_program(objective, inputs))
+            return pallas_tpu.dlogits(p, stats, StatCotangents(old, ref, advantage))
+        return pallas_tpu.stats_and_dlogits(p, token_program(objective, inputs))
 
     s = jax.ShapeDtypeStruct
     column = s((n,), jnp.float32)
@@ -92,7 +93,7 @@ def program(case: str, n: int, entropy: bool = False, temperature: bool = False)
 
 def estimate(case: str) -> dict[str, Any]:
     options = CASES[case]
-    cycles = N * cycles.cycles_per_row(f"{HERE}:program", dict(options, case=case), ROWS)
+    total = N * cycles.cycles_per_row(f"{HERE}:program", dict(options, case=case), ROWS)
     f, arguments = program(case, N, **options)
     compiled = aot.compile_for(cycles.V6E.topology, f, *arguments)
     if case.startswith("XLA"):
@@ -101,12 +102,12 @@ def estimate(case: str) -> dict[str, Any]:
         moved = PASSES.get(case, 2) * LOGITS_BYTES + 1024 * N
     return {
         "program": case,
-        "cycles": round(cycles),
+        "cycles": round(total),
         "simulated_rows": ROWS,
-        "compute_ms": round(1e3 * cycles / cycles.V6E.clock_hz, 3),
+        "compute_ms": round(1e3 * total / cycles.V6E.clock_hz, 3),
         "hbm_bytes": int(moved),
         "hbm_ms": round(1e3 * moved / cycles.V6E.hbm_bytes_per_s, 3),
-        "estimated_ms": round(1e3 * cycles.seconds(cycles.V6E, cycles, moved), 3),
+        "estimated_ms": round(1e3 * cycles.seconds(cycles.V6E, total, moved), 3),
         "peak_hbm_bytes": compiled.peak_bytes,
     }
 

@@ -7,10 +7,10 @@ T=8192, H=4096, V=151936, bfloat16, loss, dH and dW of a token-level objective.
 
 columns     How many columns are active and how many rows hard on 8192 tokens of ``bench.realistic`` (true logits of a
             1026-wide head on the host), by the forward sweep's own rule: bounds from the target and the running
-            logsumexp over vocabulary tiles, thresholds and costs of ``head/pallas_tpu_sparse_columns.py``. All rows
+            logsumexp over vocabulary tiles, thresholds and costs of ``head/pallas_tpu/sparse_columns.py``. All rows
             choose the threshold here, where the program lets 128 of them choose.
 compile     The whole program by libtpu, sparse and exact: peak HBM, and whether there are logits in it.
-simulate    Cycles of its parts by the compiler's simulator (``planning.tpu_cycles``), at small sizes, scaled:
+simulate    Cycles of its parts by the compiler's simulator (``logitless.tpu.cycles``), at small sizes, scaled:
               forward     per step and per token tile, with and without maxima (as benchmarks/tpu_head_estimate.py)
               slab        one backward step of 1024 tokens x 1024 columns, times the number of such steps
               gather      per row of a [V, H] head             scatter   per row of dW and per row written
@@ -42,12 +42,14 @@ import numpy as np
 
 from logitless import Objective, linear_grpo_loss
 from logitless.bench import realistic
-from logitless.head import pallas_tpu, pallas_tpu_sparse, pallas_tpu_sparse_columns
-from logitless.problem import Head
-from logitless.head.pallas_tpu_tiles import MIB, Tiles, choose
-from logitless.head.columns import HARD_ROW_COST, most_columns
-from logitless.tpu import aot, cycles
+from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.slabs import CHUNK, HARD_TILES, Moving, over_slabs
+from logitless.head.pallas_tpu.sparse_columns import FEW, Active, tpu_rule
+from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
+from logitless.head.slabs import Known
+from logitless.problem import Call, Head, Problem, Wanted
 from logitless.stats import StatCotangents, TokenStats
+from logitless.tpu import aot, cycles
 from logitless.transform import LogitTransform
 
 N, H, V = 8192, 4096, 151936
@@ -58,6 +60,7 @@ EXACT = HERE.parent / "results" / "tpu_v6e_head_estimate.json"
 TOLERANCE = 2.0**-8
 STEP = 1024  # tokens and columns of the simulated backward step
 ROWS = {"gather": (128, 384), "scatter": (128, 384)}
+RULE = tpu_rule(V)
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
@@ -83,19 +86,18 @@ def columns() -> dict[str, Any]:
             part = slice(start, start + tile)
             best[part] = np.maximum(best[part], (x[:, part] - bound[:, j : j + 1]).max(0))
     best[y] = np.inf
-    edges = np.log(TOLERANCE * np.array(pallas_tpu_sparse_columns.THRESHOLDS))
+    edges = np.log(TOLERANCE * np.array(RULE.thresholds))
     inactive = (best[:, None] <= edges).astype(np.float32)
     mass = np.concatenate([np.exp(h[i : i + rows] @ head - lse[i : i + rows, None]) @ inactive
                            for i in range(0, N, rows)])  # fmt: skip
     active, hard = V - inactive.sum(0), (mass > TOLERANCE).mean(0)
-    cost = 3 * active / V + 4 * HARD_ROW_COST * hard
-    limit = most_columns(V, pallas_tpu_sparse_columns.SLAB)
-    k = int(np.argmin(np.where(active <= limit, cost, np.inf)))
+    cost = RULE.cost(active / V, hard)
+    k = int(np.argmin(np.where(active <= RULE.most, cost, np.inf)))
     return {
         "tokens": N,
         "generator_width": width,
         "tolerance": TOLERANCE,
-        "thresholds": [float(TOLERANCE * e) for e in pallas_tpu_sparse_columns.THRESHOLDS],
+        "thresholds": [float(TOLERANCE * e) for e in RULE.thresholds],
         "active_columns": [int(a) for a in active],
         "hard_rows": [round(float(r), 4) for r in hard],
         "matmuls_after_the_forward_sweep": [round(float(c), 3) for c in cost],
@@ -160,28 +162,29 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
 
     n, vocab = sizes["n"], sizes["vocab"]
     rows_of = (s((n, H), jnp.bfloat16), s((vocab, H), jnp.bfloat16), s((n,), jnp.int32), s((n,), jnp.float32))
-    call: dict[str, Any] = {"layout": "vh", "transform": LogitTransform()}
+
+    def problem(h: Any, w: Any, y: Any) -> Problem:
+        return Problem(h, Head(w), y, LogitTransform(), call=Call("estimate", sizes.get("swept", vocab)))
+
     if kind == "slab":
 
         def slab(h: Any, w: Any, y: Any, row: Any, index: Any, count: Any) -> Any:
-            p = dataclasses.replace(pallas_tpu_sparse_columns.column_passes(vocab, Head(w)), slab=STEP, most=STEP)
-            m = pallas_tpu_sparse.Moving(h, y, LogitTransform(), _stats(row), _g(row), count, n)
-            active = pallas_tpu_sparse_columns.Active(index, count, jnp.asarray(False))
-            return pallas_tpu_sparse.over_slabs(p, (True, True, False), Head(w), m, active)
+            rule = dataclasses.replace(tpu_rule(vocab), slab=STEP, most=STEP)
+            m = Moving(problem(h, w, y), Known(_stats(row), _g(row)), count, n)
+            return over_slabs(rule, Wanted(True, True), m, Active(index, count, jnp.asarray(False)))
 
         return slab, (*rows_of, s((STEP,), jnp.int32), s((), jnp.int32))
-    call["tiles"] = Tiles(*sizes["tiles"])
-    if kind != "dhead":
-        call["vocab_size"] = sizes["swept"]
+    tiles = Tiles(*sizes["tiles"])
 
     def kernel(h: Any, w: Any, y: Any, row: Any) -> Any:
+        p = problem(h, w, y)
         if kind == "maxima":
-            return pallas_tpu.token_stats_and_maxima(h, w, y, row, **call)
+            return kernels.token_stats_and_maxima(p, None, row, tiles)
         if kind == "stats":
-            return pallas_tpu.token_stats(h, w, y, **call)
+            return kernels.token_stats(p, tiles=tiles)
         if kind == "dhidden":
-            return pallas_tpu.dhidden(h, w, y, _stats(row), _g(row), **call)
-        return pallas_tpu.dhead(h, w, y, _stats(row), _g(row), **call)[0]
+            return kernels.dhidden(p, None, _stats(row), _g(row), tiles)
+        return kernels.dhead(p, None, _stats(row), _g(row), tiles=tiles)[0]
 
     return kernel, rows_of
 
@@ -232,7 +235,7 @@ def simulated() -> dict[str, Any]:
     print("slab", out["slab"], parts, flush=True)
     for kind in ("dhidden", "dhead"):
         t = choose(kind, N, H, V, 2, "vh", V6E_VMEM)  # type: ignore[arg-type]
-        tiles = [pallas_tpu_sparse.HARD_TILES[kind], t.vocab, t.vmem_limit]
+        tiles = [HARD_TILES[kind], t.vocab, t.vmem_limit]
         if kind == "dhidden":
             few, more = (_kernel_cycles(kind=kind, n=tiles[0], vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
                          for k in (2, 4))  # fmt: skip
@@ -254,11 +257,11 @@ def simulated() -> dict[str, Any]:
 def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, Any]:
     """Milliseconds of the parts at the full shape."""
 
-    def ms(cycles: float, moved: float) -> float:
-        return 1e3 * cycles.seconds(cycles.V6E, cycles, moved)
+    def ms(total: float, moved: float) -> float:
+        return 1e3 * cycles.seconds(cycles.V6E, total, moved)
 
     head, rows = 2 * V * H, N * H
-    slab, chunk, few = pallas_tpu_sparse_columns.SLAB, pallas_tpu_sparse.CHUNK, pallas_tpu_sparse_columns.FEW
+    slab, chunk, few = RULE.slab, CHUNK, FEW
     slabs, chunks = math.ceil(active / slab), math.ceil(N / chunk)
     hard = math.ceil(hard_rows * N)
 

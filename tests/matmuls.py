@@ -110,6 +110,6 @@ def _of_shape(x: Any, aval: Any) -> Any:
 
 
 def _dot_flops(a: Any, b: Any, dims: Any) -> float:
-    (contract, _), (batch, other) = dims
+    _, (_, other) = dims
     free = math.prod(n for d, n in enumerate(b.shape) if d not in dims[0][1] and d not in other)
     return 2.0 * math.prod(a.shape) * free

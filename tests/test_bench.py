@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from logitless import cli
+from logitless import cli, rows
 from logitless.bench import arm, child, microbench, shapes, suites
 from logitless.bench.config import ConfigError, load
-from logitless.logits import chunked
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "warmup=1", "dtype=float32"]
@@ -87,8 +86,8 @@ def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyP
     in_this_process(monkeypatch)
     c = load(microbench.BenchConfig, None, [*TINY, "level=logits", "baselines=[]"])
     assert microbench.run(c)["passed"]
-    right = chunked.pull_back
-    monkeypatch.setattr(chunked, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
+    right = rows.pull_back
+    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
     record = microbench.run(c)
     assert not record["verify"]["passed"] and not record["passed"]
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from logitless import cli
+from logitless import cli, rows
 from logitless.bench import gradcheck, tracking
 from logitless.bench.config import ConfigError, load
-from logitless.logits import chunked
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "gradcheck"
 SMALL = ["batch=2", "tokens=6", "hidden=16", "vocab=60"]
@@ -95,15 +94,15 @@ def test_is_deterministic(tmp_path: Path) -> None:
 def test_a_wrong_gradient_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = chunked.pull_back
-    monkeypatch.setattr(chunked, "pull_back", lambda *a: right(*a) * jnp.float32(1.05))
+    right = rows.pull_back
+    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.05))
     assert run("level=logits", f"out={tmp_path / 'log.jsonl'}", *SMALL) == 1
     assert "FAIL dlogits difference" in capsys.readouterr().out
 
 
 def test_a_small_loss_of_accuracy_fails_the_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = chunked.pull_back
-    monkeypatch.setattr(chunked, "pull_back", lambda *a: right(*a) * jnp.float32(1 + 2e-6))
+    right = rows.pull_back
+    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1 + 2e-6))
     record = gradcheck.run(load(gradcheck.GradcheckConfig, None, ["level=logits", *SMALL]))
     assert record["gates"]["dlogits difference"]["ok"]
     assert not record["gates"]["dlogits error / reference's (norm)"]["ok"]

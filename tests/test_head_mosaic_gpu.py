@@ -10,15 +10,16 @@ import pytest
 
 import logitless
 from logitless import oracle
+from logitless.backend import Way
 from logitless.compat import mosaic_gpu_reason
-from logitless.head import forward, mosaic_gpu
-from logitless.head.chunked import SweepConfig
-from logitless.head.mosaic_gpu import Tiles
-from logitless.head.mosaic_gpu_epilogue import LOG2E, LOW, merged
+from logitless.head.mosaic_gpu import backend, matmul
+from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW, merged
+from logitless.head.mosaic_gpu.schedule import Tiles, schedule
 from logitless.problem import Head
-from logitless.head.rows import RowPasses
+from logitless.registry import backend_of
 from logitless.stats import finish
 from logitless.transform import LogitTransform
+from numerics import head_problem
 
 needs_mosaic = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 
@@ -68,9 +69,8 @@ def test_statistics(name):
     size = {"vocab": size["v"], **size}
     hidden, head, y = batch(**size)
     t = LogitTransform(**{k: jnp.asarray(x, jnp.float32) for k, x in numbers.items()})
-    got = mosaic_gpu.token_stats(
-        hidden, head, y, layout="vh", transform=t, vocab_size=size["vocab"], tiles=tiles, interpret=True
-    )
+    p = head_problem(hidden, head, y, transform=t, vocab_size=size["vocab"], interpret=True)
+    got = matmul.token_stats(p, tiles=tiles)
     assert_stats(got, truth(hidden, head, y, t, vocab_size=size["vocab"]))
 
 
@@ -82,10 +82,8 @@ def test_live_tokens_bad_targets_bias_and_the_other_layout():
     hidden = hidden.at[live:].set(jnp.nan)
     bias = jnp.asarray(np.random.default_rng(1).normal(size=v), jnp.float32).at[7].set(-jnp.inf)
     y = y.at[0].set(8)
-    run = functools.partial(
-        mosaic_gpu.token_stats, layout="hv", transform=LogitTransform(), vocab_size=v, tiles=SMALL, interpret=True
-    )
-    got = jax.jit(lambda k: run(hidden, head.T, y, bias=bias, n_live=k))(jnp.int32(live))
+    p = head_problem(hidden, head.T, y, layout="hv", bias=bias, transform=LogitTransform(), interpret=True)
+    got = jax.jit(lambda k: matmul.token_stats(p, k, SMALL))(jnp.int32(live))
     y_safe = jnp.where((y < 0) | (y >= v) | (y == 7), 0, y)
     want = truth(hidden[:live], head, y_safe[:live], LogitTransform(), bias=np.asarray(bias))
     rows = np.flatnonzero(np.asarray((y_safe == y)[:live]))
@@ -98,10 +96,8 @@ def test_live_tokens_bad_targets_bias_and_the_other_layout():
 @needs_mosaic
 def test_rounded_logits():
     hidden, head, y = batch(64, 64, 128, 128)
-    t = LogitTransform()
-    got = mosaic_gpu.token_stats(
-        hidden, head, y, layout="vh", transform=t, vocab_size=128, tiles=SMALL, logits_dtype="bfloat16", interpret=True
-    )
+    p = head_problem(hidden, head, y, transform=LogitTransform(), logits_dtype="bfloat16", interpret=True)
+    got = matmul.token_stats(p, tiles=SMALL)
     x = np.asarray(hidden.astype(jnp.float32)) @ np.asarray(head.astype(jnp.float32)).T
     want = oracle.token_stats(np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)), np.asarray(y))
     # A sum that lies next to the middle of two bfloat16 numbers may be rounded either way.
@@ -140,7 +136,7 @@ def test_the_schedule_covers_every_tile_once():
         blocks, token_tiles, vocab_tiles = (int(rng.integers(1, k)) for k in (20, 30, 40))
         live = int(rng.integers(0, token_tiles + 1))
         t = Tiles(group=min(int(rng.integers(1, 9)), token_tiles, blocks), blocks=blocks)
-        s = mosaic_gpu.schedule(t, token_tiles, vocab_tiles, live)
+        s = schedule(t, token_tiles, vocab_tiles, live)
         token, count, first, last, slot, parts = (getattr(s, f.name) for f in dataclasses.fields(s))
         seen = np.zeros((token_tiles, vocab_tiles), int)
         slots = [[] for _ in range(token_tiles)]
@@ -156,9 +152,9 @@ def test_the_schedule_covers_every_tile_once():
 
 def test_the_schedule_is_the_same_when_traced():
     t = Tiles(group=4, blocks=13)
-    traced = jax.jit(lambda live: dataclasses.astuple(mosaic_gpu.schedule(t, 11, 20, live)))
+    traced = jax.jit(lambda live: dataclasses.astuple(schedule(t, 11, 20, live)))
     for live in (0, 1, 5, 11):
-        for a, b in zip(traced(live), dataclasses.astuple(mosaic_gpu.schedule(t, 11, 20, live)), strict=True):
+        for a, b in zip(traced(live), dataclasses.astuple(schedule(t, 11, 20, live)), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -166,7 +162,7 @@ def test_the_schedule_is_the_same_when_traced():
     "shape", [(8192, 4096, 151936), (16384, 1536, 151936), (8192, 2304, 256000), (4096, 4096, 151936)]
 )
 def test_the_rule_keeps_all_blocks_busy_and_needs_little_memory(shape):
-    d = mosaic_gpu.describe(*shape)
+    d = matmul.describe(*shape)
     assert d["busy"] > 0.99
     assert d["temporaries"] < 8 << 20
     n, h, v = shape
@@ -174,8 +170,10 @@ def test_the_rule_keeps_all_blocks_busy_and_needs_little_memory(shape):
 
 
 def test_refusals():
-    def check(n=128, h=64, v=128, dtype=jnp.bfloat16, **options):
-        mosaic_gpu.check(n, h, v, dtype, options.pop("head_dtype", dtype), **options)
+    def check(n=128, h=64, v=128, dtype=jnp.bfloat16, head_dtype=None, layout="vh", platform="gpu"):
+        weight = jax.ShapeDtypeStruct((v, h) if layout == "vh" else (h, v), head_dtype or dtype)
+        hidden, y = jax.ShapeDtypeStruct((n, h), dtype), jax.ShapeDtypeStruct((n,), jnp.int32)
+        matmul.check(head_problem(hidden, weight, y, layout=layout, transform=LogitTransform()), platform)
 
     why = mosaic_gpu_reason()
     if why is not None:
@@ -201,11 +199,10 @@ def test_refusals():
 @pytest.mark.parametrize("ragged", [False, True])
 def test_it_lowers_for_cuda(ragged):
     n, h, v = (200, 136, 1003) if ragged else (256, 128, 1024)
-    t = LogitTransform(temperature=jnp.ones((n,), jnp.float32))
-    f = functools.partial(mosaic_gpu.token_stats, layout="vh", transform=t, vocab_size=v)
     hidden, head = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
-    y = jax.ShapeDtypeStruct((n,), jnp.int32)
-    lowered = jax.jit(f).trace(hidden, head, y).lower(lowering_platforms=("cuda",))
+    y, t = jax.ShapeDtypeStruct((n,), jnp.int32), LogitTransform(jax.ShapeDtypeStruct((n,), jnp.float32))
+    p = head_problem(hidden, head, y, transform=t)
+    lowered = jax.jit(matmul.token_stats).trace(p).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -237,18 +234,25 @@ def test_behind_the_public_call_with_and_without_a_gradient():
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    "options", [dict(logits_dtype=jnp.bfloat16), dict(kernel="xla"), dict(lora=True), dict(dtype=jnp.float32)]
+    "options",
+    [dict(logits_dtype=jnp.bfloat16), dict(backend="chunked"), dict(lora=True), dict(dtype=jnp.float32)],
 )
 def test_where_the_chunked_sweep_serves_instead(options):
-    dtype = options.get("dtype", jnp.bfloat16)
-    s = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-    lora = (s((128, 4)), s((4, 64))) if options.get("lora") else (None, None)
-    rows = RowPasses(128, None, options.get("kernel", "mosaic_gpu"), True)
-    c = SweepConfig(32, options.get("logits_dtype", jnp.float32), "float32", rows)
-    assert forward.not_fused_because(c, s((32, 64)), Head(s((128, 64)), None, *lora)) is not None
-    plain = SweepConfig(32, jnp.float32, "float32", RowPasses(128, None, "mosaic_gpu", True))
-    s = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    assert forward.not_fused_because(plain, s((32, 64)), Head(s((128, 64)))) is None
+    def problem(dtype=jnp.bfloat16, lora=False, **choices):
+        s = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+        factors = (s((128, 4)), s((4, 64))) if lora else (None, None)
+        y, t = jax.ShapeDtypeStruct((32,), jnp.int32), LogitTransform()
+        p = head_problem(s((32, 64)), s((128, 64)), y, transform=t, interpret=True, **choices)
+        return dataclasses.replace(p, head=Head(p.head.weight, None, *factors))
+
+    def fused(p):
+        runs = backend_of("head", p.call.backend or "mosaic_gpu")
+        return runs.describe(p.calling(chunk=32), Way(loss=False, in_forward=False, reason=None)).fused_statistics
+
+    p = problem(**options)
+    assert options.get("backend") or backend.not_fused_because(p) is not None
+    assert not fused(p)
+    assert backend.not_fused_because(problem()) is None and fused(problem())
 
 
 @needs_mosaic

@@ -12,7 +12,7 @@ import pytest
 
 import logitless
 from logitless import Objective, cli
-from logitless.head import sparse_columns
+from logitless.head import columns
 from logitless.planning.head import longest_context
 from logitless.planning.mesh import parse_mesh, plan_mesh
 from logitless.planning.prediction import HeadPlan
@@ -40,7 +40,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def share(active_columns: float) -> float:
     """Columns of V that go through the backward matmuls: whole slabs."""
-    slab = sparse_columns.slab_width(V)
+    slab = columns.slab_width(V)
     return -(-int(active_columns * V + 0.999999) // slab) * slab / V
 
 
@@ -55,7 +55,7 @@ def test_matmuls_are_those_of_the_table_in_the_docs() -> None:
     assert sparse_plan(vocabulary_shard=True, **given).matmuls == pytest.approx(2 + 3 * s + 3 * r)
     p = sparse_plan(**given)
     assert p.flops == pytest.approx(2 * T * H * V * p.matmuls)
-    assert p.tiles["slab"] == sparse_columns.slab_width(V)
+    assert p.tiles["slab"] == columns.slab_width(V)
     assert p.exact is not None and p.exact == logitless.plan(struct(8, T // 8, H), struct(V, H), chip="h200")
     assert p.seconds < p.exact.seconds and p.moved < p.exact.moved
     assert p.seconds <= p.seconds_in_turn

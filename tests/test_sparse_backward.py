@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from conftest import token_stats
-from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, vjp
 from logitless.bench import realistic
-from logitless import vjp
 from logitless.head import columns, slabs, sparse
 from logitless.head.report import SparseReport
 from logitless.stats import StatCotangents

@@ -71,25 +71,26 @@ def program(
     import jax
     import jax.numpy as jnp
 
-    from logitless.logits import pallas_tpu
+    from logitless.logits.pallas_tpu import backend as pallas_tpu
     from logitless.objectives.inputs import LossInputs
     from logitless.objectives.objective import Objective
     from logitless.objectives.token_program import token_program
+    from logitless.problem import Call, LogitsProblem
     from logitless.stats import StatCotangents, TokenStats
     from logitless.transform import LogitTransform
 
     def run(x: Any, y: Any, mask: Any, columns: Any) -> Any:
         t = LogitTransform(columns[0] if temperature else None, None if softcap is None else jnp.float32(softcap))
-        args = (x, y, t, v, mask)
+        p = LogitsProblem(x, y, t, mask, call=Call("test", v, donate=donate))
         if what == "token_stats":
-            return pallas_tpu.token_stats(*args)
+            return pallas_tpu.token_stats(p)
         if what == "dlogits":
             stats = TokenStats(*columns[:5], mask, columns[5])
-            return pallas_tpu.dlogits(*args, stats, StatCotangents(*columns[:3]), donate=donate)
+            return pallas_tpu.dlogits(p, stats, StatCotangents(*columns[:3]))
         old, ref, advantage, weight, *_ = columns
         fields = {"beta": 0.04, "entropy_coef": 0.01} if objective is None else objective
         inputs = LossInputs(mask, advantage, weight, old, ref, weight, weight, weight)
-        return pallas_tpu.stats_and_dlogits(*args, token_program(Objective(**fields), inputs), donate=donate)
+        return pallas_tpu.stats_and_dlogits(p, token_program(Objective(**fields), inputs))
 
     s = jax.ShapeDtypeStruct
     column = s((n,), jnp.float32)

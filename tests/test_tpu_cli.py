@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from logitless import cli
-from logitless.tpu import aot, tpu_command
+from logitless.tpu import aot, command
 from logitless.tpu.programs import collectives_of
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -72,7 +72,7 @@ def test_without_libtpu_it_says_what_to_install(
 def test_bad_usage_exits_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tpu_aot, "missing", lambda: None)
+    monkeypatch.setattr(aot, "missing", lambda: None)
     assert cli.main(["tpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -84,8 +84,8 @@ def test_a_way_is_needed() -> None:
 
 
 def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_command.sys, "executable", "/bin/false")
-    assert "exit code 1" in tpu_command._compile("v6e:2x4", {})["error"]
+    monkeypatch.setattr(command.sys, "executable", "/bin/false")
+    assert "exit code 1" in command._compile("v6e:2x4", {})["error"]
 
 
 def test_collectives_are_read_from_the_programs_text() -> None:

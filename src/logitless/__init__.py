@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from logitless._version import __version__
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.causal import next_tokens
 from logitless.mesh.spec import Sharding
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.aggregate import dapo_denominator
@@ -35,6 +36,7 @@ __all__ = [
     "linear_logprobs",
     "logprobs",
     "metric_values",
+    "next_tokens",
     "oracle",
     "plan",
     "policy_loss",

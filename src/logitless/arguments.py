@@ -83,7 +83,7 @@ def _placed(p: Any, route: Route) -> Any:
     else:
         p = _on_one_device(p, route)
     rank = p.targets.ndim
-    flat = flat_tokens(dataclasses.replace(p, head=None) if isinstance(p, Problem) else p, rank)
+    flat = flat_tokens(dataclasses.replace(p, head=None) if isinstance(p, Problem) else p, rank)  # type: ignore[arg-type]
     return dataclasses.replace(flat, head=p.head) if isinstance(p, Problem) else flat
 
 

@@ -80,6 +80,10 @@ class Backend(Protocol):
     def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
 
+
+class Divisible(Backend, Protocol):
+    """A backend that can serve a shard of the vocabulary (``mesh/vocabulary.py``)."""
+
     def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
         """``(sums, part)`` over the columns that are here: what a shard of the vocabulary has to say, and what
         :meth:`shard_residual` needs of this pass."""

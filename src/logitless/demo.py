@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.explanation import explain
 from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.explanation import explain
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective

@@ -71,7 +71,7 @@ def render() -> str:
         "",
     ]
     for name in logitless.__all__:
-        if name != "__version__":
+        if name not in ("__version__", "oracle"):  # the oracle has a part of its own
             parts.append(_entry(name, getattr(logitless, name)))
     parts += ["## `logitless.oracle`", "", inspect.getdoc(oracle) or "", ""]
     for name in oracle.__all__:

@@ -1,4 +1,4 @@
-"""Plain-JAX passes over rows of logits ``x [C, V]``: what stands between the head's matmuls, and all of the logits level.
+"""Plain-JAX passes over rows of logits ``x [C, V]``: what stands between the head's matmuls, and the logits level.
 
     sums(x, p)               -> RowSums        over the columns that are here
     statistics(x, p)         -> TokenStats     one pass (a maximum, then sums, where XLA does not fuse them)

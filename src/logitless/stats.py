@@ -126,13 +126,16 @@ def merge(a: RowSums, b: RowSums) -> RowSums:
     return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
 
 
-def finish(sums: RowSums, target_valid: Array | bool = True) -> TokenStats:
-    """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false."""
+def finish(sums: RowSums, target_valid: Array | bool = True, lead: Array | None = None) -> TokenStats:
+    """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false.
+
+    ``lead`` is ``target - maximum`` where the caller has it with more digits than the difference of the two.
+    """
     z_y, m = sums.target, sums.maximum
     others_seen = m != NEG_INF  # and not "above": a NaN must not pass for an empty row
     log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
     # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
-    lead = z_y - jnp.where(others_seen, m, 0.0)
+    lead = z_y - jnp.where(others_seen, m, 0.0) if lead is None else jnp.where(others_seen, lead, z_y)
     margin = jnp.where(others_seen | (z_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
     logp = -jax.nn.softplus(margin)
     # From whichever side dominates: the small correction is added to the larger number.

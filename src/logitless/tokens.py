@@ -45,12 +45,15 @@ class Visit:
         """Which rows of the chunk are real."""
         return self.write < n
 
-    def problem(self, p: Problem) -> Problem:
-        """The chunk's own problem. Its ``live`` are the rows that are real; the padding of the last chunk has hidden
-        states of zero, since a dead token may hold NaN."""
-        part, inside = p.rows(self.take), self.inside(p.n)
-        h = jnp.where(inside[:, None], part.h, jnp.zeros((), part.h.dtype))
-        return dataclasses.replace(part, h=h, live=inside)
+    def hidden(self, p: Problem) -> Array:
+        """The chunk's hidden states; zeros as the padding of the last chunk, since a dead token may hold NaN."""
+        return jnp.where(self.inside(p.n)[:, None], self.take(p.h), jnp.zeros((), p.h.dtype))
+
+    def problem(self, p: Problem, h: Array | None = None) -> Problem:
+        """The chunk's own problem, with hidden states ``h`` if they are there already. Its ``live`` are the rows that
+        are real."""
+        part = dataclasses.replace(p, h=p.targets, live=None).rows(self.take)
+        return dataclasses.replace(part, h=self.hidden(p) if h is None else h, live=self.inside(p.n))
 
     def loss(self, loss: Loss, n: int) -> Loss:
         """The chunk's own loss; the padding of the last chunk is masked out."""

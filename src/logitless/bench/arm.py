@@ -26,10 +26,9 @@ def _memory_peak() -> int | None:
 def _loss(c: dict[str, Any]) -> Callable[..., Any]:
     """``loss(arrays, rest) -> (loss, metrics)`` of the arm; no metrics but those of a sparse backward, so that nothing
     else is timed."""
+    from logitless.api import grpo_loss, linear_grpo_loss
     from logitless.bench import baselines
-    from logitless.api import linear_grpo_loss
     from logitless.head.report import SPARSE_METRICS
-    from logitless.api import grpo_loss
     from logitless.objectives.objective import Objective
 
     objective = Objective().replace(**c["objective"])

@@ -24,15 +24,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from logitless import oracle
+from logitless.api import grpo_loss, linear_grpo_loss
 from logitless.bench import child, inputs, model_inputs, realistic, timing
 from logitless.bench.config import ConfigError, sparse_backward_of
-from logitless.api import linear_grpo_loss
-from logitless.head.sparse import auto_tolerance
 from logitless.head.report import SPARSE_METRICS
-from logitless.api import grpo_loss
+from logitless.head.sparse import auto_tolerance
+from logitless.mesh.spec import Sharding
 from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
-from logitless.mesh.spec import Sharding
 from logitless.planning.mesh import AXES, parse_mesh
 
 ORACLE_ELEMENTS = 100_000_000

@@ -1,1 +1,19 @@
-"""Head-level backends: the same statistics from hidden states and the lm_head, without ``[N, V]`` logits."""
+"""The fused LM head: statistics, loss, dH and dW from hidden states, without ``[B, T, V]`` logits.
+
+M is one matmul over all tokens that count, K the active columns of a sparse backward, C a chunk of tokens.
+
+    backend      file                    matmuls (in forward / later)   beside inputs and outputs
+    reference    reference.py            3 M                            [N, V] logits and dlogits
+    chunked      chunked.py              3 M / 4 M                      [C, V] logits, dlogits; dW in float32
+    mosaic_gpu   mosaic_gpu/backend.py   3 M / 4 M, statistics 1 M      [C, V] logits, dx over them; statistics: none
+    pallas_tpu   pallas_tpu/backend.py   - / 4 M, 5 M with entropy      no logits; [N, H] float32
+    sparse       sparse.py               M + 2 K/V M / M + 3 K/V M      a slab of K columns more than the one within
+    sparse, TPU  pallas_tpu/sparse.py    M + 3 K/V M / M + 4 K/V M      a slab of K columns, [K limit, H] of dW
+
+    linear.py    the head as a linear map: logits, dH, dW, LoRA, precision
+    columns.py   which columns carry a gradient, and what a set of them costs
+    slabs.py     the backward over a set of columns; what a row may leave out
+    report.py    what a sparse backward left out, as metrics
+
+A backend that is not asked for is not imported (``registry.py``).
+"""

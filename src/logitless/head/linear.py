@@ -31,7 +31,7 @@ def precision_of(dtype: Any) -> lax.Precision | None:
     """
     if jnp.dtype(dtype) != jnp.float32:
         return lax.Precision.DEFAULT
-    return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
+    return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None  # type: ignore[attr-defined]
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -> Array:

@@ -28,13 +28,16 @@ from logitless.stats import StatCotangents, TokenStats, dz
 from logitless.transform import LogitTransform, pull_back
 
 
-def misses(tolerance: Array, stats: TokenStats, g: StatCotangents | None, vocab_size: int) -> Callable[..., Array]:
+def misses(
+    tolerance: Array | None, stats: TokenStats, g: StatCotangents | None, vocab_size: int
+) -> Callable[..., Array]:
     """Which rows may not leave a mass out (``misses(mass, every)``: which of each ``every``-th row); NaN may not.
 
     An entropy cotangent magnifies the tail: its part of dz is at most ``|g_lse - g_logp| u + |g_entropy| s`` with
     ``s = sum p |log p + H| <= u (log(N / u) + H)`` over N columns of mass u. Both count relative to the sum of the
     cotangents' magnitudes; without cotangents (``None``, not known yet) the mass itself counts.
     """
+    assert tolerance is not None  # of a problem with a sparse backward
     limit = jnp.broadcast_to(tolerance, stats.logp.shape)
     if g is None:
         return lambda mass, every=1: ~(mass <= limit[::every])

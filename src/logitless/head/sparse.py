@@ -35,7 +35,7 @@ from jax import Array, lax
 from logitless import rows
 from logitless.backend import Cost, Way
 from logitless.head import columns as columns_of
-from logitless.head.chunked import Chunked, add_chunk, finished, logits_of, no_gradients
+from logitless.head.chunked import Chunked, add_chunk, chunk_of, finished, logits_of, no_gradients
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import raw_logits
 from logitless.head.report import SparseReport, blank_report, chunk_report, noted
@@ -142,7 +142,9 @@ class Sparse:
                 "chunks, 5 a hard row"
             )
         matmuls += "; one less of the K/V and of the rest with a frozen head, 1 without a gradient"
-        return dataclasses.replace(cost, way=words, matmuls=matmuls, tiles={**cost.tiles, "slab": rule.slab}, counts=None)
+        return dataclasses.replace(
+            cost, way=words, matmuls=matmuls, tiles={**cost.tiles, "slab": rule.slab}, counts=None
+        )
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
         """Those of the backend within, by the sweep that finds the columns."""
@@ -161,9 +163,9 @@ class Sparse:
 
         def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> Any:
             out, total, report = carry
-            part, own = visit.problem(p), visit.loss(loss, p.n)
+            part, x = chunk_of(visit, p)
+            own = visit.loss(loss, p.n)
             part = dataclasses.replace(part, live=own.inputs.mask)
-            x = logits_of(part)
             stats, g, found = once(~self._flat(rule, x, part, own), self._look(rule, x, part, own), _unseen(rule, part))
             miss = misses(p.tolerance, stats, g, p.call.vocab_size)
             hard = g.any_nonzero() & miss(found.left_out) & ~found.dense
@@ -233,25 +235,24 @@ class Sparse:
 
         def body(visit: Visit, carry: Any) -> Any:
             out, kept, report, at = carry
-            part = visit.problem(p)
-            every = _probe_stride(part.n)
+            part, x = chunk_of(visit, p) if known is None else (visit.problem(p), None)
+            every, live = _probe_stride(part.n), visit.inside(p.n)
             few = part.rows(lambda a: a[::every])
             if known is None:
-                x = logits_of(part)
+                assert x is not None
                 stats, few_x = self.own.row_statistics(x, part), x[::every]
             else:
                 stats, few_x = jax.tree.map(visit.take, known), logits_of(few)
             some = jax.tree.map(lambda a: a[::every], stats)
-            flat = columns_of.surely_dense(rule, few_x, few, some, few.live)
+            flat = columns_of.surely_dense(rule, few_x, few, some, live[::every])
             miss = misses(limit, stats, None, p.call.vocab_size)
 
             def look(_: Any) -> Columns:
-                logits = x if known is None else logits_of(part)
-                return columns_of.find(rule, logits, part, stats, part.live, miss)
+                return columns_of.find(rule, logits_of(part) if x is None else x, part, stats, live, miss)
 
             found = once(~flat, look, columns_of.blank_columns(rule, p.head.vocab, part.n))
-            hard = part.live & miss(found.left_out) & ~found.dense
-            own = chunk_report(rule, p.head, found, part.live, hard if known is None else jnp.zeros_like(hard))
+            hard = live & miss(found.left_out) & ~found.dense
+            own = chunk_report(rule, p.head, found, live, hard if known is None else jnp.zeros_like(hard))
             out = visit.put_all(out, stats) if known is None else out
             return out, kept.with_chunk(at, visit, found), noted(visit, report, own), at + 1
 
@@ -267,9 +268,7 @@ class Sparse:
         hard = misses(p.tolerance, out, g, p.call.vocab_size)(residual.left_out)
         return self.gradients_beside(p, want, Known(out, g), residual, hard)
 
-    def gradients_beside(
-        self, p: Problem, want: Wanted, known: Known, kept: ChunkColumns, hard: Array
-    ) -> Gradients:
+    def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ChunkColumns, hard: Array) -> Gradients:
         """:meth:`backward` where it is known which rows are ``hard [N]``: those go through all columns."""
         rule = chunk_rule(p.head.vocab, want.matmuls)
         out, g = known.stats, known.g

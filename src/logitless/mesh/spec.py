@@ -131,7 +131,7 @@ class Placement:
         targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
         if isinstance(p, LogitsProblem):
             logits = jax.ShapeDtypeStruct((tokens, self.local_vocab(p.logits.shape[-1])), p.logits.dtype)
-            return dataclasses.replace(p, logits=logits, targets=targets)
+            return dataclasses.replace(p, logits=logits, targets=targets)  # type: ignore[arg-type]
 
         def local(x: Any, vocab_dimension: int | None) -> Any:
             if x is None:

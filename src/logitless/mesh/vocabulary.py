@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.backend import Backend
+from logitless.backend import Backend, Divisible
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
 from logitless.mesh.spec import Placement
 from logitless.problem import Gradients, LogitsProblem, Loss
@@ -35,7 +35,7 @@ def shard_of(own: Backend, place: Placement) -> Backend:
         from logitless.mesh.sparse_vocabulary import SparseShard
 
         return SparseShard(own, place)  # type: ignore[arg-type, return-value]
-    return VocabularyShard(own, place)  # type: ignore[return-value]
+    return VocabularyShard(own, place)  # type: ignore[arg-type, return-value]
 
 
 def width_of(p: Any) -> int:
@@ -52,7 +52,7 @@ def no_columns(shapes: RowSums) -> RowSums:
 class VocabularyShard:
     """``own`` on a device's columns, with the collectives between its passes."""
 
-    own: Backend
+    own: Divisible
     place: Placement
 
     def shard(self, p: Any) -> Any:

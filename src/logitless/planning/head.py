@@ -118,7 +118,9 @@ def plan(
             way = _way(w, route)
             if shares is not None:
                 on_tpu = route.backend == KERNELS["tpu"]
-                price = sparse.tpu_sparse_way if on_tpu else functools.partial(sparse.sparse_way, shard=vocabulary_shard)
+                price = (
+                    sparse.tpu_sparse_way if on_tpu else functools.partial(sparse.sparse_way, shard=vocabulary_shard)
+                )
                 way = price(w, shares, way, route)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(
@@ -202,9 +204,9 @@ def _tpu_way(w: Work, route: Route) -> Way:
     dtype = "bfloat16" if w.item == 2 else "float32"
     layout = route.tiles["layout"]
     shape = (w.vocab, w.width) if layout == "vh" else (w.width, w.vocab)
-    head = Head(jax.ShapeDtypeStruct(shape, dtype), layout=layout)
+    head = Head(jax.ShapeDtypeStruct(shape, dtype), layout=layout)  # type: ignore[arg-type]
     hidden = jax.ShapeDtypeStruct((max(w.live, 1), w.width), dtype)
-    about = describe(Problem(hidden, head, None, None, call=route.static))
+    about = describe(Problem(hidden, head, None, None, call=route.static))  # type: ignore[arg-type]
     carries = w.wants_hidden and not route.way_taken.entropy
     used = ["token_stats_and_direction" if carries else "token_stats"]
     used += ["dhidden"] * (w.wants_hidden and not carries) + ["dhead"] * w.wants_head

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from logitless.bench.shapes import MODELS
-from logitless.tpu import aot, cycles
 from logitless.planning.mesh import parse_mesh
+from logitless.tpu import aot, cycles
 
 MIB = 2**20
 MOST_CYCLES = 6e6
@@ -172,18 +172,16 @@ def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     for rows in (few, many):
         print(f"  ... simulating {rows} tokens", file=sys.stderr, flush=True)
         try:
-            found[rows] = cycles.simulate(
-                "logitless.tpu.programs:program", dict(arguments, n=rows), args.topology
-            )
+            found[rows] = cycles.simulate("logitless.tpu.programs:program", dict(arguments, n=rows), args.topology)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"logitless tpu: {error}", file=sys.stderr)
             return 1, dict(record, error=str(error))
     slope = (sum(found[many].values()) - sum(found[few].values())) / (many - few)
     tokens = args.for_tokens or many
-    cycles = sum(found[many].values()) + slope * (tokens - many)
+    total = sum(found[many].values()) + slope * (tokens - many)
     item = 2 if args.dtype == "bfloat16" else 4
     moved = 2 * tokens * arguments["vocab"] * item if args.level == "logits" else 0
-    estimate = cycles.seconds(chip, cycles, moved)
+    estimate = cycles.seconds(chip, total, moved)
     record.update(operations=found[many], cycles_per_token=slope, tokens=tokens, estimated_ms=estimate * 1e3)
     print(f"ESTIMATE (simulated by the compiler, not measured), {args.topology}, {many} tokens:")
     for name, count in sorted(found[many].items(), key=lambda kv: -kv[1])[:8]:

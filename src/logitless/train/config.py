@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.registry import KERNELS
 from logitless.bench.config import ConfigError
 from logitless.bench.config import load as load_schema
 from logitless.objectives.objective import Objective
+from logitless.registry import KERNELS
 from logitless.tiles import platform
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]

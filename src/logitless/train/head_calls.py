@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.bench.baselines import naive_logp
 from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.bench.baselines import naive_logp
 from logitless.objectives.api import policy_loss, statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective

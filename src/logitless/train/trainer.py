@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.explanation import explain
 from logitless.api import linear_grpo_loss
+from logitless.explanation import explain
 from logitless.objectives.advantages import group_advantages
 from logitless.train import sharding
 from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of

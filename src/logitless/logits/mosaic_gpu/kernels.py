@@ -169,7 +169,9 @@ def _finish_row(
         to_z = (lambda m: scalar.run(tr.forward, m, sweep.transform)) if sweep.folded else (lambda m: m)
         sums_, top = row_sums(parts, sweep.k, sweep.power, z_y, to_z)
         valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
-        stats = scalar.run(st.finish, sums_, valid)
+        # The sums are over k (u - top): so is the lead, and not a difference of two products rounded at |z|.
+        lead = (target.x - top) * (sweep.k * (1.0 / sweep.power.unit)) if sweep.folded else z_y - sums_.maximum
+        stats = scalar.run(st.finish, sums_, valid, lead)
         for ref, name in zip(o.stats, STAT_FIELDS, strict=True):
             value = getattr(stats, name)
             ref[sweep.row] = jnp.where(value, 1.0, 0.0) if value.dtype == jnp.bool_ else value

@@ -1,0 +1,68 @@
+"""How many files of the package one call runs through: ``python benchmarks/walk.py`` prints the table of
+docs/architecture.md.
+
+``jax.value_and_grad(linear_grpo_loss)`` is traced once to load what it needs and once more under ``sys.setprofile``.
+Left out is ``pytree.py``, whose functions JAX calls to flatten arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import logitless
+
+ROOT = Path(logitless.__file__).parent
+CALLS: dict[str, dict[str, Any]] = {
+    "chunked": dict(backend="chunked"),
+    "chunked, sparse": dict(backend="chunked", sparse_backward="auto"),
+    "pallas_tpu": dict(backend="pallas_tpu", interpret=True),
+    "pallas_tpu, sparse": dict(backend="pallas_tpu", interpret=True, sparse_backward="auto"),
+}
+
+
+def files_of(**options: Any) -> list[str]:
+    """The files whose functions a call runs, in the order of their first call."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((2, 8, 128)), jnp.float32)
+    lm_head = jnp.asarray(rng.standard_normal((256, 128)), jnp.float32)
+    targets = jnp.zeros((2, 8), jnp.int32)
+
+    def loss(hidden: Any, lm_head: Any) -> Any:
+        return logitless.linear_grpo_loss(hidden, lm_head, targets, advantages=jnp.ones(2), **options)
+
+    def trace() -> None:
+        jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, lm_head)
+
+    found: dict[str, None] = {}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(ROOT)):
+            found.setdefault(str(Path(name).relative_to(ROOT)))
+
+    trace()
+    sys.setprofile(note)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+    return [f for f in found if f != "pytree.py"]
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = ["| call | files | in order |", "|---|---|---|"]
+    for name, options in CALLS.items():
+        files = files_of(**options)
+        lines.append(f"| {name} | {len(files)} | {', '.join(files)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
