@@ -18,7 +18,7 @@ from logitless.planning import tpu_aot
 
 needs_libtpu = pytest.mark.skipif(tpu_aot.missing() is not None, reason=str(tpu_aot.missing()))
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOPOLOGY = "v6e:2x4"
 
 
