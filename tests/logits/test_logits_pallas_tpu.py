@@ -117,6 +117,15 @@ def dense(x: jax.Array, y: jax.Array, t: LogitTransform, v: int, live: Any, g: S
     return s, chunked.dlogits(x, y, t, v, live, s, g)
 
 
+@functools.partial(jax.jit, static_argnames=("v", "tiles"))
+def kernels(x: jax.Array, y: jax.Array, t: LogitTransform, v: int, live: Any, g: StatCotangents, *, tiles: Any) -> Any:
+    """Statistics, dlogits by them, and both in one pass for the cotangents of logp and entropy alone."""
+    call = {"tiles": tiles, "interpret": True}
+    stats = pallas_tpu.token_stats(x, y, t, v, live, **call)
+    d = pallas_tpu.dlogits(x, y, t, v, live, stats, g, **call)
+    return stats, d, pallas_tpu.stats_and_dlogits(x, y, t, v, live, given_cotangents(g), **call)
+
+
 def check_stats(got: TokenStats, plain: TokenStats, truth: Any) -> None:
     max_logp = np.where(truth.is_top1, truth.logp, truth.max_logit - truth.lse)
     for i, family in enumerate(ROWS):
@@ -151,20 +160,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: Case) -> None:
     i = inputs_of(case)
-    tiles = case.tiles()
     plain, plain_d = dense(*i.args(), i.g)
     truth = oracle.token_stats(f64(i.x), np.asarray(i.y), **i.options)
-    got = pallas_tpu.token_stats(*i.args(), tiles=tiles, interpret=True)
+    got, d, (fused, fused_d) = kernels(*i.args(), i.g, tiles=case.tiles())
     check_stats(got, plain, truth)
-    d = pallas_tpu.dlogits(*i.args(), got, i.g, tiles=tiles, interpret=True)
     g = (i.g.logp, i.g.entropy, i.g.lse)
     check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g), **i.options))
 
     two = dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse))
-    fused, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(two), tiles=tiles, interpret=True)
     assert_same_bits(fused, got, "statistics with and without dlogits: ")
     _, plain_d = dense(*i.args(), two)
-    check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options))
+    check_dlogits(
+        case, fused_d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options)
+    )
 
 
 @pytest.mark.parametrize("v", [1, 127, 128])
@@ -172,7 +180,7 @@ def test_tiny_vocabularies(v: int) -> None:
     case = Case(1, v)
     i = inputs_of(case)
     plain, plain_d = dense(*i.args(), dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse)))
-    got, d = pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), interpret=True)
+    _, _, (got, d) = kernels(*i.args(), i.g, tiles=None)
     check_stats(got, plain, oracle.token_stats(f64(i.x), np.asarray(i.y)))
     truth = oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), f64(i.g.logp), f64(i.g.entropy))
     check_dlogits(case, d, plain_d, truth)
@@ -204,8 +212,8 @@ def test_objective_in_the_kernel() -> None:
     inputs = prepare(objective, mask, advantages, old - 3, ref - 3, None, None, None, None)
     program = token_program(objective, jax.tree.map(lambda a: a.reshape(-1), inputs))
     args = (i.x, y, i.transform, 300, mask[0], program)
-    stats, d = pallas_tpu.stats_and_dlogits(*args, interpret=True)
-    plain_stats, plain = chunked.stats_and_dlogits(*args)
+    stats, d = jax.jit(lambda: pallas_tpu.stats_and_dlogits(*args, interpret=True))()
+    plain_stats, plain = jax.jit(lambda: chunked.stats_and_dlogits(*args))()
     np.testing.assert_allclose(stats.logp, plain_stats.logp, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d, plain, rtol=2e-5, atol=1e-7)
     assert np.abs(np.asarray(d)).max() > 1e-3
@@ -228,8 +236,12 @@ def test_no_races(width: int | None) -> None:
 
 def test_donated_logits_give_the_same() -> None:
     i = inputs_of(Case(32, 256, "bfloat16"))  # the interpreter aliases whole blocks only
-    call = functools.partial(pallas_tpu.stats_and_dlogits, program=given_cotangents(i.g), interpret=True)
-    assert_same_bits(call(*i.args(), donate=True), call(*i.args()))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def call(donate: bool) -> Any:
+        return pallas_tpu.stats_and_dlogits(*i.args(), given_cotangents(i.g), interpret=True, donate=donate)
+
+    assert_same_bits(call(True), call(False))
 
 
 def test_refusals() -> None:
