@@ -44,6 +44,33 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 program.unlink(missing_ok=True)
 
 
+QUICK = (
+    "objectives/test_objective_dataclass.py",
+    "objectives/test_disagreements.py",
+    "oracle/test_oracle.py",
+    "head/test_tiles.py",
+    "head/test_head_numerics.py::test_contract[",
+    "head/test_head_numerics.py::test_contract_with_options[everything-",
+    "head/test_head_numerics.py::test_three_and_four_matmuls_agree[f32]",
+    "logits/test_logits_numerics.py::test_contract_on_every_family[",
+    "logits/test_logits_numerics.py::test_contract_with_options[everything-",
+    "logits/test_logits_numerics.py::test_token_loss_and_general_way_agree",
+    "mesh/test_sharding_errors.py",
+    "plan/test_explain_and_plan.py",
+    "test_bad_input.py",
+    "test_cli.py::test_bad_usage_exits_with_2",
+    "test_never.py::test_masked_tokens_of_a_loss_change_nothing[",
+)
+"""The core of the tests, for ``make quick``: beginnings of their names."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(QUICK):
+            item.add_marker("quick")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On a CPU, programs are compiled without LLVM's optimisations, in two thirds of the time.
