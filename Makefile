@@ -1,35 +1,58 @@
-PYTHON ?= python3
+# The newest supported Python that is here: on the PATH, or one of pyenv's.
+PYTHON ?= $(shell for p in python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python python3.11 \
+	"$$HOME"/.pyenv/versions/3.11*/bin/python python3; do \
+	"$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS := .[dev,tpu]
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
+unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test test-slow lint docs clean
+.PHONY: install demo test quick test-slow lint style types tests core docs clean
 
 install: $(STAMP)
 
+# uv installs in a tenth of pip's time; where it cannot be had, pip does it alone.
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,tpu]'
+	@test -n "$(PYTHON)" || { echo "logitless needs Python 3.11 or later: make PYTHON=/path/to/python $(MAKECMDGOALS)"; exit 2; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+	{ $(BIN)/python -m pip install --quiet --disable-pip-version-check uv \
+	  && $(BIN)/uv pip install --quiet --python $(BIN)/python -e '$(EXTRAS)'; } 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '$(EXTRAS)'
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/logitless demo
 
-lint: $(STAMP)
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
+lint: style types
+
+tests: $(STAMP)
+	$(PYTEST) -m 'not slow and not gpu'
+
+core: $(STAMP)
+	$(PYTEST) -m 'quick and not slow'
+
+# Style first, for it takes a second; then types beside the tests.
+test: style
+	@$(MAKE) --no-print-directory -j2 tests types
+
+quick: style
+	@$(MAKE) --no-print-directory -j2 core types
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m slow || [ $$? -eq 5 ]  # 5: there are none yet
+	$(PYTEST) -m slow
 
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .jax_cache

@@ -1,21 +1,85 @@
-"""Shared helpers: hypothesis settings, and batches of statistics judged by the float64 oracle."""
+"""How the tests run (devices, compiler, hypothesis), and batches of statistics judged by the float64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from logitless import Objective, TokenStats, policy_loss
+
+ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu"
 
 # Eight CPU devices, for the sharded tests; what runs on one of them gives the same bits in the same time.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
+
+# Most of the suite's time is XLA compiling. Programs are kept: for the other worker of this run, for processes
+# that a test starts, and for the next run. The key is the program with its compiler and options, so nothing is stale.
+COMPILED = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+CHILD_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
+"""For a process that a test starts to compile as the tests do. Not for compiling for a TPU, nor for measurements."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compiled programs leave the folder after a week."""
+    if not hasattr(session.config, "workerinput"):
+        for program in COMPILED.glob("*"):
+            if time.time() - program.stat().st_mtime > 7 * 24 * 3600:
+                program.unlink(missing_ok=True)
+
+
+QUICK = (
+    "objectives/test_objective_dataclass.py",
+    "objectives/test_disagreements.py",
+    "oracle/test_oracle.py",
+    "head/test_tiles.py",
+    "head/test_head_numerics.py::test_contract[",
+    "head/test_head_numerics.py::test_contract_with_options[everything-",
+    "head/test_head_numerics.py::test_three_and_four_matmuls_agree[f32]",
+    "logits/test_logits_numerics.py::test_contract_on_every_family[",
+    "logits/test_logits_numerics.py::test_contract_with_options[everything-",
+    "logits/test_logits_numerics.py::test_token_loss_and_general_way_agree",
+    "mesh/test_sharding_errors.py",
+    "plan/test_explain_and_plan.py",
+    "test_bad_input.py",
+    "test_cli.py::test_bad_usage_exits_with_2",
+    "test_never.py::test_masked_tokens_of_a_loss_change_nothing[",
+)
+"""The core of the tests, for ``make quick``: beginnings of their names."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(QUICK):
+            item.add_marker("quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a CPU, programs are compiled without LLVM's optimisations, in two thirds of the time.
+
+    The maths is the same, its order of additions and its fused multiply-adds are not: what compares bits, or counts
+    ulps, or measures, is marked ``optimized`` and is compiled as users compile it.
+    """
+    jax.config.update("jax_disable_most_optimizations", ON_CPU and item.get_closest_marker("optimized") is None)
+
 
 # No deadline, since a first call compiles; derandomised, so that a run repeats.
 hypothesis.settings.register_profile("logitless", deadline=None, derandomize=True)

@@ -20,7 +20,7 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "entropy" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="signatures print differently in other Python versions")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="signatures print differently in later Python versions")
 def test_api_reference_is_current() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == docs.render(), "run `make docs`"
 

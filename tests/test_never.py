@@ -82,7 +82,7 @@ def full_loss(call: str, backend: str, coupled: bool, arrays: dict[str, Any], in
 def test_a_loss_with_nothing_unmasked(call: str, backend: str, coupled: bool) -> None:
     arrays, inputs = logits_batch()
     arrays["targets"] = np.full((4, 6), -100)
-    inputs["mask"] = np.zeros((4, 6))
+    inputs["mask"] = np.zeros((4, 6), bool)
     inputs["old_logp"] = np.full((4, 6), np.nan, np.float32)
     value, grads = full_loss(call, backend, coupled, arrays, inputs)
     assert value == 0.0 and not any(g.any() for g in grads)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
+from conftest import CHILD_ENVIRONMENT, COMPILED
 from logitless.train.model import ModelConfig, init
 from logitless.train.weights import save_safetensors
 
@@ -60,26 +60,14 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return micro_settings(tmp_path_factory.mktemp("micro"))
 
 
-@pytest.fixture(scope="module")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for compiled programs: runs of the same shape, here and in processes of their own, compile once."""
-    folder = tmp_path_factory.mktemp("compiled")
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+@pytest.fixture(scope="session")
+def compile_cache() -> Path:
+    """The folder of compiled programs: runs of the same shape, here and in processes of their own, compile once."""
+    return COMPILED
 
 
 def logitless(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-        **environment,
-    }
+    env = {**os.environ, **CHILD_ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": str(cache), **environment}
     command = [sys.executable, "-m", "logitless", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)

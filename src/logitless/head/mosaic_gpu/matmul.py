@@ -129,7 +129,7 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
             slot = lax.rem(n, jnp.int32(t.stages))
             plgpu.barrier_wait(refs.full.at[slot])
             w = refs.w_read.at[slot]
-            plgpu.wgmma(acc, refs.h_read.at[slot, mine], plgpu.transpose_ref(w, (1, 0)) if vh else w)
+            plgpu.wgmma(acc, refs.h_read.at[slot, mine], w.transpose((1, 0)) if vh else w)
             return slot
 
         def step(_: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from logitless.planning.mesh import parse_mesh, plan_mesh
 from logitless.planning.prediction import HeadPlan
 from logitless.planning.sparse import CALIBRATED
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 T, H, V = 8192, 4096, 151936
 GSPO = Objective(level="sequence")
 

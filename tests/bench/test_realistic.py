@@ -14,7 +14,7 @@ import pytest
 
 from logitless.bench import realistic
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 N, WIDTH, VOCAB = 512, 128, 8192
 

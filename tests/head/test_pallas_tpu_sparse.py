@@ -45,7 +45,7 @@ from numerics import (
 )
 from test_sparse_backward import assert_as_good, row_norms
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 N, WIDTH, VOCAB = 192, 128, 4096
 SHAPE = (8, N // 8)
 TILE = 2048  # of the vocabulary, in the forward sweep at this shape

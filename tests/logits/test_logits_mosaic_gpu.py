@@ -87,7 +87,7 @@ def test_statistics_with_padding_dead_rows_and_a_bad_target():
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("v", "donate"), [(1032, False), (1037, True)])
+@pytest.mark.parametrize(("v", "donate"), [pytest.param(1032, False, marks=pytest.mark.slow), (1037, True)])
 def test_dlogits_from_random_cotangents(v, donate):
     n, dtype = 3, jnp.bfloat16
     t = LogitTransform(temperature=jnp.asarray([0.7, 1.0, 1.4], jnp.float32))
@@ -116,7 +116,7 @@ def program(g):
 @pytest.mark.parametrize(
     ("n", "v", "vocab", "dtype", "tiles", "transform", "dead"),
     [
-        (3, 1240, 1237, jnp.float32, STREAMED, {}, True),
+        pytest.param(3, 1240, 1237, jnp.float32, STREAMED, {}, True, marks=pytest.mark.slow),
         (3, 640, 640, jnp.float32, HELD, {"temperature": 0.8}, False),
         # rows that start between 16-byte words: a multiple of 8 of them, and one row too few for whole words
         (8, 1237, 1230, jnp.bfloat16, STREAMED, {}, True),

@@ -15,7 +15,7 @@ from logitless.planning.chips import CHIPS, chip_of_kind
 from logitless.planning.head import longest_context
 from logitless.planning.mesh import MeshPlan, parse_mesh, plan_mesh
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 H, V = MODELS["qwen2.5-7b"].hidden, MODELS["qwen2.5-7b"].vocab
 HEAD = H * V * 2
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -155,9 +156,15 @@ def one_device(level: str, backend: str, columns: int) -> Any:
     return evaluate(batch(columns=columns), OBJECTIVES[level], **_options(backend, columns))[0]
 
 
-@pytest.mark.parametrize("level", OBJECTIVES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["chunked", "pallas_tpu"])
+def _calls() -> Iterator[Any]:
+    """Every backend, layout and level; a coupled loss of the kernels by the layouts that have all there is."""
+    enough = ("fsdp on the vocabulary", "data x sequence x tensor, fsdp over data")
+    for backend, layout, level in itertools.product(["chunked", "pallas_tpu"], LAYOUTS, OBJECTIVES):
+        repeats = (backend, level) == ("pallas_tpu", "sequence") and layout not in enough
+        yield pytest.param(backend, layout, level, marks=[pytest.mark.slow] if repeats else [])
+
+
+@pytest.mark.parametrize("backend, layout, level", _calls())
 def test_equals_one_device(backend: str, layout: str, level: str) -> None:
     where = LAYOUTS[layout]
     # A vocabulary of 50 does not divide: of the shards of the padded 64 columns one is cut, and of eight one is empty.

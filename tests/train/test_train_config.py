@@ -16,7 +16,7 @@ from logitless.train.config import ConfigError, load, loss_backend, objective_of
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "train"
+CONFIGS = Path(__file__).parents[2] / "configs" / "train"
 SHIPPED = (
     "tiny",
     "smollm2-135m-gsm8k",

@@ -63,6 +63,12 @@ def check(
         assert_contract(f"{backend} dlogits", dx, dx_plain, d_truth, floor_ulp)
 
 
+@functools.cache
+def compiled(backend: str) -> Any:
+    """``logprobs``, compiled once for all tests."""
+    return jax.jit(functools.partial(logprobs, backend=backend))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract_on_every_family(family: str, dtype: str) -> None:
@@ -136,7 +142,7 @@ def test_common_offset_costs_nothing(backend: str) -> None:
     rng = np.random.default_rng(4)
     x = jnp.asarray(np.round(rng.standard_normal((16, 97)) * 512) / 512, jnp.float32)
     y = jnp.asarray(rng.integers(0, 97, 16), jnp.int32)
-    here, there = (jax.jit(functools.partial(logprobs, backend=backend))(x + c, y) for c in (0.0, 8192.0))
+    here, there = (compiled(backend)(x + c, y) for c in (0.0, 8192.0))
     for name in ("logp", "entropy", "log_sum_p2", "max_logp", "is_top1"):
         np.testing.assert_allclose(f64(getattr(there, name)), f64(getattr(here, name)), rtol=4 * EPS, err_msg=name)
 
@@ -146,7 +152,7 @@ def test_common_offset_costs_nothing(backend: str) -> None:
 def test_extras(family: str, backend: str) -> None:
     rows = FAMILIES[family](np.random.default_rng(5), N, V)
     x, y = jnp.asarray(rows.logits, jnp.float32), jnp.asarray(rows.targets, jnp.int32)
-    stats, truth = logprobs(x, y, backend=backend), oracle.token_stats(x, y)
+    stats, truth = compiled(backend)(x, y), oracle.token_stats(x, y)
     np.testing.assert_array_equal(stats.is_top1, truth.is_top1)
     np.testing.assert_array_equal(f64(stats.max_logit), truth.max_logit)
     np.testing.assert_allclose(f64(stats.log_sum_p2), truth.log_sum_p2, rtol=1e-5, atol=3e-6)
@@ -161,7 +167,7 @@ def test_extras_have_no_gradient(backend: str) -> None:
         s = logprobs(x, y, backend=backend)
         return sum(jnp.sum(getattr(s, name)) for name in EXTRAS)
 
-    assert not np.any(jax.grad(f)(x))
+    assert not np.any(jax.jit(jax.grad(f))(x))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,7 +175,7 @@ def test_targets_outside_the_vocabulary_are_nan_where_live(backend: str) -> None
     x = jnp.zeros((2, 3, 8))
     y = jnp.array([[0, 8, -1], [7, -100, 3]])
     mask = jnp.array([[1, 1, 1], [1, 0, 1]])
-    stats = logprobs(x, y, mask=mask, backend=backend)
+    stats = compiled(backend)(x, y, mask=mask)
     bad = np.array([[0, 1, 1], [0, 0, 0]], bool)
     for name in (*STATS, *EXTRAS):
         np.testing.assert_array_equal(np.isnan(getattr(stats, name)), bad, err_msg=name)
@@ -199,6 +205,7 @@ def test_all_dead_batch(dtype: str, backend: str) -> None:
     assert float(loss) == 0 and not np.any(f64(dx))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_forward_is_the_same_to_the_bit_with_and_without_gradient(dtype: str) -> None:
     rng = np.random.default_rng(6)
@@ -222,6 +229,7 @@ def test_forward_is_the_same_to_the_bit_with_and_without_gradient(dtype: str) ->
         assert_same_bits((value, aux), (value_too, aux_too), f.__name__)
 
 
+@pytest.mark.optimized
 def test_on_policy_ratio_is_exactly_one() -> None:
     """old_logp from logprobs, then the loss on the same logits, with its gradient."""
     rows = ordinary(np.random.default_rng(8), 48, 1031)
@@ -232,8 +240,8 @@ def test_on_policy_ratio_is_exactly_one() -> None:
     assert float(metrics["ratio_min"].sum) == float(metrics["ratio_max"].sum) == 1.0
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_chunk_size_matters_a_few_ulp_at_most(chunk: int) -> None:
+@pytest.mark.optimized
+def test_chunk_size_matters_a_few_ulp_at_most() -> None:
     """Rows are independent and no matmul is involved, but a compiler may vectorise a shorter chunk differently."""
     rng = np.random.default_rng(9)
     rows = ordinary(rng, 50, 333)
@@ -247,11 +255,27 @@ def test_chunk_size_matters_a_few_ulp_at_most(chunk: int) -> None:
         stats = chunked.token_stats(p)
         return stats, chunked.dlogits(p, stats, g)
 
-    (stats, dx), (stats_whole, dx_whole) = run(chunk), run(50)
-    for name in (*STATS, *EXTRAS, "is_top1"):
-        a, b = f64(getattr(stats, name)), f64(getattr(stats_whole, name))
-        np.testing.assert_allclose(a, b, rtol=4 * EPS, atol=4 * EPS, err_msg=name)
-    np.testing.assert_allclose(f64(dx), f64(dx_whole), rtol=1e-5, atol=1e-6)
+    stats_whole, dx_whole = run(50)
+    for chunk in (1, 7, 16, 64):
+        stats, dx = run(chunk)
+        for name in (*STATS, *EXTRAS, "is_top1"):
+            a, b = f64(getattr(stats, name)), f64(getattr(stats_whole, name))
+            np.testing.assert_allclose(a, b, rtol=4 * EPS, atol=4 * EPS, err_msg=f"{name} at chunk {chunk}")
+        np.testing.assert_allclose(f64(dx), f64(dx_whole), rtol=1e-5, atol=1e-6, err_msg=f"dlogits at chunk {chunk}")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def merged(cuts: tuple[int, ...], z: jax.Array, is_target: jax.Array) -> Any:
+    """Statistics by way of the sums of the ranges between ``cuts``."""
+    total = empty_sums(z.shape[:1])
+    for lo, hi in zip((0, *cuts), (*cuts, z.shape[1]), strict=True):
+        total = merge(total, row_sums(z[:, lo:hi], is_target[:, lo:hi]))
+    return finish(total)
+
+
+@jax.jit
+def unsplit(z: jax.Array, is_target: jax.Array) -> Any:
+    return finish(row_sums(z, is_target))
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 60), (30, 31, 32)])
@@ -261,11 +285,8 @@ def test_sums_over_column_ranges_merge(family: str, cuts: tuple[int, ...]) -> No
     rows = FAMILIES[family](np.random.default_rng(10), 24, 64)
     z = jnp.asarray(rows.logits, jnp.float32)
     is_target = jnp.arange(64)[None, :] == jnp.asarray(rows.targets)[:, None]
-    total = empty_sums((24,))
-    for lo, hi in zip((0, *cuts), (*cuts, 64), strict=True):
-        total = merge(total, row_sums(z[:, lo:hi], is_target[:, lo:hi]))
-    got, truth = finish(total), oracle.token_stats(z, rows.targets)
-    whole = finish(row_sums(z, is_target))
+    got, whole = merged(cuts, z, is_target), unsplit(z, is_target)
+    truth = oracle.token_stats(z, rows.targets)
     for name in STATS:
         assert_contract(name, getattr(got, name), getattr(whole, name), getattr(truth, name), floor_ulp=8)
 
@@ -282,8 +303,15 @@ def test_check_grads(backend: str) -> None:
     jax.test_util.check_grads(jax.jit(f), (x,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("vocab", [50257, 151643])
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    "vocab, dtype",
+    [
+        (50257, "f32"),
+        (151643, "bf16"),
+        pytest.param(50257, "bf16", marks=pytest.mark.slow),
+        pytest.param(151643, "f32", marks=pytest.mark.slow),
+    ],
+)
 def test_real_vocabularies(vocab: int, dtype: str) -> None:
     rows = ordinary(np.random.default_rng(12), 6, vocab)
     check(jnp.asarray(rows.logits, DTYPES[dtype]), rows.targets, {}, floor_ulp=8, backends=("chunked",))
@@ -321,11 +349,6 @@ def test_token_loss_and_general_way_agree() -> None:
     np.testing.assert_allclose([float(v1), float(v2)], loss, rtol=2e-6)
     assert_contract("one pass", d1, d2, truth)
     assert_contract("general", d2, d1, truth)
-
-
-@functools.cache
-def compiled(backend: str) -> Any:
-    return jax.jit(functools.partial(logprobs, backend=backend))
 
 
 @settings(max_examples=60, deadline=None)

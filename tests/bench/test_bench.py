@@ -11,7 +11,7 @@ from logitless import cli, rows
 from logitless.bench import arm, child, microbench, shapes, suites
 from logitless.bench.config import ConfigError, load
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
+CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "warmup=1", "dtype=float32"]
 
 

@@ -19,7 +19,7 @@ from logitless.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "tpu_sharded.json").read_text())
 LAYOUTS = ("data", "fsdp", "tensor")
 HEAD, HIDDEN = 2 * 151936 * 4096, 4 * 8192 * 4096  # bytes of the head in bfloat16, of a chip's dH in float32

@@ -25,6 +25,8 @@ from logitless.stats import StatCotangents
 from numerics import EPS, HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from numerics import HeadCase as Case
 
+pytestmark = pytest.mark.optimized  # sparse and dense chunks are compared to the bit, in functions that tests share
+
 N, WIDTH, VOCAB, CHUNK = 256, 64, 4096, 64
 SHAPE = (8, N // 8)
 TOLERANCE = 2.0**-8

@@ -13,7 +13,7 @@ import logitless
 from logitless import Objective, registry
 from logitless.planning import head as planner
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 

@@ -121,6 +121,14 @@ def dense(p: LogitsProblem, g: StatCotangents) -> Any:
     return s, chunked.dlogits(p, s, g)
 
 
+@functools.partial(jax.jit, static_argnames="tiles")
+def kernels(p: LogitsProblem, g: StatCotangents, *, tiles: Any) -> Any:
+    """Statistics, dlogits by them, and both in one pass for the cotangents of logp and entropy alone."""
+    stats = pallas_tpu.token_stats(p, tiles)
+    d = pallas_tpu.dlogits(p, stats, g, tiles)
+    return stats, d, pallas_tpu.stats_and_dlogits(p, given_cotangents(g), tiles)
+
+
 def check_stats(got: TokenStats, plain: TokenStats, truth: Any) -> None:
     max_logp = np.where(truth.is_top1, truth.logp, truth.max_logit - truth.lse)
     for i, family in enumerate(ROWS):
@@ -155,20 +163,20 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: Case) -> None:
     i = inputs_of(case)
-    p, tiles = i.problem(), case.tiles()
+    p = i.problem()
     plain, plain_d = dense(p, i.g)
     truth = oracle.token_stats(f64(i.x), np.asarray(i.y), **i.options)
-    got = pallas_tpu.token_stats(p, tiles)
+    got, d, (fused, fused_d) = kernels(p, i.g, tiles=case.tiles())
     check_stats(got, plain, truth)
-    d = pallas_tpu.dlogits(p, got, i.g, tiles)
     g = (i.g.logp, i.g.entropy, i.g.lse)
     check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g), **i.options))
 
     two = dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse))
-    fused, d = pallas_tpu.stats_and_dlogits(p, given_cotangents(two), tiles)
     assert_same_bits(fused, got, "statistics with and without dlogits: ")
     _, plain_d = dense(p, two)
-    check_dlogits(case, d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options))
+    check_dlogits(
+        case, fused_d, plain_d, oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), *map(f64, g[:2]), **i.options)
+    )
 
 
 @pytest.mark.parametrize("v", [1, 127, 128])
@@ -176,7 +184,7 @@ def test_tiny_vocabularies(v: int) -> None:
     case = Case(1, v)
     i = inputs_of(case)
     plain, plain_d = dense(i.problem(), dataclasses.replace(i.g, lse=jnp.zeros_like(i.g.lse)))
-    got, d = pallas_tpu.stats_and_dlogits(i.problem(), given_cotangents(i.g))
+    _, _, (got, d) = kernels(i.problem(), i.g, tiles=None)
     check_stats(got, plain, oracle.token_stats(f64(i.x), np.asarray(i.y)))
     truth = oracle.token_stats_vjp(f64(i.x), np.asarray(i.y), f64(i.g.logp), f64(i.g.entropy))
     check_dlogits(case, d, plain_d, truth)
@@ -209,8 +217,8 @@ def test_objective_in_the_kernel() -> None:
     inputs = prepare(objective, mask, advantages, old - 3, ref - 3, None, None, None, None)
     program = token_program(objective, jax.tree.map(lambda a: a.reshape(-1), inputs))
     p = dataclasses.replace(i.problem(), targets=y, live=mask[0])
-    stats, d = pallas_tpu.stats_and_dlogits(p, program)
-    plain_stats, plain = chunked.stats_and_dlogits(p, program)
+    stats, d = jax.jit(lambda: pallas_tpu.stats_and_dlogits(p, program))()
+    plain_stats, plain = jax.jit(lambda: chunked.stats_and_dlogits(p, program))()
     np.testing.assert_allclose(stats.logp, plain_stats.logp, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d, plain, rtol=2e-5, atol=1e-7)
     assert np.abs(np.asarray(d)).max() > 1e-3
@@ -234,8 +242,11 @@ def test_no_races(width: int | None) -> None:
 
 def test_donated_logits_give_the_same() -> None:
     i = inputs_of(Case(32, 256, "bfloat16"))  # the interpreter aliases whole blocks only
-    call = functools.partial(pallas_tpu.stats_and_dlogits, program=given_cotangents(i.g))
-    assert_same_bits(call(i.problem(donate=True)), call(i.problem()))
+    def call(donate: bool) -> Any:
+        p = i.problem(donate=donate)
+        return jax.jit(lambda: pallas_tpu.stats_and_dlogits(p, given_cotangents(i.g)))()
+
+    assert_same_bits(call(True), call(False))
 
 
 def test_refusals() -> None:

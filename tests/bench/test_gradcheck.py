@@ -12,7 +12,7 @@ from logitless import cli, rows
 from logitless.bench import gradcheck, tracking
 from logitless.bench.config import ConfigError, load
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "gradcheck"
+CONFIGS = Path(__file__).parents[2] / "configs" / "gradcheck"
 SMALL = ["batch=2", "tokens=6", "hidden=16", "vocab=60"]
 
 

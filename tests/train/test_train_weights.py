@@ -26,7 +26,7 @@ from logitless.train.weights import HF_NAMES, load_model, load_safetensors, save
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 MODELS = ["hf_qwen2", "hf_llama"]
 run = jax.jit(hidden_states, static_argnums=1)
 

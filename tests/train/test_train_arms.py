@@ -31,7 +31,7 @@ from train_micro import compile_cache, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "train"
+CONFIGS = Path(__file__).parents[2] / "configs" / "train"
 MODEL = ModelConfig(32, 16, 32, 1, 2, 1, 8, max_position=64)
 
 

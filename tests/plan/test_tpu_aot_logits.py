@@ -18,7 +18,7 @@ from logitless.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 N, V = 4096, 151936
 
 OBJECTIVES: list[dict[str, Any]] = [

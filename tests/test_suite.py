@@ -1,0 +1,23 @@
+"""How the suite itself is put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import QUICK
+
+TESTS = Path(__file__).parent
+
+
+def test_the_core_of_make_quick_exists() -> None:
+    """Names in ``QUICK`` are beginnings: one that fits nothing would select nothing, silently."""
+    for name in QUICK:
+        file, _, test = name.partition("::")
+        source = (TESTS / file).read_text()
+        assert f"def {test.split('[')[0]}" in source, f"{name} is not there"
+
+
+def test_file_names_are_unique() -> None:
+    """Test files of different folders are imported under their bare names."""
+    names = [f.name for f in TESTS.glob("**/*.py")]
+    assert sorted(names) == sorted(set(names))
