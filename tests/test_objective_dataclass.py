@@ -72,8 +72,10 @@ def test_replace_checks_again() -> None:
     assert o.replace(beta=0.1).beta == 0.1 and o.beta is None
     with pytest.raises(ValueError, match="max_length"):
         o.replace(aggregation="dr_grpo")
-    with pytest.raises(TypeError, match=r"no field 'epsilon_low'.*'eps_low'.*aggregation"):
+    with pytest.raises(TypeError, match=r"no field 'epsilon_low'. Here: eps_low.*aggregation"):
         o.replace(epsilon_low=0.1)
+    with pytest.raises(TypeError, match=r"no field 'eps_lo'. Did you mean 'eps_low'\?.*aggregation"):
+        o.replace(eps_lo=0.1)
 
 
 @pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
@@ -101,6 +103,9 @@ def test_aggregation_names_of_the_peers() -> None:
         "seq-mean-token-mean": "grpo",
         "seq-mean-token-sum": "luspo",
         "seq-mean-token-sum-norm": "dr_grpo",
+        "sequence-mean-token-mean": "grpo",
+        "sequence-mean-token-scale": "dr_grpo",
+        "sequence-mean-token-sum-norm": "luspo",
         "sapo": "grpo",
         "cispo": "dapo",
         "vespo": "dapo",
@@ -119,9 +124,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": "dr_grpo"}, r"aggregation='dr_grpo'.*give max_length"),
     ({"max_length": 8.0}, r"max_length belongs to aggregation='dr_grpo'.*'grpo'"),
     ({"policy": "vespo", "correction": "geometric"}, r"policy='vespo'.*correction='geometric'"),
-    ({"correction": "token", "correction_max": None}, r"correction needs correction_min, correction_max"),
+    ({"sequence_log_ratio_max": 10.0}, r"sequence_log_ratio_max bounds the ratio of a sequence.*level='token'"),
     ({"correction_min": 3.0}, r"correction_min=3.0 lies above correction_max=2.0"),
     ({"correction_mode": "mask"}, r"correction_mode='mask' has no effect without correction="),
+    (
+        {"correction": "token", "correction_mode": "mask", "correction_max": None},
+        r"correction_mode='mask' has no effect without correction_min or correction_max",
+    ),
 ]
 
 

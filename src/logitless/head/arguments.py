@@ -71,7 +71,7 @@ def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None
     for i, x in enumerate((a, b)):
         if x.dtype != weight.dtype:
             raise TypeError(f"{name}: lora[{i}] has dtype {x.dtype}, lm_head {weight.dtype}; cast one of them.")
-    return a, b, validation.scalar(name, "lora_scale", scale)
+    return a, b, validation.scalar(name, "lora_scale", scale, positive=False)
 
 
 def checked(
