@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: install demo test test-slow lint docs clean
+.PHONY: install demo test test-slow mutants lint docs clean
 
 install: $(STAMP)
 
@@ -27,6 +27,9 @@ test: lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow || [ $$? -eq 5 ]  # 5: there are none yet
+
+mutants: $(STAMP)  # an hour: faults planted one at a time, and the tests that must see them
+	$(BIN)/python tests/mutants
 
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md
