@@ -86,6 +86,14 @@ def test_vespo_phi_that_overflows_is_zero() -> None:
     assert loss == 0.0 and not dlogp.any()
 
 
+def test_vespo_clamps() -> None:
+    """Each log-ratio to +-20 (30 and -30.5 then cancel), and their sum to at least log 1e-8."""
+    loss, _ = both(Objective(policy="vespo"), [[-1.0, -1.0]], old_logp=[[-31.0, 29.5]], advantages=[1.0])
+    assert loss == pytest.approx(1.0, rel=1e-5)  # phi = exp(3 - 3) of a sum of 0
+    loss, _ = both(Objective(policy="vespo"), [[-1.0]], old_logp=[[29.0]], advantages=[1.0])
+    assert loss == pytest.approx(math.exp(3 + 2 * math.log(1e-8) - 3e-8), rel=1e-5)
+
+
 # -- token weights --------------------------------------------------------------------------------------------------
 
 

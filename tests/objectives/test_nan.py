@@ -71,6 +71,21 @@ def test_a_nan_in_an_input_of_a_live_token_is_a_nan_in_the_loss(name: str) -> No
             assert np.isnan(oracle.policy_loss(logp, entropy, objective=o, **own)) == np.isnan(expected)
 
 
+def test_a_reference_that_nobody_reads_and_a_temperature_of_a_masked_token_change_nothing() -> None:
+    logp, entropy, inputs = random_batch(9)
+    clean = evaluate(Objective(), logp, entropy, **inputs).loss
+    assert evaluate(Objective(), logp, entropy, **dict(inputs, ref_logp=np.full_like(logp, NAN))).loss == clean
+    temperature = np.full_like(logp, 0.7)
+    for junk in (NAN, np.float32(0.0)):
+        spoilt = jnp.asarray(np.where(inputs["mask"], temperature, junk))
+        fields = {"temperature_on": "logp", "beta": 0.1}
+        want, got = (
+            evaluate(Objective(temperature=t, **fields), logp, entropy, **inputs)
+            for t in (jnp.asarray(temperature), spoilt)
+        )
+        assert got.loss == want.loss and np.array_equal(got.dlogp, want.dlogp)
+
+
 def test_the_gradient_of_a_nan_token_is_nan_even_where_the_token_is_dropped() -> None:
     logp, entropy, inputs = random_batch(3)
     b, t = np.argwhere(inputs["mask"])[0]
@@ -92,7 +107,9 @@ def test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound() -> N
     logp, entropy, inputs = random_batch(5)
     b, t = np.argwhere(inputs["mask"])[2]
     entropy[b, t] = NAN
-    kept = evaluate(Objective(top_entropy=0.5), logp, entropy, **inputs).metrics["kept_tokens"]
+    got = evaluate(Objective(top_entropy=0.5), logp, entropy, **inputs)
+    kept = got.metrics["kept_tokens"]
+    assert np.isnan(got.loss)
     rest = dict(inputs, mask=inputs["mask"].copy())
     rest["mask"][b, t] = False
     others = evaluate(Objective(top_entropy=0.5), logp, entropy, **rest).metrics["kept_tokens"]

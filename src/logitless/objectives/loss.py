@@ -81,7 +81,6 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     unknown = jnp.isnan(logp)
     if o.entropy_coef is not None or o.top_entropy is not None:
         unknown |= jnp.isnan(entropy)
-    unknown &= x.mask
     # A product and not NaN itself, so that the gradient of the token is NaN as well.
     contribution = contribution + jnp.where(unknown, jnp.nan, 0.0) * jnp.where(unknown, logp, 0.0)
     return TokenTerms(contribution, w, keep, correction)

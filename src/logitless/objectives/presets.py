@@ -25,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         eps_low=0.2,
         eps_high=0.2,
         aggregation="bnpo",
+        count_rows="non_empty",
         dual_clip=3.0,
         cispo_bound="interval",
         kl="k3",
