@@ -34,8 +34,8 @@ MUTANTS = [
     m("objectives/ties", "(a >= b)", "(a > b)", f"{NAN}::test_bounds_pass_a_nan_on_and_keep_their_tie_rules"),
     m(
         "objectives/loss",
-        "jnp.where(unknown, jnp.nan, 0.0)",
-        "jnp.where(unknown, 0.0, 0.0)",
+        "contribution = contribution + jnp.where(unknown, jnp.nan, 0.0) * jnp.where(unknown, logp, 0.0)",
+        "pass",
         f"{NAN}::test_a_nan_in_a_live_token_is_a_nan_in_the_loss",
     ),
     m(

@@ -179,6 +179,59 @@ class Objective:
         return preset(name, **overrides)
 
     @staticmethod
+    def from_trl(config: Any = None, **settings: Any) -> Objective:
+        """TRL's loss from its ``GRPOConfig``, or from keywords under TRL's names (its defaults for the rest).
+
+        Every setting of the loss is mapped or refused by name; what TRL ignores is ignored with a warning. The
+        ``dapo`` types divide by the tokens of the generation batch: :func:`logitless.dapo_denominator`. With vLLM's
+        importance sampling the loss asks for ``rollout_logp``.
+
+        >>> from logitless import Objective
+        >>> Objective.from_trl(loss_type="grpo", epsilon_high=0.28, beta=0.04)
+        Objective(kl_bias_correction=True, eps_high=0.28, beta=0.04)
+        """
+        from logitless.objectives.frameworks.trl import from_trl
+
+        return from_trl(config, **settings)
+
+    @staticmethod
+    def from_liger(config: Any = None, **settings: Any) -> Objective:
+        """Liger's loss from a ``LigerFusedLinearGRPOLoss``, or from its keywords."""
+        from logitless.objectives.frameworks.trl import from_liger
+
+        return from_liger(config, **settings)
+
+    @staticmethod
+    def from_verl(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+        """veRL's loss from an actor's config, or from keywords under its names (``loss_mode`` as well).
+
+        ``max_length`` is the width T of the arrays, where veRL divides by it.
+
+        >>> from logitless import Objective
+        >>> Objective.from_verl(loss_mode="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4).level
+        'sequence_token'
+        """
+        from logitless.objectives.frameworks.verl import from_verl
+
+        return from_verl(config, max_length=max_length, **settings)
+
+    @staticmethod
+    def from_tunix(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+        """Tunix' loss from an ``algo_config``, or from keywords under its names.
+
+        ``max_length`` is the width T of the arrays, where Tunix divides by it. ``sampler_is="token"`` becomes a
+        correction that asks for ``rollout_logp``; weights that are already there go in as ``token_weights=`` and need
+        no correction.
+
+        >>> from logitless import Objective
+        >>> Objective.from_tunix(beta=0.0, loss_algo="gspo-token").sequence_log_ratio_max
+        10.0
+        """
+        from logitless.objectives.frameworks.tunix import from_tunix
+
+        return from_tunix(config, max_length=max_length, **settings)
+
+    @staticmethod
     def grpo(**overrides: Any) -> Objective:
         """GRPO: clipped token ratios, the mean over sequences of the mean over their tokens."""
         return Objective(**{"aggregation": "grpo", **overrides})
