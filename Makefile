@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow lint style types tests core docs clean
+.PHONY: install demo test quick test-slow mutants lint style types tests core docs clean
 
 install: $(STAMP)
 
@@ -50,6 +50,9 @@ quick: style
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
+
+mutants: $(STAMP)  # an hour: faults planted one at a time, and the tests that must see them
+	$(BIN)/python tests/mutants
 
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md

@@ -81,6 +81,7 @@ def grpo_loss(
     ref_logp: Float[Array, "B T"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"] | None = None,
     objective: Objective = Objective(),  # noqa: B008  (frozen)
     denominator: Array | float | None = None,
     entropy_denominator: Array | float | None = None,
@@ -106,6 +107,7 @@ def grpo_loss(
       ref_logp: the reference policy's, for a KL term (``objective.beta``).
       rollout_logp: the sampler's, for the train/rollout correction.
       segment_ids: sequences of packed rows.
+      token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
       denominator, entropy_denominator: counts of a larger batch that this one is a part of.
       softcap, scale, vocab_size, backend, bwd_impl, donate_logits, sharding, interpret, validate: as for
@@ -204,6 +206,7 @@ def linear_grpo_loss(
     ref_logp: Float[Array, "B T"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"] | None = None,
     objective: Objective = Objective(),  # noqa: B008  (frozen)
     denominator: Array | float | None = None,
     entropy_denominator: Array | float | None = None,
@@ -241,6 +244,7 @@ def linear_grpo_loss(
       ref_logp: the reference policy's, for a KL term (``objective.beta``).
       rollout_logp: the sampler's, for the train/rollout correction.
       segment_ids: sequences of packed rows.
+      token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
       denominator, entropy_denominator: counts of a larger batch that this one is a part of.
       bias, lora, lora_scale, head_layout: the rest of the head, as for :func:`linear_logprobs`.
@@ -285,7 +289,8 @@ def _run(b: Bound) -> Any:
         loss, metrics = loss_of_stats(b.loss.objective, stats, b.loss.inputs)
         return loss, _with_report(metrics, report, b)
     on_mesh = b.route.placement is not None
-    flat = b.loss if on_mesh else Loss(b.loss.objective, flat_tokens(b.loss.inputs, len(b.shape)))
+    inputs = b.loss.inputs.for_sweep()
+    flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
     loss, stats, report = vjp.token_loss(b.route.runs, b.p, flat)
     stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
     return loss, _with_report(metrics_of(b.loss.objective, stats, b.loss.inputs), report, b)

@@ -20,7 +20,8 @@ from logitless.route import Route, decide
 from logitless.transform import LogitTransform, transform_of
 
 _LOSS_ARRAYS = (
-    "mask", "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator"
+    "mask", "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
+    "token_weights",
 )  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None
     for i, x in enumerate((a, b)):
         if x.dtype != weight.dtype:
             raise TypeError(f"{name}: lora[{i}] has dtype {x.dtype}, lm_head {weight.dtype}; cast one of them.")
-    return a, b, validation.scalar(name, "lora_scale", scale)
+    return a, b, validation.scalar(name, "lora_scale", scale, positive=False)
 
 
 def logits_dtype_of(name: str, given: Any) -> jnp.dtype:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from logitless.objectives.checks import whole_objective
 from logitless.objectives.objective import Objective
+from logitless.objectives.presets import PRESETS
 
 
 def as_array(call: str, name: str, value: Any) -> Array:
@@ -81,8 +83,8 @@ def not_empty(call: str, name: str, array: Array) -> None:
         )
 
 
-def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Any:
-    """A number, a scalar array, or one value per token."""
+def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...], *, positive: bool = True) -> Any:
+    """A number (above zero, unless ``positive`` is false), a scalar array, or one value per token."""
     if value is None:
         return None
     if isinstance(value, (str, bool)):
@@ -90,16 +92,17 @@ def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]
     array = as_array(call, name, value)
     if array.ndim != 0 and array.shape != shape:
         raise ValueError(f"{call}: {name} has shape {array.shape}, expected a scalar or one value per token, {shape}.")
-    if isinstance(value, (int, float)) and not value > 0:
+    known = isinstance(value, (int, float, np.generic, np.ndarray)) and array.ndim == 0
+    if positive and known and not value > 0:
         raise ValueError(f"{call}: {name}={value}, expected a number > 0.")
     return value if isinstance(value, (int, float)) else array
 
 
-def scalar(call: str, name: str, value: Any) -> Any:
-    """A number or a scalar array, or ``None``."""
+def scalar(call: str, name: str, value: Any, *, positive: bool = True) -> Any:
+    """A number (above zero, unless ``positive`` is false) or a scalar array, or ``None``."""
     if value is not None and jnp.ndim(value) != 0:
         raise ValueError(f"{call}: {name} has shape {jnp.shape(value)}, expected a scalar.")
-    return scalar_or_per_token(call, name, value, ())
+    return scalar_or_per_token(call, name, value, (), positive=positive)
 
 
 def vocabulary(call: str, vocab_size: int | None, width: int, of: str) -> int:
@@ -116,7 +119,7 @@ def vocabulary(call: str, vocab_size: int | None, width: int, of: str) -> int:
 def objective_of(call: str, objective: Any) -> Objective:
     """An Objective; a preset's name is a common slip."""
     if isinstance(objective, str):
-        raise TypeError(f"{call}: objective={objective!r} is a string; use Objective.preset({objective!r}).")
+        raise TypeError(f"{call}: objective={objective!r} is a string; {whole_objective(objective, PRESETS)}.")
     if not isinstance(objective, Objective):
         raise TypeError(f"{call}: objective is {type(objective).__name__}, expected logitless.Objective.")
     for field in dataclasses.fields(objective):
@@ -139,6 +142,7 @@ def loss_arrays(
     segment_ids: Any,
     denominator: Any,
     entropy_denominator: Any,
+    token_weights: Any = None,
 ) -> dict[str, Any]:
     """The arrays of a loss call, checked against the objective and the token shape ``[B, T]``."""
     rows = shape[0]
@@ -159,7 +163,7 @@ def loss_arrays(
             )
     given = {"old_logp": old_logp, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
     arrays = {k: None if v is None else token_array(call, k, v, shape, "targets") for k, v in given.items()}
-    if objective.beta is not None and ref_logp is None and not _is_zero(objective.beta):
+    if objective.beta is not None and ref_logp is None and _is_not_zero(objective.beta):
         raise ValueError(
             f"{call}: objective.beta={_show(objective.beta)} asks for a KL term but ref_logp is missing; "
             "give the reference policy's log-probabilities, or beta=None."
@@ -168,14 +172,23 @@ def loss_arrays(
         raise ValueError(
             f"{call}: objective.correction={objective.correction!r} needs rollout_logp, the sampler's logp."
         )
-    if objective.off_policy_threshold is not None and rollout_logp is None and old_logp is None:
-        raise ValueError(f"{call}: objective.off_policy_threshold needs rollout_logp, or old_logp in its place.")
+    if token_weights is not None:
+        token_weights = as_array(call, "token_weights", token_weights)
+        if not jnp.issubdtype(token_weights.dtype, jnp.floating):
+            raise TypeError(f"{call}: token_weights has dtype {token_weights.dtype}, expected a float dtype.")
+        expected = (shape,) if segment_ids is not None else (shape, (rows, 1), (rows,))
+        if token_weights.shape not in expected:
+            one_a_row = "" if segment_ids is not None else f", [B, 1] = ({rows}, 1) or [B] = ({rows},)"
+            raise ValueError(
+                f"{call}: token_weights has shape {token_weights.shape}, expected [B, T] = {shape}{one_a_row}."
+            )
     return dict(
         arrays,
         advantages=a,
         segment_ids=segment_ids,
         denominator=_count(call, "denominator", denominator),
         entropy_denominator=_count(call, "entropy_denominator", entropy_denominator),
+        token_weights=token_weights,
     )
 
 
@@ -185,18 +198,19 @@ def _count(call: str, name: str, value: Any) -> Any:
     return value
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
+def _is_not_zero(value: Any) -> bool:
+    """Whether it is known not to be zero; a traced number is not."""
+    return not isinstance(value, jax.core.Tracer) and bool(np.asarray(value) != 0)
 
 
 def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float)) else "a traced number"
+    return str(float(value))
 
 
 def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:
     """Raise ``ValueError`` if a live target lies outside ``[0, vocab_size)``; runs on the host.
 
-    Inside ``jit`` such a token silently has NaN statistics, since a compiled program cannot raise.
+    Inside ``jit``, where a program cannot raise, such a token has NaN statistics and the loss is NaN.
 
     >>> import numpy as np
     >>> from logitless import validate_targets

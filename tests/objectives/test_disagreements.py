@@ -205,5 +205,11 @@ def test_presets_verl_and_tunix() -> None:
     assert (verl.aggregation, verl.dual_clip, verl.beta) == ("bnpo", 3.0, None)
     assert (verl.kl_log_ratio_clamp, verl.kl_clamp, verl.cispo_bound) == (20.0, 10.0, "interval")
     assert (tunix.aggregation, tunix.beta, tunix.dual_clip, tunix.kl_clamp) == ("grpo", 0.04, None, None)
+    assert (tunix.kl, tunix.count_rows, verl.count_rows) == ("k1", "non_empty", "non_empty")
+    assert (verl.log_ratio_clamp, tunix.log_ratio_clamp) == (20.0, 20.0)
+    # gspo-token: both bound the sequence's ratio, Tunix the token's as well; veRL's GMPO bounds neither.
+    gspo = [Objective.preset(p, level="sequence_token") for p in ("verl", "tunix")]
+    assert [(o.log_ratio_clamp, o.sequence_log_ratio_max) for o in gspo] == [(None, 10.0), (20.0, 10.0)]
+    assert Objective.preset("verl", policy="gmpo").log_ratio_clamp is None
     assert one_token(verl, 5.0, -2.0) == pytest.approx((6.0, 0.0), rel=1e-6)  # dual clip: 3 * 2
     assert one_token(tunix.replace(beta=None), 5.0, -2.0) == pytest.approx((10.0, 10.0), rel=1e-6)

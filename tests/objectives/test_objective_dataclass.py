@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 from conftest import AGGREGATIONS, POLICY_LEVELS, objective_of
 from logitless import Objective
+from logitless.objectives import checks
 from logitless.objectives.objective import AGGREGATION_ALIASES
 from logitless.objectives.presets import PRESETS
 
@@ -72,8 +74,10 @@ def test_replace_checks_again() -> None:
     assert o.replace(beta=0.1).beta == 0.1 and o.beta is None
     with pytest.raises(ValueError, match="max_length"):
         o.replace(aggregation="dr_grpo")
-    with pytest.raises(TypeError, match=r"no field 'epsilon_low'.*'eps_low'.*aggregation"):
+    with pytest.raises(TypeError, match=r"no field 'epsilon_low'. Here: eps_low.*aggregation"):
         o.replace(epsilon_low=0.1)
+    with pytest.raises(TypeError, match=r"no field 'eps_lo'. Did you mean 'eps_low'\?.*aggregation"):
+        o.replace(eps_lo=0.1)
 
 
 @pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
@@ -101,6 +105,9 @@ def test_aggregation_names_of_the_peers() -> None:
         "seq-mean-token-mean": "grpo",
         "seq-mean-token-sum": "luspo",
         "seq-mean-token-sum-norm": "dr_grpo",
+        "sequence-mean-token-mean": "grpo",
+        "sequence-mean-token-scale": "dr_grpo",
+        "sequence-mean-token-sum-norm": "luspo",
         "sapo": "grpo",
         "cispo": "dapo",
         "vespo": "dapo",
@@ -119,9 +126,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": "dr_grpo"}, r"aggregation='dr_grpo'.*give max_length"),
     ({"max_length": 8.0}, r"max_length belongs to aggregation='dr_grpo'.*'grpo'"),
     ({"policy": "vespo", "correction": "geometric"}, r"policy='vespo'.*correction='geometric'"),
-    ({"correction": "token", "correction_max": None}, r"correction needs correction_min, correction_max"),
+    ({"sequence_log_ratio_max": 10.0}, r"sequence_log_ratio_max bounds the ratio of a sequence.*level='token'"),
     ({"correction_min": 3.0}, r"correction_min=3.0 lies above correction_max=2.0"),
     ({"correction_mode": "mask"}, r"correction_mode='mask' has no effect without correction="),
+    (
+        {"correction": "token", "correction_mode": "mask", "correction_max": None},
+        r"correction_mode='mask' has no effect without correction_min or correction_max",
+    ),
 ]
 
 
@@ -204,3 +215,59 @@ def test_coupling_says_why() -> None:
     ):
         reason = Objective(**fields).coupling()  # type: ignore[arg-type]
         assert reason is not None and word in reason
+
+
+def test_its_repr_shows_what_differs_from_the_defaults() -> None:
+    assert repr(Objective()) == "Objective()"
+    o = Objective(policy="cispo", eps_high=5, beta=0.0, correction_max=None, kl_bias_correction=True)
+    text = "Objective(policy='cispo', kl_bias_correction=True, eps_high=5.0, beta=0.0, correction_max=None)"
+    assert repr(o) == text and eval(text) == o
+    assert "temperature=Array(0.5" in repr(Objective(temperature=jnp.float32(0.5)))
+
+
+def test_shortcuts_are_the_objectives_of_their_papers() -> None:
+    assert Objective.grpo() == Objective()
+    assert Objective.grpo(beta=0.04, eps_high=0.3) == Objective(beta=0.04, eps_high=0.3)
+    assert Objective.dapo() == Objective(aggregation="dapo", eps_low=0.2, eps_high=0.28)
+    assert Objective.dr_grpo(512) == Objective(aggregation="dr_grpo", max_length=512.0)
+    assert Objective.gspo() == Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)
+    assert Objective.gspo(level="sequence_token", eps_low=0.1).level == "sequence_token"
+    assert Objective.cispo() == Objective(policy="cispo", aggregation="dapo", eps_high=5.0)
+    with pytest.raises(TypeError, match=r"no field 'epsilon'. Here: eps_low"):
+        Objective.dapo(epsilon=0.1)
+
+
+HINTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "gspo"}, ValueError, r"policy='gspo' is not known.*'gspo' is a whole objective: Objective.gspo\(\)"),
+    ({"policy": "GRPO"}, ValueError, r"'GRPO' is a whole objective: Objective.grpo\(\)"),
+    ({"loss_type": "dapo"}, TypeError, r"no field 'loss_type'. It is TRL's and Liger's: Objective.from_trl\(loss_type"),
+    ({"epsilon": 0.2}, TypeError, r"no field 'epsilon'. Here: eps_low, and eps_high"),
+    ({"kl_coef": 0.2}, TypeError, r"no field 'kl_coef'. Here: beta."),
+    ({"bta": 0.2}, TypeError, r"no field 'bta'. Did you mean 'beta'\?"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), HINTS, ids=lambda v: str(v) if isinstance(v, dict) else "")
+def test_names_of_other_libraries_are_answered_with_ours(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Objective(**fields)
+
+
+def test_presets_are_found_by_their_name_in_any_case_and_told_from_algorithms() -> None:
+    with pytest.raises(ValueError, match=r"'TRL' is not known; expected one of trl,.*Did you mean 'trl'\?"):
+        Objective.preset("TRL")
+    with pytest.raises(ValueError, match=r"'gspo' is an algorithm and not a library: use Objective.gspo\(\)"):
+        Objective.preset("gspo")
+
+
+def test_every_hint_names_something_that_exists() -> None:
+    """The code in a hint runs, and the fields that a hint names are fields."""
+    for code in checks.ALGORITHMS.values():
+        expression = code.partition(" (")[0].replace("max_length)", "max_length=8)")
+        assert isinstance(eval(expression), Objective), code
+    fields = {f.name for f in dataclasses.fields(Objective)}
+    for name, hint in checks.THEIR_NAMES.items():
+        assert name not in fields
+        assert any(re.search(rf"\b{field}\b", hint) for field in fields), (name, hint)

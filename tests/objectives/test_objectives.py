@@ -540,7 +540,10 @@ def test_any_objective_on_any_batch(objective: Objective, batch: tuple[Any, Any,
 # -- compile counts -------------------------------------------------------------------------------------------------
 
 EVERY_NUMBER = Objective(
+    level="sequence",
     aggregation="dr_grpo",
+    log_ratio_clamp=20.0,
+    sequence_log_ratio_max=10.0,
     kl_bias_correction=True,
     correction="token",
     delta=2.5,
@@ -611,6 +614,8 @@ def test_changing_a_choice_recompiles() -> None:
         {"cispo_bound": "interval"},
         {"clip_metrics": "liger"},
         {"temperature_on": "logp"},
+        {"count_rows": "non_empty"},
+        {"off_policy_from": "old"},
         {"delta": 2.0},  # a number that comes into being
     ]
     assert {k for c in choices for k in c} >= {f.name for f in dataclasses.fields(Objective) if f.metadata}

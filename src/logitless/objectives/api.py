@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -34,8 +35,11 @@ def loss_inputs(
     segment_ids: Any,
     denominator: Any,
     entropy_denominator: Any,
+    token_weights: Any = None,
 ) -> tuple[Objective, LossInputs]:
     """Check everything, and prepare the constants of the loss. All of them are constants: they carry no gradient."""
+    # Whatever precision a number of the objective came in, the loss is float32.
+    objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
     live = validation.mask_array(call, mask, shape)
     arrays = validation.loss_arrays(
         call,
@@ -48,18 +52,20 @@ def loss_inputs(
         segment_ids=segment_ids,
         denominator=denominator,
         entropy_denominator=entropy_denominator,
+        token_weights=token_weights,
     )
     if objective.temperature_on == "logp":
         validation.scalar_or_per_token(call, "objective.temperature", objective.temperature, shape)
-    if objective.beta is not None and ref_logp is None:
-        objective = objective.replace(beta=None)  # a plain zero, checked above
     live = jnp.ones(shape, bool) if live is None else live
-    return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
-
-
-def flat_inputs(inputs: LossInputs) -> LossInputs:
-    """Uncoupled inputs over flattened tokens."""
-    return jax.tree.map(lambda x: jnp.reshape(x, -1) if jnp.ndim(x) else x, inputs)
+    beta = objective.beta
+    if beta is None or ref_logp is not None:
+        return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    # Without a reference beta is zero, or a traced number: if that turns out to be another one, the loss is NaN.
+    objective = objective.replace(beta=None)
+    inputs = prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    if not isinstance(beta, float):
+        inputs = dataclasses.replace(inputs, weight=jnp.where(live & (beta != 0), jnp.nan, inputs.weight))
+    return objective, inputs
 
 
 def metrics_of(objective: Objective, stats: TokenStats, inputs: LossInputs) -> Metrics:
@@ -81,12 +87,16 @@ def policy_loss(
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
+    token_weights: Float[Array, "B T"] | Float[Array, "B 1"] | Float[Array, "B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     objective: Objective = Objective(),  # noqa: B008  (frozen)
     denominator: Array | float | None = None,
     entropy_denominator: Array | float | None = None,
 ) -> tuple[Array, Metrics]:
     """The loss over statistics that are already there, for users who compute or combine them on their own.
+
+    ``token_weights`` multiply each token's policy term, as a correction weight does (``vespo`` folds them in): an
+    importance ratio that was computed before, per token, or ``[B]`` or ``[B, 1]`` for one a sequence.
 
     >>> import jax.numpy as jnp, logitless
     >>> stats = logitless.logprobs(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]))
@@ -105,6 +115,6 @@ def policy_loss(
         validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
     objective, inputs = loss_inputs(
         name, objective, stats.logp.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
-        denominator, entropy_denominator,
+        denominator, entropy_denominator, token_weights,
     )  # fmt: skip
     return loss_of_stats(objective, stats, inputs)

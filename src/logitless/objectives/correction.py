@@ -1,8 +1,11 @@
 """Train/rollout correction: importance weights and masks for samples that an inference engine drew.
 
-With ``delta = old - rollout`` (0 where masked or NaN) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per
+With ``delta = old - rollout`` (0 where masked) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per
 sequence or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. None of this carries
 a gradient.
+
+A NaN in ``rollout`` is a value that the sampler did not give, and means "no correction for this token": its log weight
+is 0, here and in the off-policy mask. Any other NaN stays one: comparisons are written so that it is never dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +26,7 @@ _VESPO_LOG_MAX = 20.0
 
 def correction_weight(objective: Objective, old: Array, rollout: Array, sequences: Sequences) -> Array:
     """The train/rollout weight of every token."""
-    delta = jnp.where(sequences.mask, old - rollout, 0.0)
-    delta = jax.lax.stop_gradient(jnp.where(jnp.isnan(delta), 0.0, delta))
+    delta = jax.lax.stop_gradient(jnp.where(sequences.mask & ~jnp.isnan(rollout), old - rollout, 0.0))
     if objective.correction == "sequence":
         delta = sequences.total(delta)
     elif objective.correction == "geometric":
@@ -35,27 +37,37 @@ def correction_weight(objective: Objective, old: Array, rollout: Array, sequence
         return clip(weight, low, high)
     inside = jnp.ones_like(weight, bool)
     if low is not None:
-        inside &= weight >= low
+        inside &= ~(weight < low)
     if high is not None:
-        inside &= weight <= high
+        inside &= ~(weight > high)
     return jnp.where(inside, weight, 0.0)
 
 
-def vespo_log_weight(objective: Objective, weight: Array, sequences: Sequences) -> Array:
-    """VESPO folds the weight into its sequence ratio: the (clipped) sum of logs over valid tokens.
+def vespo_log_weight(weight: Array, sequences: Sequences, per_token: bool) -> Array:
+    """VESPO folds the weight into its sequence ratio: the (clipped) sum of logs over valid tokens, or the one log of
+    a weight that belongs to the sequence as a whole (``per_token=False``).
 
     TRL sums over all positions, masked or not; a masked position has weight one there unless one lies outside the
     bounds, and counts for nothing here.
     """
     logs = clip(jnp.log(weight), _VESPO_LOG_MIN, _VESPO_LOG_MAX)
-    return logs if objective.correction == "sequence" else sequences.total(logs)
+    return sequences.total(logs) if per_token else logs
 
 
-def off_policy_keep(objective: Objective, logp: Array, sampler: Array, advantage: Array, sequences: Sequences) -> Array:
-    """Sequences that drifted too far with a negative advantage are dropped (``False``)."""
-    drift = sequences.mean(sampler - jax.lax.stop_gradient(logp))
+def off_policy_keep(
+    objective: Objective, logp: Array, rollout: Array | None, old: Array | None, advantage: Array, sequences: Sequences
+) -> Array:
+    """Sequences that drifted too far with a negative advantage are dropped (``False``).
+
+    The drift is from the policy that drew them: ``rollout``, or ``old`` where that is not given or not asked for.
+    Without either the current policy drew them, and nothing is dropped.
+    """
+    sampler = old if rollout is None or objective.off_policy_from == "old" else rollout
+    if sampler is None:
+        return jnp.ones(logp.shape, bool)
+    drift = sequences.mean(jnp.where(jnp.isnan(sampler), 0.0, sampler - jax.lax.stop_gradient(logp)))
     assert objective.off_policy_threshold is not None
-    return (advantage >= 0) | (drift <= objective.off_policy_threshold)
+    return (advantage >= 0) | ~(drift > objective.off_policy_threshold)
 
 
 def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array:
@@ -63,6 +75,7 @@ def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array
 
     The quantile often is a token's own entropy, and a compiler may compute that twice with different roundings. So the
     comparison is made on the sorted values, where they were taken from, and its outcome sent back to the tokens.
+    A live token whose entropy is NaN is kept; the quantile is that of the others.
     """
     assert objective.top_entropy is not None
     known = mask & ~jnp.isnan(entropy)
@@ -74,4 +87,4 @@ def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array
     low, high = (ordered[i.astype(jnp.int32)] for i in (below, jnp.ceil(position)))
     threshold = jnp.where(low < high, low + (position - below) * (high - low), low)  # exactly low between equals
     kept = (ordered >= threshold) & (jnp.arange(flat.size) < valid)
-    return jnp.zeros(flat.shape, bool).at[origin].set(kept).reshape(mask.shape)
+    return jnp.zeros(flat.shape, bool).at[origin].set(kept).reshape(mask.shape) | (mask & jnp.isnan(entropy))

@@ -2,7 +2,8 @@
 
 :func:`prepare` turns a user's arrays into :class:`LossInputs`, once per call, whatever the backend. After it, every
 array is float32 ``[B, T]``, masked positions hold harmless values (so that a NaN or an inf there can reach nothing),
-and what remains is arithmetic on the policy's statistics (``logitless.objectives.loss``).
+and what remains is arithmetic on the policy's statistics (``logitless.objectives.loss``). A NaN at a live position is
+kept in the token's ``weight``, so that no mask, bound or zero can hide it from the loss.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.objectives.aggregate import default_denominator, token_weights
+from logitless.objectives.aggregate import aggregation_weights, default_denominator
 from logitless.objectives.correction import correction_weight, vespo_log_weight
 from logitless.objectives.objective import Objective
 from logitless.objectives.sequences import Sequences, sequences_of
@@ -27,10 +28,10 @@ class LossInputs:
 
     mask: Array  # bool
     advantage: Array
-    weight: Array  # the token's share of the aggregated loss; 0 where masked
+    weight: Array  # the token's share of the aggregated loss; 0 where masked, NaN where an input of the token is
     old: Array | None  # None: on-policy, the current log-probability without gradient
     ref: Array | None
-    correction: Array | None  # train/rollout importance weight; None where it needs the current policy, or is absent
+    correction: Array | None  # train/rollout importance weight times the given token weights, as far as both are known
     entropy_weight: Array | None  # mask / number of valid tokens
     logp_temperature: Array | float | None  # objective.temperature where it divides the log-probability
 
@@ -38,6 +39,11 @@ class LossInputs:
     sequences: Sequences | None = None
     vespo_log_weight: Array | None = None
     entropy_denominator: Array | None = None
+    rollout_missing: Array | None = None  # number of live tokens without a rollout log-probability, for the metrics
+
+    def for_sweep(self) -> LossInputs:
+        """Without what only the metrics read."""
+        return dataclasses.replace(self, rollout_missing=None)
 
 
 def prepare(
@@ -50,6 +56,7 @@ def prepare(
     segment_ids: Array | None,
     denominator: Array | float | None,
     entropy_denominator: Array | float | None,
+    token_weights: Array | None = None,
 ) -> LossInputs:
     """Loss constants from checked user arrays; ``mask`` is bool ``[B, T]``."""
     sequences = sequences_of(mask, segment_ids)
@@ -57,21 +64,25 @@ def prepare(
     def clean(x: Array | None) -> Array | None:
         return None if x is None else jnp.where(mask, x.astype(jnp.float32), 0.0)
 
-    if advantages.ndim == 1:
-        advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
-    advantage = clean(advantages)
+    advantage = clean(_per_token(advantages, mask.shape))
     assert advantage is not None
     old, ref, rollout = clean(old_logp), clean(ref_logp), clean(rollout_logp)
+    given = None if token_weights is None else clean(_per_token(token_weights, mask.shape))
 
     if denominator is None:
         denominator = default_denominator(objective, sequences)
-    weight = token_weights(objective, sequences, jnp.asarray(denominator, jnp.float32))
+    weight = aggregation_weights(objective, sequences, jnp.asarray(denominator, jnp.float32))
+    for x in (advantage, old, given, None if objective.beta is None else ref):
+        if x is not None:
+            weight = jnp.where(jnp.isnan(x), jnp.nan, weight)
 
     correction = log_weight = None
     if objective.correction is not None and old is not None and rollout is not None:
         correction = correction_weight(objective, old, rollout, sequences)
-        if objective.policy == "vespo":
-            log_weight, correction = vespo_log_weight(objective, correction, sequences), None
+    if objective.policy == "vespo":
+        log_weight, correction = _vespo_log_weights(objective, correction, given, token_weights, sequences), None
+    elif given is not None:
+        correction = given if correction is None else correction * given
 
     entropy_weight = None
     if objective.entropy_coef is not None and objective.top_entropy is None:
@@ -81,7 +92,9 @@ def prepare(
         entropy_weight = jnp.where(mask, 1.0 / jnp.asarray(valid, jnp.float32), 0.0)
 
     coupled = objective.coupling(old_known=old is not None) is not None
-    on_logp = objective.temperature_on == "logp"
+    temperature = objective.temperature if objective.temperature_on == "logp" else None
+    if temperature is not None and jnp.ndim(temperature):
+        temperature = jnp.where(mask, jnp.asarray(temperature, jnp.float32), 1.0)
     return LossInputs(
         mask=mask,
         advantage=advantage,
@@ -90,9 +103,28 @@ def prepare(
         ref=ref,
         correction=correction,
         entropy_weight=entropy_weight,
-        logp_temperature=objective.temperature if on_logp else None,
+        logp_temperature=temperature,
         rollout=rollout if coupled else None,
         sequences=sequences if coupled else None,
         vespo_log_weight=log_weight,
         entropy_denominator=None if entropy_denominator is None else jnp.asarray(entropy_denominator, jnp.float32),
+        rollout_missing=None if rollout is None else jnp.sum(jnp.isnan(rollout), dtype=jnp.float32),
     )
+
+
+def _per_token(x: Array, shape: tuple[int, ...]) -> Array:
+    """``[B]``, ``[B, 1]`` or ``[B, T]`` as ``[B, T]``."""
+    return jnp.broadcast_to(x[:, None] if x.ndim == 1 else x, shape)
+
+
+def _vespo_log_weights(
+    objective: Objective, correction: Array | None, given: Array | None, as_given: Array | None, sequences: Sequences
+) -> Array | None:
+    """Both weights as VESPO takes them in; one number a row (``[B]``, ``[B, 1]``) is the weight of the sequence."""
+    logs = []
+    if correction is not None:
+        logs.append(vespo_log_weight(correction, sequences, per_token=objective.correction != "sequence"))
+    if given is not None:
+        assert as_given is not None
+        logs.append(vespo_log_weight(given, sequences, per_token=as_given.shape == sequences.mask.shape))
+    return sum(logs[1:], logs[0]) if logs else None

@@ -4,6 +4,8 @@
     l_t += beta * KL_t
     loss = sum_t weight_t l_t - entropy_coef * sum_t k_t entropy_t / max(sum k, 1)
 
+A live token whose statistics are NaN makes the loss NaN, and its own gradient, whatever would have dropped the token.
+
 :func:`contributions` gives the terms of that sum per token. For an uncoupled objective it is elementwise, so a backend
 may call it on any chunk of tokens, and take the cotangents of that chunk's statistics with ``jax.vjp``.
 """
@@ -47,17 +49,18 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     correction, log_correction = x.correction, x.vespo_log_weight
     if o.correction is not None and x.old is None:  # on-policy: the weight needs the current log-probability
         assert x.rollout is not None and x.sequences is not None
-        correction = correction_weight(o, jax.lax.stop_gradient(logp), x.rollout, x.sequences)
+        own = correction_weight(o, jax.lax.stop_gradient(logp), x.rollout, x.sequences)
         if o.policy == "vespo":
-            log_correction, correction = vespo_log_weight(o, correction, x.sequences), None
+            own = vespo_log_weight(own, x.sequences, per_token=o.correction != "sequence")
+            log_correction = own if log_correction is None else log_correction + own
+        else:
+            correction = own if correction is None else correction * own
 
     loss = policy_term(o, logp, r, w, x.advantage, x.sequences, log_correction)
     keep: Array | None = None
     if o.off_policy_threshold is not None:
         assert x.sequences is not None
-        sampler = x.rollout if x.rollout is not None else x.old
-        assert sampler is not None
-        keep = off_policy_keep(o, logp, sampler, x.advantage, x.sequences)
+        keep = off_policy_keep(o, logp, x.rollout, x.old, x.advantage, x.sequences)
     high_entropy = None
     if o.top_entropy is not None:
         high_entropy = top_entropy_keep(o, entropy, x.mask)
@@ -75,6 +78,11 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     contribution = jnp.where(x.mask, x.weight * loss, 0.0)
     if o.entropy_coef is not None:
         contribution = contribution - o.entropy_coef * _entropy_weight(x, high_entropy) * entropy
+    unknown = jnp.isnan(logp)
+    if o.entropy_coef is not None or o.top_entropy is not None:
+        unknown |= jnp.isnan(entropy)
+    # A product and not NaN itself, so that the gradient of the token is NaN as well.
+    contribution = contribution + jnp.where(unknown, jnp.nan, 0.0) * jnp.where(unknown, logp, 0.0)
     return TokenTerms(contribution, w, keep, correction)
 
 

@@ -60,18 +60,18 @@ def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Plain numbers for a log: means, extremes, and the effective sample size as a fraction (``ess``).
 
-    A metric of which nothing was counted is NaN.
+    A metric of which nothing was counted is 0: a batch that is masked throughout has no NaN to log.
     """
     values: dict[str, float] = {}
     for name, (total, count) in metrics.items():
         n = float(count)
         if n == 0:
-            values[name] = float("nan")
+            values[name] = 0.0
         else:
             values[name] = float(total) if name.endswith(("_min", "_max")) else float(total) / n
     if "ratio" in values and "ratio_squared" in values:
         squared = values["ratio_squared"]
-        values["ess"] = values["ratio"] ** 2 / squared if squared > 0 else float("nan")
+        values["ess"] = 0.0 if squared == 0 else values["ratio"] ** 2 / squared
     return values
 
 
@@ -82,7 +82,7 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
     tokens = jnp.sum(mask, dtype=jnp.float32)
 
     def over_tokens(value: Array) -> Metric:
-        return Metric(jnp.sum(jnp.where(mask, value, 0.0)), tokens)
+        return Metric(jnp.sum(jnp.where(mask, value, 0.0), dtype=jnp.float32), tokens)
 
     ratio = jnp.exp(terms.log_ratio)
     out: Metrics = {
@@ -100,6 +100,8 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         logp = stats.logp if x.logp_temperature is None else stats.logp / x.logp_temperature
         out["kl_k1"] = over_tokens(kl_estimate("k1", logp, x.ref))
         out["kl_k3"] = over_tokens(kl_estimate("k3", logp, x.ref))
+    if x.rollout_missing is not None:
+        out["rollout_missing"] = Metric(x.rollout_missing, tokens)
     if terms.correction is not None:
         out["correction_weight"] = over_tokens(terms.correction)
     if terms.keep is not None:
@@ -128,7 +130,7 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
     else:
         low = (ratio < 1.0 - jnp.asarray(o.eps_low)) & (a < 0)
         high = (ratio > 1.0 + jnp.asarray(o.eps_high)) & (a > 0)
-    share = jnp.where(mask, 1.0, 0.0)
+    share = mask.astype(jnp.float32)
     if o.level != "token" and o.clip_metrics == "trl":
         assert x.sequences is not None
         share = share / x.sequences.lengths()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 from typing import Any, Literal, get_args
 
-import numpy as np
 from jax import Array
 
+from logitless.objectives import checks
 from logitless.pytree import register, static
 
 Policy = Literal["clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"]
@@ -19,6 +19,8 @@ Correction = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 CispoBound = Literal["raw", "interval"]
 ClipMetrics = Literal["trl", "liger"]
+CountRows = Literal["all", "non_empty"]
+OffPolicyFrom = Literal["rollout", "old"]
 TemperatureOn = Literal["logits", "logp"]
 Number = float | Array
 
@@ -27,11 +29,15 @@ AGGREGATION_ALIASES: dict[str, Aggregation] = {
     "token-mean": "bnpo",
     "seq-mean-token-sum-norm": "dr_grpo",
     "seq-mean-token-sum": "luspo",
+    "sequence-mean-token-mean": "grpo",
+    "sequence-mean-token-scale": "dr_grpo",
+    "sequence-mean-token-sum-norm": "luspo",
     "sapo": "grpo",
     "cispo": "dapo",
     "vespo": "dapo",
 }
-"""Names used by veRL and Tunix, and by TRL's loss types, for the aggregations here."""
+"""Names used by veRL and Tunix, and by TRL's loss types, for the aggregations here. Tunix, whose names begin with
+``sequence-mean``, counts the rows that have a valid token: add ``count_rows="non_empty"``."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "policy": get_args(Policy),
@@ -44,11 +50,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "cispo_bound": get_args(CispoBound),
     "clip_metrics": get_args(ClipMetrics),
     "temperature_on": get_args(TemperatureOn),
+    "count_rows": get_args(CountRows),
+    "off_policy_from": get_args(OffPolicyFrom),
 }
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Objective:
     """A GRPO-family objective. Frozen, hashable by structure, and a pytree.
 
@@ -57,8 +65,8 @@ class Objective:
 
     >>> from logitless import Objective
     >>> o = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
-    >>> o.replace(beta=0.04).beta
-    0.04
+    >>> o.replace(beta=0.04)
+    Objective(aggregation='dapo', eps_high=0.28, beta=0.04)
     >>> Objective(policy="clpi")
     Traceback (most recent call last):
     ValueError: Objective: policy='clpi' is not known; expected one of 'clip', 'cispo', 'sapo', 'vespo', 'gmpo', \
@@ -86,6 +94,10 @@ class Objective:
     """Clip fractions after ``delta`` and per sequence at sequence level (trl), or before it and per token (liger)."""
     temperature_on: TemperatureOn = static("logits")
     """Temperature divides the logits, or (``mllm-jax``) the log-probability at temperature one."""
+    count_rows: CountRows = static("all")
+    """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all of them, or those with a valid token (Tunix)."""
+    off_policy_from: OffPolicyFrom = static("rollout")
+    """The policy that ``off_policy_threshold`` measures from: the sampler's where it is given, or always ``old``."""
 
     # -- numbers (traced) -------------------------------------------------------------------------------------------
     eps_low: Number = 0.2
@@ -96,6 +108,10 @@ class Objective:
     """Upper bound of the unclipped ratio (two-sided GRPO)."""
     dual_clip: Number | None = None
     """Dual-clip constant ``c``: where the advantage is negative the loss is at most ``-c * A``."""
+    log_ratio_clamp: Number | None = None
+    """Clamp each token's ``logp - old`` to plus or minus this before anything else (Tunix, veRL: 20)."""
+    sequence_log_ratio_max: Number | None = None
+    """Upper bound of the sequence's log-ratio at the sequence levels (gspo-token of Tunix and veRL: 10)."""
     tau_pos: Number = 1.0
     """SAPO temperature for positive advantages."""
     tau_neg: Number = 1.05
@@ -111,9 +127,11 @@ class Objective:
     kl_clamp: Number | None = None
     """Clamp the estimator to plus or minus this."""
     correction_min: Number | None = None
+    """Lower bound of the correction weight; ``None`` is no bound."""
     correction_max: Number | None = 2.0
+    """Upper bound of the correction weight; ``None`` is no bound."""
     off_policy_threshold: Number | None = None
-    """Drop sequences with negative advantage whose mean ``rollout - logp`` exceeds this."""
+    """Drop sequences with negative advantage whose mean ``rollout - logp`` exceeds this (see ``off_policy_from``)."""
     top_entropy: Number | None = None
     """Keep the policy loss of this fraction of highest-entropy tokens only."""
     entropy_coef: Number | None = None
@@ -127,18 +145,30 @@ class Objective:
         if isinstance(self.aggregation, str) and self.aggregation in AGGREGATION_ALIASES:
             object.__setattr__(self, "aggregation", AGGREGATION_ALIASES[self.aggregation])
         for name, allowed in _CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
-        _check_numbers(self)
-        _check_combination(self)
+            checks.choice(name, getattr(self, name), allowed)
+        checks.numbers(self)
+        checks.combination(self)
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        shown = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            plain = value is None or isinstance(value, (str, bool, float))
+            if not plain or value != f.default:
+                shown.append(f"{f.name}={value!r}")
+        return f"Objective({', '.join(shown)})"
 
     def replace(self, **changes: Any) -> Objective:
         """A copy with some fields changed, checked again."""
-        _check_names(changes)
+        checks.names(changes, Objective)
         return dataclasses.replace(self, **changes)
 
     @staticmethod
     def preset(name: str, **overrides: Any) -> Objective:
         """A peer's objective by name: ``trl``, ``liger``, ``verl``, ``tunix`` or ``mllm-jax``.
+
+        ``overrides`` are fields of this class; ``from_trl`` and its like take a framework's own names.
 
         >>> from logitless import Objective
         >>> Objective.preset("trl", beta=0.04).kl_bias_correction
@@ -147,6 +177,85 @@ class Objective:
         from logitless.objectives.presets import preset
 
         return preset(name, **overrides)
+
+    @staticmethod
+    def from_trl(config: Any = None, **settings: Any) -> Objective:
+        """TRL's loss from its ``GRPOConfig``, or from keywords under TRL's names (its defaults for the rest).
+
+        Every setting of the loss is mapped or refused by name; what TRL ignores is ignored with a warning. The
+        ``dapo`` types divide by the tokens of the generation batch: :func:`logitless.dapo_denominator`. With vLLM's
+        importance sampling the loss asks for ``rollout_logp``.
+
+        >>> from logitless import Objective
+        >>> Objective.from_trl(loss_type="grpo", epsilon_high=0.28, beta=0.04)
+        Objective(kl_bias_correction=True, eps_high=0.28, beta=0.04)
+        """
+        from logitless.objectives.frameworks.trl import from_trl
+
+        return from_trl(config, **settings)
+
+    @staticmethod
+    def from_liger(config: Any = None, **settings: Any) -> Objective:
+        """Liger's loss from a ``LigerFusedLinearGRPOLoss``, or from its keywords."""
+        from logitless.objectives.frameworks.trl import from_liger
+
+        return from_liger(config, **settings)
+
+    @staticmethod
+    def from_verl(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+        """veRL's loss from an actor's config, or from keywords under its names (``loss_mode`` as well).
+
+        ``max_length`` is the width T of the arrays, where veRL divides by it.
+
+        >>> from logitless import Objective
+        >>> Objective.from_verl(loss_mode="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4).level
+        'sequence_token'
+        """
+        from logitless.objectives.frameworks.verl import from_verl
+
+        return from_verl(config, max_length=max_length, **settings)
+
+    @staticmethod
+    def from_tunix(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+        """Tunix' loss from an ``algo_config``, or from keywords under its names.
+
+        ``max_length`` is the width T of the arrays, where Tunix divides by it. ``sampler_is="token"`` becomes a
+        correction that asks for ``rollout_logp``; weights that are already there go in as ``token_weights=`` and need
+        no correction.
+
+        >>> from logitless import Objective
+        >>> Objective.from_tunix(beta=0.0, loss_algo="gspo-token").sequence_log_ratio_max
+        10.0
+        """
+        from logitless.objectives.frameworks.tunix import from_tunix
+
+        return from_tunix(config, max_length=max_length, **settings)
+
+    @staticmethod
+    def grpo(**overrides: Any) -> Objective:
+        """GRPO: clipped token ratios, the mean over sequences of the mean over their tokens."""
+        return Objective(**{"aggregation": "grpo", **overrides})
+
+    @staticmethod
+    def dapo(**overrides: Any) -> Objective:
+        """DAPO: a higher upper clip (0.28), the mean over all tokens of the generation batch (``denominator=``)."""
+        return Objective(**{"aggregation": "dapo", "eps_high": 0.28, **overrides})
+
+    @staticmethod
+    def dr_grpo(max_length: Number, **overrides: Any) -> Objective:
+        """Dr.GRPO: sums divided by the completion budget ``max_length``. Its advantages are not divided by a standard
+        deviation: ``group_advantages(..., scale="none")``."""
+        return Objective(**{"aggregation": "dr_grpo", "max_length": max_length, **overrides})
+
+    @staticmethod
+    def gspo(**overrides: Any) -> Objective:
+        """GSPO: one ratio a sequence, clipped as in the paper (3e-4 and 4e-4)."""
+        return Objective(**{"level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, **overrides})
+
+    @staticmethod
+    def cispo(**overrides: Any) -> Objective:
+        """CISPO: the ratio as a constant weight of at most ``eps_high`` (5), the mean over all tokens."""
+        return Objective(**{"policy": "cispo", "eps_high": 5.0, "aggregation": "dapo", **overrides})
 
     def coupling(self, old_known: bool = True) -> str | None:
         """Why a token's loss needs other tokens' statistics, or ``None`` where it does not; ``old_known``: the call has
@@ -168,84 +277,14 @@ class Objective:
         return None
 
 
-def _did_you_mean(value: object, allowed: tuple[Any, ...]) -> str:
-    close = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+_init = Objective.__init__
 
 
-def _check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        options = ", ".join(repr(a) for a in allowed)
-        raise ValueError(
-            f"Objective: {name}={value!r} is not known; expected one of {options}.{_did_you_mean(value, allowed)}"
-        )
+@functools.wraps(_init)
+def _named_init(self: Objective, *args: Any, **fields: Any) -> None:
+    """The dataclass's own ``__init__``; a name of another library is answered with ours."""
+    checks.names(fields, Objective)
+    _init(self, *args, **fields)
 
 
-def _check_names(given: dict[str, Any]) -> None:
-    names = tuple(f.name for f in dataclasses.fields(Objective))
-    for name in given:
-        if name not in names:
-            raise TypeError(f"Objective has no field {name!r}.{_did_you_mean(name, names)} Fields: {', '.join(names)}.")
-
-
-_NONNEGATIVE = ("eps_low", "eps_high", "kl_log_ratio_clamp", "kl_clamp", "correction_min", "correction_max", "delta")
-_POSITIVE = ("dual_clip", "tau_pos", "tau_neg", "max_length", "temperature")
-
-
-def _check_numbers(o: Objective) -> None:
-    """Range checks of plain numbers, which become floats (an int leaf has another type than a float one, so it would
-    compile anew); arrays and tracers are taken as they are."""
-    for f in dataclasses.fields(o):
-        if f.metadata.get("static"):
-            continue
-        value = getattr(o, f.name)
-        if value is None:
-            if f.default is not None and f.name not in ("correction_max",):
-                raise ValueError(f"Objective: {f.name}=None, expected a number (its default is {f.default}).")
-            continue
-        if isinstance(value, (str, bool, list, tuple, dict)):
-            raise TypeError(f"Objective: {f.name}={value!r} is a {type(value).__name__}, expected a number.")
-        if not isinstance(value, (int, float, np.integer, np.floating)):
-            continue
-        value = float(value)
-        object.__setattr__(o, f.name, value)
-        if value != value:
-            raise ValueError(f"Objective: {f.name} is NaN.")
-        if f.name in _NONNEGATIVE and value < 0:
-            raise ValueError(f"Objective: {f.name}={value}, expected a number >= 0.")
-        if f.name in _POSITIVE and value <= 0:
-            raise ValueError(f"Objective: {f.name}={value}, expected a number > 0.")
-    if isinstance(o.top_entropy, (int, float)) and not 0 < o.top_entropy <= 1:
-        raise ValueError(f"Objective: top_entropy={o.top_entropy}, expected a fraction in (0, 1].")
-    if isinstance(o.dual_clip, (int, float)) and o.dual_clip <= 1:
-        raise ValueError(f"Objective: dual_clip={o.dual_clip}, expected a constant above 1 (3 is usual).")
-
-
-def _check_combination(o: Objective) -> None:
-    """Combinations that make no sense are refused by name."""
-
-    def refuse(why: str) -> None:
-        raise ValueError(f"Objective: {why}")
-
-    if o.policy == "gmpo" and o.level != "token":
-        refuse(f"policy='gmpo' has its own sequence mean, so level must be 'token', not {o.level!r}.")
-    if o.level == "sequence_token" and o.policy != "clip":
-        refuse(f"level='sequence_token' (gspo-token) is defined for policy='clip', not {o.policy!r}.")
-    if o.policy == "reinforce" and o.level != "token":
-        refuse(f"policy='reinforce' uses no ratio, so level={o.level!r} has no meaning.")
-    for name in ("delta", "dual_clip"):
-        if getattr(o, name) is not None and o.policy != "clip":
-            refuse(f"{name} belongs to policy='clip' and would be ignored with policy={o.policy!r}.")
-    if o.aggregation == "dr_grpo" and o.max_length is None:
-        refuse("aggregation='dr_grpo' divides by batch * max_length; give max_length (L_max, the completion budget).")
-    if o.aggregation != "dr_grpo" and o.max_length is not None:
-        refuse(f"max_length belongs to aggregation='dr_grpo' and would be ignored with {o.aggregation!r}.")
-    if o.correction == "geometric" and o.policy == "vespo":
-        refuse("policy='vespo' folds the importance weight in as a sum of logs; correction='geometric' is not defined.")
-    if o.correction is not None and o.correction_min is None and o.correction_max is None:
-        refuse("correction needs correction_min, correction_max or both.")
-    low, high = o.correction_min, o.correction_max
-    if isinstance(low, float) and isinstance(high, float) and low > high:
-        refuse(f"correction_min={low} lies above correction_max={high}.")
-    if o.correction_mode == "mask" and o.correction is None:
-        refuse("correction_mode='mask' has no effect without correction='token', 'sequence' or 'geometric'.")
+Objective.__init__ = _named_init  # type: ignore[method-assign]

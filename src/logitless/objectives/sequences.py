@@ -36,10 +36,15 @@ class Sequences:
         """For every token, the mean of ``x`` over the valid tokens of its own sequence."""
         return self.total(x) / self.lengths()
 
-    def count(self) -> Array:
-        """Number of sequences: rows, or packed segments that have at least one valid token (at least 1)."""
+    def count(self, non_empty: bool = False) -> Array:
+        """Number of sequences: rows, or packed segments that have at least one valid token (at least 1).
+
+        ``non_empty``: of the rows, too, only those that have one.
+        """
         if self.index is None:
-            return jnp.float32(self.mask.shape[0])
+            if not non_empty:
+                return jnp.float32(self.mask.shape[0])
+            return jnp.maximum(jnp.sum(jnp.any(self.mask, axis=1), dtype=jnp.float32), 1.0)
         share = jnp.where(self.mask, 1.0 / self.lengths(), 0.0)  # each segment's tokens add up to one
         return jnp.maximum(jnp.round(jnp.sum(share)), 1.0)
 

@@ -8,7 +8,8 @@
     gmpo       -A exp(mean_t q), q = r clipped in log space
     reinforce  -A logp
 
-Where ``A`` is zero the policy loss is zero, and so is its gradient, whatever the ratio.
+Where ``A`` is zero the policy loss is zero, and so is its gradient, whatever the ratio. The log-ratio is clamped first
+where the objective says so (``log_ratio_clamp``, ``sequence_log_ratio_max``).
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ def log_ratio(objective: Objective, logp: Array, old: Array | None, sequences: S
     """``(r, w)``: the token's log-ratio, and the one the objective uses (the sequence's for GSPO)."""
     frozen = jax.lax.stop_gradient(logp)
     r = logp - (frozen if old is None else old)
+    if objective.log_ratio_clamp is not None:
+        r = ties.clip(r, -jnp.asarray(objective.log_ratio_clamp), objective.log_ratio_clamp)
     if objective.level == "token":
         return r, r
     assert sequences is not None
-    mean = sequences.mean(r)
-    if objective.level == "sequence":
-        return r, mean
-    return r, (logp - frozen) + jax.lax.stop_gradient(mean)
+    w = sequences.mean(r)
+    if objective.level == "sequence_token":
+        w = (logp - frozen) + jax.lax.stop_gradient(w)
+    return r, w if objective.sequence_log_ratio_max is None else ties.clip(w, None, objective.sequence_log_ratio_max)
 
 
 def clip_loss(o: Objective, w: Array, advantage: Array) -> Array:
@@ -69,7 +72,8 @@ def vespo_weight(o: Objective, r: Array, advantage: Array, sequences: Sequences,
     log_w = jnp.clip(total, math.log(1e-8), 20.0)
     k = jnp.where(advantage >= 0, o.vespo_k_pos, o.vespo_k_neg)
     lam = jnp.where(advantage >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
-    return jnp.nan_to_num(jnp.exp(lam + k * log_w - lam * jnp.exp(log_w)), nan=0.0, posinf=0.0)
+    phi = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
+    return jnp.where(jnp.isinf(phi), 0.0, phi)
 
 
 def gmpo_loss(o: Objective, r: Array, advantage: Array, sequences: Sequences) -> Array:

@@ -3,6 +3,8 @@
 At a bound, and where two branches tie, the gradient passes in full: with ``eps = 0`` on-policy every ratio sits
 exactly on both bounds, and ``jnp.minimum`` and ``jnp.clip`` would halve its gradient. And where an infinite ratio
 meets a zero cotangent (the branch that was not taken) the product is zero, not NaN.
+
+A NaN on either side is the result: a bound never stands in for a number that is not known.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from logitless.objectives.objective import Number
 
 def minimum(a: Array, b: Array) -> Array:
     """``min(a, b)``; the whole gradient goes to ``a`` where they tie."""
-    return jnp.where(a <= b, a, b)
+    return jnp.where((a <= b) | jnp.isnan(a), a, b)  # where b is NaN, neither holds
 
 
 def maximum(a: Array, b: Array) -> Array:
     """``max(a, b)``; the whole gradient goes to ``a`` where they tie."""
-    return jnp.where(a >= b, a, b)
+    return jnp.where((a >= b) | jnp.isnan(a), a, b)
 
 
 def clip(x: Array, low: Number | None, high: Number | None) -> Array:

@@ -38,7 +38,7 @@ def token_program(objective: Objective, inputs: LossInputs) -> TokenProgram:
     assert objective.coupling() is None and inputs.sequences is None
     leaves, objective_tree = jax.tree.flatten(dataclasses.replace(objective, temperature=None))
     scalars = tuple(jnp.asarray(v, jnp.float32) for v in leaves)
-    parts, inputs_tree = jax.tree.flatten(inputs)
+    parts, inputs_tree = jax.tree.flatten(inputs.for_sweep())
     size = inputs.mask.size
     # A leaf of LossInputs is a column, or (a temperature that divides logp) possibly a scalar.
     columns = tuple(jnp.broadcast_to(jnp.asarray(v, jnp.float32).reshape(-1), (size,)) for v in parts)

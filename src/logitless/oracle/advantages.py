@@ -10,16 +10,23 @@ from numpy.typing import ArrayLike
 from logitless.oracle.token_stats import Floats, to_float64
 
 AdvantageScale = Literal["group", "batch", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out"]
 
 
 def group_advantages(
-    rewards: ArrayLike, group_size: int, *, scale: AdvantageScale = "group", eps: float = 1e-4
+    rewards: ArrayLike,
+    group_size: int,
+    *,
+    scale: AdvantageScale = "group",
+    eps: float = 1e-4,
+    baseline: AdvantageBaseline = "mean",
 ) -> Floats:
     """``A = (r - mean) / (std + eps)`` with the mean of each run of ``group_size`` rewards.
 
     ``std`` (with ``n - 1`` in its denominator) is that of the group, or of the whole batch for ``scale="batch"``;
     ``scale="none"`` divides by nothing. A group of one has mean 0, and a standard deviation over one reward is 1.
-    A group of equal rewards has advantages of exactly 0. The result has the shape of ``rewards``.
+    A group of equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is that of the
+    group's other rewards. The result has the shape of ``rewards``.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")
@@ -33,5 +40,10 @@ def group_advantages(
             mean = group[0]  # the rounding of the mean would leave a difference, which eps then magnifies
         members = r.reshape(-1) if scale == "batch" else group
         std = 1.0 if members.size == 1 else members.std(ddof=1)
-        advantages[g] = group - mean if scale == "none" else (group - mean) / (std + eps)
+        for i, reward in enumerate(group):
+            if baseline == "leave_one_out" and group_size > 1:
+                others = np.delete(group, i)
+                mean = others[0] if np.all(others == others[0]) else others.mean()
+            if reward != mean:
+                advantages[g, i] = reward - mean if scale == "none" else (reward - mean) / (std + eps)
     return advantages.reshape(r.shape)

@@ -37,7 +37,7 @@ def grpo_loss(
     """``(loss, dlogits)`` of ``logits [B, T, V]``.
 
     ``loss_inputs`` are the other arguments of :func:`logitless.oracle.policy_loss`: ``old_logp``, ``ref_logp``,
-    ``rollout_logp``, ``segment_ids``, ``denominator``, ``entropy_denominator``.
+    ``rollout_logp``, ``token_weights``, ``segment_ids``, ``denominator``, ``entropy_denominator``.
     """
     options: dict[str, Any] = {
         "temperature": _temperature(objective),

@@ -105,7 +105,9 @@ def vespo_term(log_weight: float, logp: float, advantage: float, o: Objective) -
         k, lam = number(o.vespo_k_pos), number(o.vespo_lambda_pos)
     else:
         k, lam = number(o.vespo_k_neg), number(o.vespo_lambda_neg)
-    phi = float(np.nan_to_num(exp(lam + k * log_weight - lam * exp(log_weight))))
+    phi = exp(lam + k * log_weight - lam * exp(log_weight))
+    if phi == np.inf:
+        phi = 0.0
     return Term(-phi * advantage * logp, d_logp=-phi * advantage)
 
 

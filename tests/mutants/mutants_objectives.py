@@ -1,0 +1,545 @@
+"""Faults in the objectives, their float64 oracle, and what carries their gradients."""
+
+from __future__ import annotations
+
+from mutation import Mutant
+
+HAND = "tests/objectives/test_by_hand.py"
+NAN = "tests/objectives/test_nan.py"
+FAMILY = "tests/test_objectives.py"
+METRICS = "tests/test_metrics.py"
+DATACLASS = "tests/test_objective_dataclass.py"
+NEVER = "tests/test_never.py"
+
+
+def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
+    return Mutant(f"{file}.py", old, new, tests, survives)
+
+
+MUTANTS = [
+    # -- NaN
+    m(
+        "objectives/ties",
+        "(a <= b) | jnp.isnan(a)",
+        "a <= b",
+        f"{NAN}::test_bounds_pass_a_nan_on_and_keep_their_tie_rules",
+    ),
+    m(
+        "objectives/ties",
+        "(a >= b) | jnp.isnan(a)",
+        "a >= b",
+        f"{NAN}::test_bounds_pass_a_nan_on_and_keep_their_tie_rules",
+    ),
+    m("objectives/ties", "(a <= b)", "(a < b)", f"{NAN}::test_bounds_pass_a_nan_on_and_keep_their_tie_rules"),
+    m("objectives/ties", "(a >= b)", "(a > b)", f"{NAN}::test_bounds_pass_a_nan_on_and_keep_their_tie_rules"),
+    m(
+        "objectives/loss",
+        "contribution = contribution + jnp.where(unknown, jnp.nan, 0.0) * jnp.where(unknown, logp, 0.0)",
+        "pass",
+        f"{NAN}::test_a_nan_in_a_live_token_is_a_nan_in_the_loss",
+    ),
+    m(
+        "objectives/loss",
+        "unknown |= jnp.isnan(entropy)",
+        "pass",
+        f"{NAN}::test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound",
+    ),
+    m(
+        "objectives/loss",
+        "entropy = jnp.where(x.mask, entropy, 0.0)",
+        "pass",
+        f"{NEVER}::test_masked_positions_change_nothing",
+    ),
+    m(
+        "objectives/loss",
+        "if o.entropy_coef is not None or o.top_entropy is not None:",
+        "if True:",
+        f"{NAN}::test_a_nan_entropy_that_nobody_reads_changes_nothing",
+    ),
+    m(
+        "objectives/inputs",
+        "weight = jnp.where(jnp.isnan(x), jnp.nan, weight)",
+        "pass",
+        f"{NAN}::test_a_nan_in_an_input_of_a_live_token_is_a_nan_in_the_loss",
+    ),
+    m(
+        "objectives/inputs",
+        "None if objective.beta is None else ref)",
+        "ref)",
+        f"{NAN}::test_a_reference_that_nobody_reads_and_a_temperature_of_a_masked_token_change_nothing",
+    ),
+    m(
+        "objectives/correction",
+        "sequences.mask & ~jnp.isnan(rollout)",
+        "sequences.mask",
+        f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
+    ),
+    m(
+        "objectives/correction",
+        "~(drift > objective",
+        "(drift <= objective",
+        f"{NAN}::test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound",
+    ),
+    m(
+        "objectives/correction",
+        " | (mask & jnp.isnan(entropy))",
+        "",
+        f"{NAN}::test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound",
+    ),
+    m(
+        "objectives/correction",
+        "jnp.where(jnp.isnan(sampler), 0.0, sampler",
+        "jnp.where(False, 0.0, sampler",
+        f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
+    ),
+    m(
+        "objectives/surrogate",
+        "jnp.where(jnp.isinf(phi), 0.0, phi)",
+        "phi",
+        f"{HAND}::test_vespo_phi_that_overflows_is_zero",
+    ),
+    m(
+        "oracle/losses",
+        "    if unknown.any():\n",
+        "    if False:\n",
+        f"{NAN}::test_a_nan_in_a_live_token_is_a_nan_in_the_loss",
+    ),
+    m(
+        "oracle/losses",
+        "0.0 if np.isnan(rollout) else old - rollout",
+        "old - rollout",
+        f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
+    ),
+    m(
+        "oracle/losses",
+        "0.0 if np.isnan(b) else b - logp",
+        "b - logp",
+        f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
+    ),
+    # -- the policy term
+    m(
+        "objectives/surrogate",
+        "ties.exp(sequences.mean(q))",
+        "ties.exp(sequences.total(q))",
+        f"{HAND}::test_gmpo_is_a_geometric_mean_over_the_tokens_of_a_sequence",
+    ),
+    m(
+        "oracle/losses",
+        "gmpo_mean = sum(q for q, _ in gmpo_logs) / n",
+        "gmpo_mean = sum(q for q, _ in gmpo_logs)",
+        f"{HAND}::test_gmpo_is_a_geometric_mean_over_the_tokens_of_a_sequence",
+    ),
+    m(
+        "oracle/losses",
+        "d_gmpo_mean * gmpo_logs[t][1] * moves[t] / n",
+        "d_gmpo_mean * gmpo_logs[t][1] * moves[t]",
+        f"{HAND}::test_gmpo_is_a_geometric_mean_over_the_tokens_of_a_sequence",
+    ),
+    m(
+        "objectives/surrogate",
+        "jnp.where(advantage > 0, ties.minimum",
+        "jnp.where(advantage < 0, ties.minimum",
+        f"{HAND}::test_gmpo_is_a_geometric_mean_over_the_tokens_of_a_sequence",
+    ),
+    m(
+        "objectives/surrogate",
+        "1.0 - jnp.asarray(o.eps_low), 1.0 + jnp.asarray(o.eps_high))\n    if o.delta",
+        "1.0 - jnp.asarray(o.eps_high), 1.0 + jnp.asarray(o.eps_low))\n    if o.delta",
+        f"{FAMILY}::test_clip_options",
+    ),
+    m(
+        "objectives/surrogate",
+        "ties.clip(c1, None, o.delta)",
+        "ties.clip(c1, o.delta, None)",
+        f"{FAMILY}::test_clip_options",
+    ),
+    m(
+        "objectives/surrogate",
+        "advantage < 0, ties.minimum(loss",
+        "advantage > 0, ties.minimum(loss",
+        f"{FAMILY}::test_clip_options",
+    ),
+    m(
+        "objectives/surrogate",
+        "jnp.minimum(c1, o.eps_high)",
+        "jnp.minimum(c1, 1.0 + o.eps_high)",
+        f"{FAMILY}::test_cispo_bounds",
+    ),
+    m(
+        "objectives/surrogate",
+        "tau = jnp.where(advantage > 0, o.tau_pos, o.tau_neg)",
+        "tau = jnp.where(advantage > 0, o.tau_neg, o.tau_pos)",
+        f"{FAMILY}::test_sapo_and_vespo_numbers",
+    ),
+    m("objectives/surrogate", "(4.0 / tau)", "4.0", f"{FAMILY}::test_sapo_and_vespo_numbers"),
+    m(
+        "objectives/surrogate",
+        "k = jnp.where(advantage >= 0, o.vespo_k_pos, o.vespo_k_neg)",
+        "k = jnp.where(advantage >= 0, o.vespo_k_neg, o.vespo_k_pos)",
+        f"{FAMILY}::test_sapo_and_vespo_numbers",
+    ),
+    m(
+        "objectives/surrogate",
+        "jnp.clip(total, math.log(1e-8), 20.0)",
+        "total",
+        f"{FAMILY}::test_any_objective_on_any_batch",
+        f"{HAND}::test_vespo_clamps",
+    ),
+    m(
+        "objectives/surrogate",
+        "jnp.clip(jax.lax.stop_gradient(r), -20.0, 20.0)",
+        "jax.lax.stop_gradient(r)",
+        f"{HAND}::test_vespo_clamps",
+    ),
+    m(
+        "objectives/surrogate",
+        "safe_w = jnp.where(moves, w, 0.0)",
+        "safe_w = w",
+        f"{FAMILY}::test_zero_advantage_is_zero_even_where_the_ratio_overflows",
+    ),
+    m(
+        "objectives/surrogate",
+        "w = (logp - frozen) + jax.lax.stop_gradient(w)",
+        "w = (logp - frozen) + w",
+        f"{HAND}::test_gspo_and_gspo_token_take_the_mean_log_ratio",
+    ),
+    m(
+        "objectives/surrogate",
+        "ties.clip(w, None, objective.sequence_log_ratio_max)",
+        "w",
+        f"{HAND}::test_log_ratio_clamps",
+    ),
+    m(
+        "objectives/surrogate",
+        "r = ties.clip(r, -jnp.asarray(objective.log_ratio_clamp), objective.log_ratio_clamp)",
+        "r = ties.clip(r, None, objective.log_ratio_clamp)",
+        f"{HAND}::test_log_ratio_clamps",
+    ),
+    m(
+        "objectives/ties",
+        "jnp.where(jnp.isinf(y), jnp.finfo(y.dtype).max, y)",
+        "y",
+        f"{FAMILY}::test_an_overflowing_ratio_meets_its_bound_without_nan",
+    ),
+    m(
+        "oracle/policy_terms",
+        "if phi == np.inf:\n        phi = 0.0",
+        "if phi == np.inf:\n        phi = 1.0",
+        f"{HAND}::test_vespo_phi_that_overflows_is_zero",
+    ),
+    # -- KL
+    m("objectives/kl", "kl = -d\n", "kl = d\n", f"{FAMILY}::test_kl"),
+    m("objectives/kl", "kl = k2 + jax.lax.stop_gradient(kl - k2)", "kl = k2", f"{FAMILY}::test_kl"),
+    m(
+        "objectives/kl",
+        "jnp.abs(d) < 0.5",
+        "jnp.abs(d) < 5.0",
+        f"{FAMILY}::test_kl",
+        f"{FAMILY}::test_k3_keeps_its_digits_where_training_lives",
+    ),
+    m(
+        "objectives/kl",
+        "small = jnp.abs(d) < 0.5",
+        "small = jnp.abs(d) < 0.0",
+        f"{FAMILY}::test_k3_keeps_its_digits_where_training_lives",
+    ),
+    m(
+        "objectives/kl",
+        "ties.clip(kl, -jnp.asarray(clamp), clamp)",
+        "ties.clip(kl, None, clamp)",
+        f"{FAMILY}::test_kl",
+    ),
+    m(
+        "objectives/loss",
+        "kl * ties.exp(w) if o.kl_bias_correction",
+        "kl * ties.exp(r) if o.kl_bias_correction",
+        f"{FAMILY}::test_kl",
+    ),
+    # -- weights, masks
+    m(
+        "objectives/loss",
+        "loss = jnp.where(correction != 0, loss, 0.0) * correction",
+        "loss = loss * correction",
+        f"{FAMILY}::test_a_dropped_token_is_dropped_even_where_its_loss_is_infinite",
+    ),
+    m(
+        "objectives/loss",
+        "loss = jnp.where(keep, loss, 0.0)",
+        "loss = loss * keep",
+        f"{FAMILY}::test_a_dropped_token_is_dropped_even_where_its_loss_is_infinite",
+    ),
+    m(
+        "objectives/loss",
+        "correction = own if correction is None else correction * own",
+        "correction = own",
+        f"{HAND}::test_token_weights_of_a_row_are_those_of_its_tokens",
+    ),
+    m(
+        "objectives/loss",
+        "own if log_correction is None else log_correction + own",
+        "own",
+        f"{HAND}::test_vespo_folds_token_weights_in",
+    ),
+    m(
+        "objectives/loss",
+        'per_token=o.correction != "sequence"',
+        "per_token=True",
+        f"{HAND}::test_vespo_folds_token_weights_in",
+        f"{FAMILY}::test_correction_on_policy_uses_the_current_logp",
+    ),
+    m(
+        "objectives/inputs",
+        "given if correction is None else correction * given",
+        "given",
+        f"{HAND}::test_token_weights_of_a_row_are_those_of_its_tokens",
+    ),
+    m(
+        "objectives/inputs",
+        "per_token=as_given.shape == sequences.mask.shape",
+        "per_token=True",
+        f"{HAND}::test_vespo_folds_token_weights_in",
+    ),
+    m(
+        "objectives/inputs",
+        'per_token=objective.correction != "sequence"',
+        "per_token=True",
+        f"{FAMILY}::test_correction",
+    ),
+    m("objectives/correction", "inside &= ~(weight < low)", "pass", f"{FAMILY}::test_correction"),
+    m(
+        "objectives/correction",
+        'rollout is None or objective.off_policy_from == "old"',
+        "rollout is None",
+        f"{HAND}::test_the_off_policy_mask_measures_from_rollout_or_old_and_drops_nothing_without_either",
+    ),
+    m(
+        "objectives/correction",
+        "(advantage >= 0) | ",
+        "(advantage > 0) | ",
+        f"{HAND}::test_the_off_policy_mask_measures_from_rollout_or_old_and_drops_nothing_without_either",
+        f"{FAMILY}::test_off_policy_mask",
+    ),
+    m(
+        "objectives/correction",
+        "delta = sequences.mean(delta)",
+        "delta = sequences.total(delta)",
+        f"{FAMILY}::test_correction",
+    ),
+    m(
+        "objectives/correction",
+        "kept = (ordered >= threshold)",
+        "kept = (ordered > threshold)",
+        f"{FAMILY}::test_top_entropy_and_entropy_bonus",
+    ),
+    m(
+        "objectives/correction",
+        "jnp.where(low < high, low + (position - below) * (high - low), low)",
+        "low + (position - below) * (high - low)",
+        f"{FAMILY}::test_equal_entropies_are_all_on_the_quantile",
+    ),
+    m(
+        "objectives/loss",
+        "count = x.entropy_denominator\n    if count is None:",
+        "count = None\n    if count is None:",
+        f"{HAND}::test_the_entropy_denominator_replaces_the_kept_tokens_of_top_entropy",
+    ),
+    m(
+        "objectives/loss",
+        "return moving if x.correction is None else moving & (x.correction != 0)",
+        "return moving",
+        "tests/test_head_sweep.py",
+        NAN,
+        survives="a token less to skip: slower, to the same result",
+    ),
+    m(
+        "objectives/loss",
+        "if o.beta is not None or o.entropy_coef is not None:\n        return x.mask\n",
+        "if o.beta is not None:\n        return x.mask\n",
+        "tests/test_head_sweep.py",
+        "tests/test_head_numerics.py",
+    ),
+    # -- aggregation
+    m(
+        "objectives/aggregate",
+        "share = share / sequences.lengths()",
+        "pass",
+        f"{FAMILY}::test_policy_level_aggregation",
+    ),
+    m(
+        "objectives/aggregate",
+        "return count * jnp.asarray(objective.max_length, jnp.float32)",
+        "return jnp.asarray(objective.max_length, jnp.float32)",
+        f"{HAND}::test_empty_rows_count_or_do_not",
+    ),
+    m(
+        "objectives/aggregate",
+        'objective.count_rows == "non_empty"',
+        "False",
+        f"{HAND}::test_empty_rows_count_or_do_not",
+    ),
+    m(
+        "objectives/sequences",
+        "jnp.any(self.mask, axis=1)",
+        "jnp.all(self.mask, axis=1)",
+        f"{HAND}::test_empty_rows_count_or_do_not",
+    ),
+    m(
+        "objectives/sequences",
+        "jnp.maximum(jnp.round(jnp.sum(share)), 1.0)",
+        "jnp.sum(share) + 1.0",
+        f"{FAMILY}::test_segments_without_valid_tokens_do_not_count",
+    ),
+    m(
+        "objectives/sequences",
+        "index + width * jnp.arange(rows)[:, None]",
+        "index",
+        f"{FAMILY}::test_segments_of_a_row_are_the_sequences_of_unpacked_rows",
+    ),
+    m(
+        "objectives/aggregate",
+        "(accumulation / steps_per_generation)",
+        "(steps_per_generation / accumulation)",
+        f"{FAMILY}::test_dapo_denominator",
+    ),
+    m("oracle/losses", 'if s or o.count_rows == "all"', "", f"{HAND}::test_empty_rows_count_or_do_not"),
+    # -- inputs
+    m(
+        "objectives/api",
+        "jnp.asarray(v, jnp.float32), objective)",
+        "jnp.asarray(v), objective)",
+        f"{HAND}::test_the_loss_is_float32_under_x64",
+    ),
+    m("objectives/api", "live & (beta != 0)", "live & (beta == 0)", "tests/test_bad_input.py"),
+    m(
+        "objectives/inputs",
+        "temperature = jnp.where(mask, jnp.asarray(temperature, jnp.float32), 1.0)",
+        "pass",
+        f"{NAN}::test_a_reference_that_nobody_reads_and_a_temperature_of_a_masked_token_change_nothing",
+    ),
+    m(
+        "objectives/advantages",
+        "jnp.where(centred == 0, 0.0, centred / (std + eps))",
+        "centred / (std + eps)",
+        f"{HAND}::test_equal_rewards_have_no_advantage_even_without_eps",
+    ),
+    m(
+        "objectives/advantages",
+        "(group_size / (group_size - 1))",
+        "(group_size / (group_size + 1))",
+        f"{HAND}::test_a_leave_one_out_baseline",
+    ),
+    m(
+        "objectives/advantages",
+        "shifted = r - r[:, :1]",
+        "shifted = r",
+        f"{FAMILY}::test_a_group_of_equal_rewards_has_no_advantage",
+    ),
+    m(
+        "validation",
+        "positive and known and not value > 0",
+        "positive and isinstance(value, (int, float)) and not value > 0",
+        "tests/test_bad_input.py",
+    ),
+    # -- metrics
+    m(
+        "objectives/metrics",
+        "(a < 0) & (raw > o.dual_clip)",
+        "(a < 0) & (ratio > o.dual_clip)",
+        f"{HAND}::test_the_dual_clip_counts_negative_advantages_beyond_its_constant_before_delta",
+    ),
+    m(
+        "objectives/metrics",
+        "(a < 0) & (raw > o.dual_clip)",
+        "raw > o.dual_clip",
+        f"{HAND}::test_the_dual_clip_counts_negative_advantages_beyond_its_constant_before_delta",
+    ),
+    m(
+        "objectives/metrics",
+        "stats.logp if x.logp_temperature is None else stats.logp / x.logp_temperature",
+        "stats.logp",
+        f"{HAND}::test_the_kl_of_the_metrics_is_that_of_the_loss_under_a_temperature_of_logp",
+    ),
+    m(
+        "objectives/metrics",
+        "share = share / x.sequences.lengths()",
+        "pass",
+        "tests/test_disagreements.py::test_6_clip_metrics",
+        "tests/test_disagreements.py",
+    ),
+    m(
+        "objectives/metrics",
+        'if name.endswith("_min"):',
+        'if name.endswith("_mini"):',
+        f"{METRICS}::test_reduce_metrics_takes_extremes_and_refuses_different_sets",
+    ),
+    m(
+        "objectives/metrics",
+        "(g_logp == 0) & (g_entropy == 0)",
+        "g_logp == 0",
+        f"{METRICS}::test_zero_gradient_tokens_counts_clipped_dropped_and_unrewarded_tokens",
+    ),
+    m(
+        "objectives/metrics",
+        "            values[name] = 0.0\n",
+        '            values[name] = float("nan")\n',
+        f"{METRICS}::test_a_micro_batch_with_nothing_in_it_changes_no_metric",
+    ),
+    m(
+        "objectives/metrics",
+        "Metric(x.rollout_missing, tokens)",
+        "Metric(tokens - x.rollout_missing, tokens)",
+        f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
+    ),
+    m(
+        "objectives/metrics",
+        "jnp.minimum(ratio, o.delta)",
+        "ratio",
+        "tests/test_disagreements.py::test_6_clip_metrics",
+        "tests/test_disagreements.py",
+    ),
+    # -- what carries the gradients
+    m(
+        "stats",
+        "(self.logp != 0) | (self.entropy != 0) | (self.lse != 0)",
+        "(self.logp != 0) | (self.entropy != 0)",
+        f"{HAND}::test_an_lse_cotangent_alone_moves_the_logits_and_the_head",
+    ),
+    m(
+        "derivatives",
+        "(d.astype(jnp.float32) * g).astype(d.dtype)",
+        "d",
+        f"{HAND}::test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient",
+    ),
+    m(
+        "oracle/linear",
+        "dw[: len(w)] += dx.T @ block",
+        "dw[: len(w)] = dx.T @ block",
+        f"{HAND}::test_the_oracle_adds_up_its_blocks_of_rows",
+    ),
+    m(
+        "oracle/linear",
+        "db[: len(w)] += dx.sum(axis=0)",
+        "db[: len(w)] = dx.sum(axis=0)",
+        f"{HAND}::test_the_oracle_adds_up_its_blocks_of_rows",
+    ),
+    # -- the Objective
+    m(
+        "objectives/objective",
+        "if not plain or value != f.default:",
+        "if value is not None:",
+        DATACLASS,
+        "tests/test_doctests.py",
+    ),
+    m(
+        "objectives/presets",
+        'fields["sequence_log_ratio_max"] = 10.0',
+        "pass",
+        "tests/test_disagreements.py::test_presets_verl_and_tunix",
+    ),
+    m(
+        "objectives/presets",
+        'fields.pop("log_ratio_clamp")',
+        "pass",
+        "tests/test_disagreements.py::test_presets_verl_and_tunix",
+    ),
+]
