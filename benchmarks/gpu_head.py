@@ -21,7 +21,7 @@ import numpy as np
 
 import logitless
 from logitless import Objective, oracle
-from logitless.bench import baselines, timing
+from logitless.tools import baselines, timing
 
 GSPO = Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)
 CLIP = Objective(aggregation="dapo")

@@ -110,7 +110,7 @@ def near_policy(x: Any, y: Any, rng: Any) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from logitless.bench.baselines import strong_logp
+    from logitless.tools.baselines import strong_logp
 
     n = y.shape[0]
     noise = jnp.asarray(rng.uniform(-0.05, 0.05, n), jnp.float32)
@@ -338,7 +338,7 @@ def baseline(kind: str) -> Any:
     import jax
 
     from logitless import Objective
-    from logitless.bench import baselines
+    from logitless.tools import baselines
 
     def loss(x: Any, y: Any, a: Any, old: Any) -> Any:
         return baselines.logits_loss(kind, x, y, objective=Objective(aggregation="dapo"), advantages=a, old_logp=old)
@@ -526,7 +526,7 @@ def job_liger(report: Report, quick: bool, folder: str = "carry/liger") -> None:
 
 
 def job_environment(report: Report, quick: bool) -> None:
-    from logitless.bench.timing import environment
+    from logitless.tools.timing import environment
 
     report.case("environment", lambda: dict(environment()))
 

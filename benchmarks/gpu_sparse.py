@@ -3,7 +3,7 @@
     python benchmarks/gpu_sparse.py --out results.json [--shape 8192,4096,151936]... [--only substring] [--peers DIR]
 
 Hidden states and heads come from ``logitless.bench.realistic``, targets from their own softmax; "flat" cases have the
-flat random logits of gpu_head.py. Baselines are dense, the strong and the naive form of ``logitless.bench.baselines``;
+flat random logits of gpu_head.py. Baselines are dense, the strong and the naive form of ``logitless.tools.baselines``;
 "exact" is the fused head without the sparse backward. ``--peers`` is a folder with the unpacked wheels of liger_kernel
 and cut_cross_entropy, for the PyTorch peers on the same arrays (gpu_head_peers.py). Times are device times (CUPTI),
 medians, with the host's clock beside them (loops whose length depends on the data wait for the host); memory is the
@@ -32,8 +32,9 @@ import numpy as np
 
 import logitless
 from logitless import Objective, oracle
-from logitless.bench import baselines, realistic, shapes, timing
+from logitless.bench import realistic
 from logitless.head.sparse_report import SPARSE_METRICS
+from logitless.tools import baselines, shapes, timing
 
 CLIP = Objective(aggregation="dapo")
 GSPO = Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)

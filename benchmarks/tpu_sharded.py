@@ -26,9 +26,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
-from logitless.bench import baselines
 from logitless.planning import tpu_aot
 from logitless.planning.tpu_programs import collectives_of
+from logitless.tools import baselines
 
 HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_sharded.json"

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from logitless import cli
-from logitless.bench import arm, child, microbench, shapes, suites
-from logitless.bench.config import ConfigError, load
+from logitless.bench import arm, microbench, suites
 from logitless.logits import chunked
+from logitless.tools import child, shapes
+from logitless.tools.config import ConfigError, load
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "warmup=1", "dtype=float32"]
@@ -44,7 +45,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run jobs without a fresh process, which the tests of everything else do not need; returns what ran."""
     seen: list[str] = []
 
-    def ask(job: dict[str, Any], timeout_s: int, environment: Any = None) -> dict[str, Any]:
+    def ask(module: str, job: dict[str, Any], timeout_s: int, environment: Any = None) -> dict[str, Any]:
         seen.append("check" if "gradcheck" in job else job["arm"].get("baseline", "kernel"))
         return json.loads(json.dumps(arm.check(job["gradcheck"]) if "gradcheck" in job else arm.run(job)))
 
@@ -72,7 +73,7 @@ def test_a_sparse_backward_is_verified_on_realistic_data(
 ) -> None:
     asked = []
 
-    def ask(job: dict[str, Any], timeout_s: int) -> dict[str, Any]:
+    def ask(module: str, job: dict[str, Any], timeout_s: int) -> dict[str, Any]:
         asked.append(job["gradcheck"])
         return dict(passed=job["gradcheck"]["sparse_backward"] == "off", gates={"g": {"ok": True}})
 
@@ -258,7 +259,7 @@ def test_the_rl_batch_is_mostly_dead_weight() -> None:
 def test_a_peak_that_the_autotuner_reached_is_measured_without_it(monkeypatch, again):
     asked = []
 
-    def ask(job, timeout_s, environment):
+    def ask(module, job, timeout_s, environment):
         asked.append((job.get("peak_only", False), environment["JAX_COMPILATION_CACHE_DIR"]))
         return again if job.get("peak_only") else dict(times_ms=[1.0], device=dict(peak=500, from_compile=True))
 

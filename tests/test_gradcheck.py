@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from logitless import cli
-from logitless.bench import gradcheck, tracking
-from logitless.bench.config import ConfigError, load
+from logitless.bench import gradcheck
 from logitless.logits import chunked
+from logitless.tools import tracking
+from logitless.tools.config import ConfigError, load
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "gradcheck"
 SMALL = ["batch=2", "tokens=6", "hidden=16", "vocab=60"]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from logitless import cli
-from logitless.bench import charts, records, report
+from logitless.bench import charts, report
+from logitless.tools import records
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell"))), None

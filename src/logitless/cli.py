@@ -79,8 +79,8 @@ def _over_configs(
     """Load, run, record and show each configuration; 2 for a bad one, 1 if a record did not pass."""
     import dataclasses
 
-    from logitless.bench import config
-    from logitless.bench.tracking import Tracker
+    from logitless.tools import config
+    from logitless.tools.tracking import Tracker
 
     missed = 0
     for path in args.config or [None]:
@@ -122,7 +122,8 @@ def _print_record(record: dict[str, Any]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from logitless.bench import config, microbench, suites
+    from logitless.bench import microbench, suites
+    from logitless.tools import config
 
     if args.overrides[:1] == ["compare"]:
         try:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from logitless.bench.child import OUT_OF_MEMORY
+from logitless.tools.child import OUT_OF_MEMORY
 
 
 def _memory_peak() -> int | None:
@@ -26,11 +26,11 @@ def _memory_peak() -> int | None:
 def _loss(c: dict[str, Any]) -> Callable[..., Any]:
     """``loss(arrays, rest) -> (loss, metrics)`` of the arm; no metrics but those of a sparse backward, so that nothing
     else is timed."""
-    from logitless.bench import baselines
     from logitless.head.api import linear_grpo_loss
     from logitless.head.sparse_report import SPARSE_METRICS
     from logitless.logits.api import grpo_loss
     from logitless.objectives.objective import Objective
+    from logitless.tools import baselines
 
     objective = Objective().replace(**c["objective"])
     arm = c["arm"]
@@ -67,7 +67,8 @@ def _inputs(c: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     import jax.numpy as jnp
     import numpy as np
 
-    from logitless.bench import realistic, shapes
+    from logitless.bench import realistic
+    from logitless.tools import shapes
 
     rng = np.random.default_rng(c["seed"])
     if c["batch_kind"] == "rl":
@@ -93,8 +94,8 @@ def run(c: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from logitless.bench import timing
     from logitless.objectives.metrics import metric_values
+    from logitless.tools import timing
 
     x, rest = _inputs(c)
     step = jax.jit(jax.value_and_grad(_loss(c), has_aux=True))

@@ -24,8 +24,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from logitless import oracle
-from logitless.bench import child, inputs, model_inputs, realistic, timing
-from logitless.bench.config import ConfigError, sparse_backward_of
+from logitless.bench import inputs, model_inputs, realistic
 from logitless.head.api import linear_grpo_loss
 from logitless.head.sparse import auto_tolerance
 from logitless.head.sparse_report import SPARSE_METRICS
@@ -34,6 +33,8 @@ from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
 from logitless.parallel.spec import Sharding
 from logitless.planning.mesh import AXES, parse_mesh
+from logitless.tools import child, timing
+from logitless.tools.config import ConfigError, sparse_backward_of
 
 ORACLE_ELEMENTS = 100_000_000
 """Of an array that the float64 oracle is asked for: it keeps a few of its size."""
@@ -248,7 +249,12 @@ def _on_virtual_devices(c: GradcheckConfig, devices: int, say: Callable[[str], N
         raise ConfigError(f"mesh: {c.mesh} needs {devices} devices, there are {jax.device_count()}")
     say(f"a process with {devices} virtual CPU devices")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    found = child.ask(dict(gradcheck=dataclasses.asdict(c)), c.timeout_s, dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
+    found = child.ask(
+        "logitless.bench.arm",
+        dict(gradcheck=dataclasses.asdict(c)),
+        c.timeout_s,
+        dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+    )
     if "error" in found:
         raise ConfigError(found["error"].removeprefix("ConfigError: "))
     return found

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import child, gradcheck, records, timing
-from logitless.bench.child import OUT_OF_MEMORY
-from logitless.bench.config import ConfigError, sparse_backward_of
-from logitless.bench.shapes import MODELS
+from logitless.bench import gradcheck
 from logitless.head.sparse_report import SPARSE_METRICS
 from logitless.planning.chips import chip_of_kind, roofline_seconds
+from logitless.tools import child, records, timing
+from logitless.tools.child import OUT_OF_MEMORY
+from logitless.tools.config import ConfigError, sparse_backward_of
+from logitless.tools.shapes import MODELS
 
 NO_LIMIT = 1e9  # a number, since JSON has no infinity
 BASELINES = {"logits": ("naive", "strong", "gather"), "head": ("naive", "strong", "checkpointed")}
@@ -126,7 +127,7 @@ def _gradcheck(c: BenchConfig, **options: Any) -> dict[str, Any]:
         logits_dtype=c.logits_dtype,
         **{"batch": 2, "tokens": 24, "hidden": 128, "vocab": 1024, **options},
     )
-    found = child.ask(dict(gradcheck=dataclasses.asdict(small)), c.timeout_s)
+    found = child.ask("logitless.bench.arm", dict(gradcheck=dataclasses.asdict(small)), c.timeout_s)
     if "error" in found:
         return dict(passed=False, gates={}, error=found["error"])
     return dict(passed=found["passed"], gates=found["gates"])
@@ -143,9 +144,9 @@ def _run_arm(c: BenchConfig, arm: dict[str, Any]) -> dict[str, Any]:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        found = child.ask(job, c.timeout_s, kept)
+        found = child.ask("logitless.bench.arm", job, c.timeout_s, kept)
         if (found.get("device") or {}).get("from_compile"):
-            again = child.ask({**job, "peak_only": True}, c.timeout_s, kept)
+            again = child.ask("logitless.bench.arm", {**job, "peak_only": True}, c.timeout_s, kept)
             found["device"] = again.get("device") or found["device"]
     return found
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from logitless._version import __version__
 from logitless.bench import charts, report_charts, report_training
 from logitless.bench.charts import Bars, Chart, number
-from logitless.bench.records import Record, RecordError, files_in, kind_of, read
 from logitless.bench.report_charts import Section, Table
+from logitless.tools.records import Record, RecordError, files_in, kind_of, read
 
 ReportError = RecordError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from logitless.bench.charts import TONES, Bar, Bars, Chart, Lines, Series, number
-from logitless.bench.records import Record
+from logitless.tools.records import Record
 
 MIB = 2**20
 

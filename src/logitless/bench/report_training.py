@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from logitless.bench.charts import TONES, Chart, Lines, Series, number
-from logitless.bench.records import Record
 from logitless.bench.report_charts import Section, Table, slug, tone_of
+from logitless.tools.records import Record
 
 CURVES = (
     ("reward", ("train/reward", "reward", "train/reward_mean"), "mean reward of the step's completions"),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from logitless.bench import microbench
-from logitless.bench.config import ConfigError
 from logitless.bench.microbench import BenchConfig, Kernel
+from logitless.tools.config import ConfigError
 
 BF16 = dict(dtype="bfloat16", logits_dtype="bfloat16", head_grad_dtype="param")
 F32 = dict(dtype="bfloat16", logits_dtype="float32", head_grad_dtype="param")

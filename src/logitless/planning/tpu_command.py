@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from logitless.bench.shapes import MODELS
 from logitless.planning import tpu_aot, tpu_cycles
 from logitless.planning.mesh import parse_mesh
+from logitless.tools.shapes import MODELS
 
 MIB = 2**20
 MOST_CYCLES = 6e6

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless.bench import baselines
 from logitless.head.api import linear_grpo_loss
 from logitless.logits.api import grpo_loss
 from logitless.objectives.objective import Objective
 from logitless.parallel.spec import Sharding
+from logitless.tools import baselines
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f64": 64, "s64": 64, "u64": 64}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from logitless.backends import KERNELS
-from logitless.bench.config import ConfigError
-from logitless.bench.config import load as load_schema
 from logitless.objectives.objective import Objective
 from logitless.tiles import platform
+from logitless.tools.config import ConfigError
+from logitless.tools.config import load as load_schema
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]
 

@@ -1,4 +1,4 @@
-"""A job of :mod:`logitless.bench.arm` in a fresh process, and what came of it."""
+"""A job in a fresh process, and what came of it: ``python -m MODULE '{...}'`` that prints one JSON line last."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 OUT_OF_MEMORY = "out of memory"
 
 
-def ask(job: dict[str, Any], timeout_s: int, environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """The job's JSON; ``error`` if it was killed, ran out of memory, or took too long."""
+def ask(module: str, job: dict[str, Any], timeout_s: int, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """The JSON that ``module`` gives for the job; ``error`` if it was killed, ran out of memory, or took too long."""
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "logitless.bench.arm", json.dumps(job)],
+            [sys.executable, "-m", module, json.dumps(job)],
             capture_output=True,
             text=True,
             timeout=timeout_s,
