@@ -12,18 +12,21 @@ entropy, no metrics), so they do less than the library's calls do.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.objectives.api import loss_inputs
-from logitless.objectives.loss import contributions
-from logitless.objectives.objective import Objective
+if TYPE_CHECKING:
+    from logitless.objectives.objective import Objective
 
 
 def _loss(logp: Array, objective: Objective, arrays: dict[str, Any]) -> Array:
+    # Here and not above: a benchmark of another tree's library takes the names of the baselines only.
+    from logitless.objectives.api import loss_inputs
+    from logitless.objectives.loss import contributions
+
     get = arrays.get
     objective, inputs = loss_inputs(
         "baseline", objective, logp.shape, get("mask"), get("advantages"), get("old_logp"), get("ref_logp"),

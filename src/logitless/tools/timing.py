@@ -1,4 +1,10 @@
-"""Device time and the compiler's memory of a jitted function."""
+"""Clocks of a compiled function, and its memory by the compiler's plan.
+
+Three clocks, since they answer different questions. ``device``: the kernels alone, by the GPU's own profiler (CUPTI),
+where there is one. ``wall``: the host's clock around one call and the wait for it. ``back_to_back``: the host's clock
+around several calls that are dispatched one after the other with one wait at the end, over their number: what a trainer
+sees, which does not wait for its loss.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +15,40 @@ from typing import Any
 
 import jax
 
+CLOCKS = ("device_ms", "wall_ms", "back_to_back_ms")
 
-def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 2) -> list[float]:
-    """Milliseconds of each of ``repeats`` calls: by the GPU's own profiler (CUPTI) where there is one, by the host's
-    clock around a blocking call elsewhere."""
+
+def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
+    """One turn of an arm: milliseconds of each call by every clock there is (``back_to_back_ms`` is one number), and
+    on a GPU the kernels of one call."""
     for _ in range(warmup):
         jax.block_until_ready(f(*args))
+    out: dict[str, Any] = dict(wall_ms=wall_times(f, *args, repeats=repeats))
+    out["back_to_back_ms"] = back_to_back(f, *args, repeats=repeats)
     if jax.default_backend() in ("gpu", "cuda"):
-        from jax.experimental.mosaic.gpu import profiler
+        out |= profile(f, *args, repeats=repeats)
+    return out
 
-        measured = profiler.measure(f, iterations=repeats)(*args)[1]
-        if measured is not None:
-            return [float(m) for m in (measured if isinstance(measured, (list, tuple)) else [measured])]
-    return wall_times(f, *args, repeats=repeats)
+
+def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
+    """``device_ms`` of each call and ``kernels`` of the last one as ``[name, ms]``, by CUPTI; nothing where it is
+    silent."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    runs: Any = profiler.measure(f, aggregate=False, iterations=repeats)(*args)[1]
+    if runs is None:
+        return {}
+    runs = [runs] if repeats == 1 else runs
+    return dict(
+        device_ms=[float(sum(ms for _, ms in run)) for run in runs],
+        kernels=[[name[:60], round(float(ms), 4)] for name, ms in runs[-1]],
+    )
+
+
+def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 2) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls: by CUPTI where there is one, by the host's clock elsewhere."""
+    found = turn(f, *args, repeats=repeats, warmup=warmup)
+    return found.get("device_ms", found["wall_ms"])
 
 
 def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[float]:
@@ -32,6 +59,16 @@ def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[flo
         jax.block_until_ready(f(*args))
         times.append((time.perf_counter() - start) * 1e3)
     return times
+
+
+def back_to_back(f: Callable[..., Any], *args: Any, repeats: int = 10) -> float:
+    """Milliseconds a call when ``repeats`` of them are dispatched without waiting, with one wait at the end."""
+    start = time.perf_counter()
+    out = None
+    for _ in range(repeats):
+        out = f(*args)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) * 1e3 / repeats
 
 
 def summary(times: list[float]) -> dict[str, float]:
