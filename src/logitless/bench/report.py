@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from logitless._version import __version__
-from logitless.bench import charts, report_charts, report_training
+from logitless.bench import charts, charts_png, report_bench, report_charts, report_training
 from logitless.bench.charts import Bars, Chart, number
 from logitless.bench.report_charts import Section, Table
 from logitless.tools.records import Record, RecordError, files_in, kind_of, read
@@ -63,7 +63,7 @@ def _numbers(chart: Chart) -> Table:
         return Table(f"{chart.title} ({chart.unit})", ("", *parts), tuple(rows))
     xs = sorted({x for s in chart.series for x, _ in s.points})
     values = [dict(s.points) for s in chart.series]
-    shown = [(number(x), *(number(v[x]) if x in v else "" for v in values)) for x in xs]
+    shown = [(f"{x:,g}" if x == int(x) else number(x), *(number(v[x]) if x in v else "" for v in values)) for x in xs]
     return Table(f"{chart.title} ({chart.y_label})", (chart.x_label, *(s.label for s in chart.series)), tuple(shown))
 
 
@@ -124,7 +124,7 @@ def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Pat
     sections = []
     try:
         if "bench" in kinds:
-            sections.append(report_charts.bench(kinds["bench"]))
+            sections.append(report_bench.bench(kinds["bench"]))
         if training:
             sections.append(report_training.training(training))
         if "plan" in kinds:
@@ -147,5 +147,5 @@ def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Pat
         folder.mkdir(parents=True, exist_ok=True)
         for chart in every:
             (folder / f"{chart.name}.svg").write_text(charts.to_svg(chart, alone=True))
-            charts.to_png(chart, folder / f"{chart.name}.png")
+            charts_png.to_png(chart, folder / f"{chart.name}.png")
     return len(every)
