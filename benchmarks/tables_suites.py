@@ -60,7 +60,8 @@ def _one_by_one() -> list[str]:
 def _memory(row: dict[str, Any]) -> str:
     device = row["mem/device"]
     seen = "" if not device else mib(device["temporaries"]) + ("+" if device["from_compile"] else "")
-    return f"{mib(row['mem/compiler']['temporaries'])} | {seen}"
+    plan = "" if not row["mem/compiler"] else mib(row["mem/compiler"]["temporaries"])
+    return f"{plan} | {seen}"
 
 
 def _ratio_table(rows: list[Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from logitless import Objective, oracle
-from logitless.bench import arm, data, programs
-from logitless.bench.case import Arm, BenchConfig, arms
+from logitless.bench import arm, data, peers, programs
+from logitless.bench.case import PEERS, Arm, BenchConfig, arms
 from logitless.tools import timing
 
 HEAD = BenchConfig(tokens=32, rows=4, hidden=16, vocab=50, dtype="float32", live=0.8, moving=0.9)
@@ -101,6 +102,13 @@ def test_inputs_are_near_the_policy_that_they_come_from(kind: str) -> None:
     blank, blank_rest = data.blank(dataclasses.asdict(c), {})
     assert [a.shape for a in blank] == [a.shape for a in x] and [a.dtype for a in blank] == [a.dtype for a in x]
     assert {k: (v.shape, v.dtype) for k, v in blank_rest.items()} == {k: (v.shape, v.dtype) for k, v in rest.items()}
+
+
+def test_a_peer_that_is_not_installed_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {(level, form) for level, forms in PEERS.items() for form in forms} == set(peers.MAKERS)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    own = dataclasses.asdict(Arm("peer", "liger"))
+    assert peers.Peers().prepare(dataclasses.asdict(HEAD), "peer: liger", own)["error"].startswith("not here: ")
 
 
 def test_the_peak_is_that_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,25 @@ def test_a_difference_inside_its_interval_is_none(a: list[float], b: list[float]
     assert found["verdict"] == verdict and said in ratios.shown(found)
 
 
+def test_a_clock_that_failed_in_one_round_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = iter([dict(device_ms=[2.0]), {}])
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        return prepared() if job["do"] == "prepare" else turn(9.0, **next(devices))
+
+    scripted(monkeypatch, answer)
+    row = microbench.run(BenchConfig(**CASE, baselines=[], rounds=2))["arms"]["default"]
+    assert row["clock"] == "wall_ms" and set(row["rounds"]) == {"wall_ms", "back_to_back_ms"}
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, lambda job: turn(1.0) if job["do"] == "turn" else prepared())
+    for load, said in ((0.2, False), (6.3, True)):
+        monkeypatch.setattr(microbench.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        text = results.table(microbench.run(BenchConfig(**CASE, rounds=1)))
+        assert ("not alone: 6.3 cores were busy" in text) == said
+
+
 def test_pairs_and_not_means_are_compared() -> None:
     """A machine that gets slower by a third hits both: the ratio of each round is what it was."""
     drift = np.linspace(1.0, 1.33, 6)

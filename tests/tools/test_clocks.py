@@ -60,7 +60,7 @@ def test_a_turn_warms_up_and_has_every_clock(monkeypatch: pytest.MonkeyPatch) ->
 def test_device_time_is_the_sum_of_the_kernels(monkeypatch: pytest.MonkeyPatch, repeats: int) -> None:
     from jax.experimental.mosaic.gpu import profiler
 
-    runs = [[("gemm", 3.0), ("rows", 1.0)], [("gemm", 3.5), ("rows", 1.5)]][:repeats]
+    runs = [[("rows", 1.0), ("gemm", 1.0), ("gemm", 2.0)], [("rows", 1.5), ("gemm", 1.5), ("gemm", 2.0)]][:repeats]
 
     def measure(f: Any, *, aggregate: bool, iterations: int) -> Any:
         assert not aggregate and iterations == repeats
@@ -68,8 +68,15 @@ def test_device_time_is_the_sum_of_the_kernels(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(profiler, "measure", measure)
     found = timing.profile(lambda: None, repeats=repeats)
-    assert found["device_ms"] == [4.0, 5.0][:repeats] and found["kernels"][0] == ["gemm", 3.0 if repeats == 1 else 3.5]
+    assert found["device_ms"] == [4.0, 5.0][:repeats]
+    assert found["kernels"][0] == ["gemm", 2, 3.0 if repeats == 1 else 3.5] and found["kernels"][1][0] == "rows"
     monkeypatch.setattr(profiler, "measure", lambda *a, **k: lambda *args: (None, None))
+    assert timing.profile(lambda: None, repeats=2) == {}
+
+    def confused(*args: Any) -> Any:
+        raise RuntimeError("The number of kernel launches is not divisible by the number of iterations")
+
+    monkeypatch.setattr(profiler, "measure", lambda *a, **k: confused)
     assert timing.profile(lambda: None, repeats=2) == {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def run(c: BenchConfig, say: Say = lambda _: None, how: How | None = None) -> di
     how = how or How()
     check(c)
     chosen = _chosen(arms(c, peers=how.peers is not None, source=how.against), how.only)
-    record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={})
+    record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={}, busy=_busy())
     if how.against:
         record["against"] = how.against
     if c.verify and any(is_ours(a) for a in chosen.values()):
@@ -67,6 +68,11 @@ def run(c: BenchConfig, say: Say = lambda _: None, how: How | None = None) -> di
     record["arms"] = {name: _summarise(c, part) for name, part in parts.items()}
     _compare(c, chosen, record)
     return record
+
+
+def _busy() -> float:
+    """How many of this machine's cores had other work in the last minute: times are then not of this program alone."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def _peaks(
@@ -126,13 +132,12 @@ def _summarise(c: BenchConfig, part: dict[str, Any]) -> dict[str, Any]:
     if "error" in part:
         return dict(error=part["error"])
     took = part["turns"]
-    clock = next(k for k in timing.CLOCKS if k in took[0])
+    known = [k for k in timing.CLOCKS if all(k in turn for turn in took)]
+    clock = known[0]
     row: dict[str, Any] = timing.summary([t for turn in took for t in turn[clock]])
     row["clock"] = clock
     row["rounds"] = {
-        k: [statistics.median(turn[k]) if isinstance(turn[k], list) else turn[k] for turn in took]
-        for k in timing.CLOCKS
-        if k in took[0]
+        k: [statistics.median(turn[k]) if isinstance(turn[k], list) else turn[k] for turn in took] for k in known
     }
     row |= {k: statistics.median(v) for k, v in row["rounds"].items()}
     row["ratios"] = {}

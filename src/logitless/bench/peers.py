@@ -166,8 +166,8 @@ class Peers:
         self._ready[name] = step
         return dict(
             environment=dict(torch=torch.__version__, device=torch.cuda.get_device_name(), platform="gpu"),
-            # The allocator's own account: PyTorch has no plan.
-            compiler=dict(arguments=held, outputs=grads, temporaries=extra, peak=held + grads + extra),
+            compiler=None,  # PyTorch has no plan, only its allocator's account
+            device=dict(peak=held + grads + extra, inputs=held, outputs=grads, temporaries=extra, from_compile=False),
             loss=value,
             live=int(b["mask"].sum()),
         )

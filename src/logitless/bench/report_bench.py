@@ -56,6 +56,9 @@ def _memory_chart(record: Record) -> Bars:
             bars.append(Bar(arm, missing=row["error"][:48]))
             continue
         memory = row["mem/device"] if seen else row["mem/compiler"]
+        if memory is None:
+            bars.append(Bar(arm, missing="no plan"))
+            continue
         inputs = memory.get("inputs", memory.get("arguments", 0))
         parts = (("inputs", inputs), ("outputs", memory["outputs"]), ("temporaries", memory["temporaries"]))
         bars.append(Bar(arm, tuple((k, v / MIB) for k, v in parts), tone_of(arm, i)))
@@ -87,7 +90,8 @@ def _lines_along(group: list[Record], key: str, value: Any) -> tuple[Series, ...
     """A line for each arm; one that ran out of memory on the way says where. None if no line has two points."""
     lines = []
     for i, arm in enumerate(dict.fromkeys(a for r in group for a in r["arms"])):
-        points = tuple((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r))
+        found = ((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r))
+        points = tuple((x, y) for x, y in found if y is not None)
         full = [
             f"{r['config'][key]:,}" for r in group if r["arms"].get(arm, {}).get("error", "").startswith(OUT_OF_MEMORY)
         ]
@@ -114,7 +118,7 @@ def bench(records: list[Record]) -> Section:
         if series:
             s.charts.append(Lines(slug(title), title, "share of tokens that are live", "ms", series, note=note))
     for first, group in _along(records, "tokens"):
-        series = _lines_along(group, "tokens", lambda row: row["mem/compiler"]["temporaries"] / MIB)
+        series = _lines_along(group, "tokens", _planned)
         title = f"Temporaries against tokens: {first['name']}"
         if series:
             s.charts.append(Lines(slug(title), title, "tokens", "MiB", series, note="By the compiler's plan."))
@@ -123,6 +127,10 @@ def bench(records: list[Record]) -> Section:
             s.charts += [_time_chart(r), _memory_chart(r)]
     s.tables.append(_all_cases(records))
     return s
+
+
+def _planned(row: Record) -> float | None:
+    return row["mem/compiler"]["temporaries"] / MIB if row["mem/compiler"] else None
 
 
 def _how(records: list[Record]) -> str:
@@ -179,7 +187,7 @@ def _all_cases(records: list[Record]) -> Table:
                     f"{number(row['p10_ms'])} to {number(row['p90_ms'])}",
                     shown(row.get("wall_ms")),
                     shown(row.get("back_to_back_ms")),
-                    f"{row['mem/compiler']['temporaries'] / MIB:,.1f}",
+                    f"{row['mem/compiler']['temporaries'] / MIB:,.1f}" if row["mem/compiler"] else "",
                     f"{device['temporaries'] / MIB:,.1f}" + ("+" if device["from_compile"] else "") if device else "",
                     shown(row.get("tflops")),
                     shown(row.get("gb_per_s")),

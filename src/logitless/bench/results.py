@@ -17,13 +17,13 @@ def table(record: dict[str, Any]) -> str:
         if "error" in row:
             lines.append(f"  {name:28s} {row['error']}")
             continue
-        memory = row["mem/compiler"]
         said = [f"{row['median_ms']:10.2f} ms"]
         if row.get("clock") == "device_ms":
             said.append(f"wall {row['wall_ms']:.2f}")
         if "back_to_back_ms" in row:
             said.append(f"back to back {row['back_to_back_ms']:.2f}")
-        said.append(f"plan {memory['temporaries'] / 2**20:.1f} MiB")
+        if row["mem/compiler"]:
+            said.append(f"plan {row['mem/compiler']['temporaries'] / 2**20:.1f} MiB")
         if row.get("mem/device"):
             said.append(f"seen {row['mem/device']['temporaries'] / 2**20:.1f} MiB")
         for other, found in row.get("ratios", {}).items():
@@ -33,9 +33,15 @@ def table(record: dict[str, Any]) -> str:
         value = "" if gate["value"] is None else f"{gate['value']:.3f}"
         inside = f" [{gate['low']:.3f}, {gate['high']:.3f}]" if gate.get("low") is not None else ""
         lines.append(f"  {gate['state']:12s} {name:48s} {value}{inside} (<= {gate['limit']:g})")
+    if record.get("busy", 0) >= 1 and _on_cpu(record):
+        lines.append(f"  not alone: {record['busy']:g} cores were busy before the start, and the intervals show it")
     if "verify" not in record:
         lines.append("  not verified")
     return "\n".join(lines)
+
+
+def _on_cpu(record: dict[str, Any]) -> bool:
+    return any(row.get("environment", {}).get("platform") == "cpu" for row in record["arms"].values())
 
 
 def compare(a: Path, b: Path) -> str:
@@ -68,8 +74,8 @@ def compare(a: Path, b: Path) -> str:
             lines.append(f"{' / '.join(key):44s}   {x.get('error', 'ok')} -> {y.get('error', 'ok')}")
             continue
         ratio = y["median_ms"] / x["median_ms"]
-        ta, tb = x["mem/compiler"]["temporaries"], y["mem/compiler"]["temporaries"]
-        memory = f"{tb / ta:.3f}" if ta else "-"
+        ta, tb = ((row["mem/compiler"] or {}).get("temporaries") for row in (x, y))
+        memory = f"{tb / ta:.3f}" if ta and tb is not None else "-"
         lines.append(f"{' / '.join(key):44s}{ratio:10.3f}{memory:>18s}")
     lines += [f"{' / '.join(key):44s}   only in B" for key in right if key not in left]
     return "\n".join(lines)

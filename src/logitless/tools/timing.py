@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 CLOCKS = ("device_ms", "wall_ms", "back_to_back_ms")
+MOST_KERNELS = 12
 
 
 def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
@@ -31,17 +32,24 @@ def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[s
 
 
 def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
-    """``device_ms`` of each call and ``kernels`` of the last one as ``[name, ms]``, by CUPTI; nothing where it is
-    silent."""
+    """By CUPTI: ``device_ms`` of each call, and the ``kernels`` of the last one that took most of it, as
+    ``[name, launches, ms]``; nothing where CUPTI is silent or cannot tell one call from the next."""
     from jax.experimental.mosaic.gpu import profiler
 
-    runs: Any = profiler.measure(f, aggregate=False, iterations=repeats)(*args)[1]
+    try:
+        runs: Any = profiler.measure(f, aggregate=False, iterations=repeats)(*args)[1]
+    except RuntimeError:
+        return {}
     if runs is None:
         return {}
     runs = [runs] if repeats == 1 else runs
+    own: dict[str, list[float]] = {}
+    for name, ms in runs[-1]:
+        own.setdefault(name[:60], []).append(float(ms))
+    longest = sorted(own.items(), key=lambda kv: -sum(kv[1]))[:MOST_KERNELS]
     return dict(
         device_ms=[float(sum(ms for _, ms in run)) for run in runs],
-        kernels=[[name[:60], round(float(ms), 4)] for name, ms in runs[-1]],
+        kernels=[[name, len(times), round(sum(times), 4)] for name, times in longest],
     )
 
 
