@@ -181,6 +181,52 @@ def test_times_of_arms_that_ran_at_the_same_time_are_not_compared(tmp_path: Path
     assert "ran at the same time: nothing is said about their speed" in paragraphs(tree)
 
 
+def verdict(tree: ET.Element) -> list[tuple[str, ...]]:
+    """Question, answer, basis and mark of each tile."""
+    return [
+        (*(text(e) for e in tile), str(tile.get("class")).removeprefix("tile").strip())
+        for tile in tree.iter("li")
+        if str(tile.get("class")).startswith("tile")
+    ]
+
+
+def test_the_verdict_is_on_top(tmp_path: Path) -> None:
+    found = verdict(page(tmp_path, bench_record(), gradcheck_record()))
+    assert found == [
+        ("Do they agree?", "NO", "1 of 2 gates of gradient checks met", "bad"),
+        ("Time", "0.50x", "case: default / strong, 95 % interval 0.450 to 0.550", "good"),
+        ("Memory", "2.00x", "temporaries, case: default / strong, by the device's peak", "bad"),
+    ]
+    agree = ab_record()
+    agree["agreement"]["test"] = "by replay"
+    for said, answer, mark in ((True, "yes", "good"), (False, "NO", "bad"), (None, "cannot be judged", "")):
+        agree["agreement"]["agree"] = said
+        assert verdict(page(tmp_path, agree, gradcheck_record())) == [("Do they agree?", answer, "by replay", mark)]
+    record = bench_record()
+    ratio = record["arms"]["default"]["ratios"]["strong"]
+    record["arms"]["default"]["ratios"]["strong"] = {"wall_ms": ratio["wall_ms"]}
+    record["arms"]["strong"]["mem/device"] = None
+    found = verdict(page(tmp_path, record))
+    assert found[0] == ("Do they agree?", "yes", "1 benchmarks, verified before they were timed", "good")
+    assert found[1][1:] == ("no difference", "case: default / strong, 95 % interval 0.900 to 1.070", "")
+    assert found[2][2].endswith("by the compiler's plan")
+    assert verdict(page(tmp_path, plan_record())) == []
+
+
+def test_the_page_says_how_it_came_about(tmp_path: Path) -> None:
+    from logitless.tools import records
+
+    made = records.provenance()
+    assert made["date"].endswith("UTC") and made["command"] and made["version"]
+    words = paragraphs(
+        page(tmp_path, bench_record(made=dict(made, command="logitless bench --suite x", commit="abc123")))
+    )
+    assert (
+        f"logitless bench --suite x; {made['date']}; logitless {made['version']} (abc123); Python {made['python']}"
+        in words
+    )
+
+
 def heights(chart: charts.Lines) -> dict[str, list[float]]:
     """Of each line its points' distance from the axis, as a share of the drawing's height."""
     root = ET.fromstring(charts.to_svg(chart))

@@ -20,7 +20,7 @@ from logitless.bench.case import Arm, BenchConfig, arms, check, is_ours, referen
 from logitless.bench.programs import SPARSE_METRICS
 from logitless.bench.verification import Verified
 from logitless.planning.chips import chip_of_kind, roofline_seconds
-from logitless.tools import timing
+from logitless.tools import records, timing
 from logitless.tools.child import OUT_OF_MEMORY
 
 Say = Callable[[str], None]
@@ -52,6 +52,7 @@ def run(c: BenchConfig, say: Say = lambda _: None, how: How | None = None) -> di
     check(c)
     chosen = _chosen(arms(c, peers=how.peers is not None, source=how.against), how.only)
     record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={}, busy=_busy())
+    record["made"] = records.provenance()
     if how.against:
         record["against"] = how.against
     if c.verify and any(is_ours(a) for a in chosen.values()):

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from logitless._version import __version__
-from logitless.bench import charts, charts_png, report_bench, report_charts, report_training
+from logitless.bench import charts, charts_png, report_bench, report_charts, report_tiles, report_training
 from logitless.bench.charts import Bars, Chart, number
 from logitless.bench.report_charts import Section, Table
 from logitless.tools.records import Record, RecordError, files_in, kind_of, read
@@ -35,6 +35,13 @@ caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
   font-variant-numeric: tabular-nums; }
 td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); font-weight: 600; }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px; padding: 0; margin: 18px 0; list-style: none; }
+.tile { flex: 1 1 220px; border: 1px solid var(--grid); border-top: 4px solid var(--muted); border-radius: 6px;
+  padding: 10px 14px; overflow-wrap: anywhere; }
+.tile span { display: block; color: var(--muted); font-size: 0.85rem; } .tile strong { font-size: 1.5rem; }
+.tile.good { border-top-color: var(--good); } .tile.bad { border-top-color: var(--bad); }
+.made { font-size: 0.85rem; overflow-wrap: anywhere; }
+@media (max-width: 700px) { figure { overflow-x: auto; } figure svg { min-width: 640px; } }
 footer { color: var(--muted); font-size: 0.85rem; padding-bottom: 40px; margin-top: 48px; }
 @media print { body { background: #fff; } details { display: none; } figure { break-inside: avoid; } }
 """
@@ -75,7 +82,7 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _page(sections: Sequence[Section], sources: Sequence[Path], where: str) -> str:
+def _page(sections: Sequence[Section], sources: Sequence[Path], records: list[Record]) -> str:
     links = "".join(f'<li><a href="#{report_charts.slug(s.title)}">{escape(s.title)}</a></li>' for s in sections)
     body = "".join(
         f'<section aria-labelledby="{report_charts.slug(s.title)}"><h2 id="{report_charts.slug(s.title)}">'
@@ -83,13 +90,15 @@ def _page(sections: Sequence[Section], sources: Sequence[Path], where: str) -> s
         f"{''.join(map(_figure, s.charts))}{''.join(map(_table, s.tables))}</section>"
         for s in sections
     )
+    made = "".join(f'<p class="made">{escape(m)}</p>' for m in _made(records))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         '<meta name="color-scheme" content="light dark"/>'
         '<link rel="icon" href="data:,"/>'
         f"<title>logitless report</title><style>{charts.css()}{STYLE}</style></head><body>"
-        f"<header><h1>logitless report</h1><p>{escape(where)}</p>"
+        f"<header><h1>logitless report</h1>{report_tiles.html(report_tiles.tiles(records))}"
+        f"<p>{escape(_where(records))}</p>{made}"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main>'
         f"<footer><p>Made by <code>logitless report</code> {__version__} from "
         + ", ".join(f"<code>{escape(str(p))}</code>" for p in sources)
@@ -107,6 +116,17 @@ def _where(records: Sequence[Record]) -> str:
             if isinstance(e, dict) and "device" in e and "jax" in e:
                 found[f"{e['device']}, jax {e['jax']}"] = None
     return "; ".join(found) if found else "Predictions and recorded runs."
+
+
+def _made(records: Sequence[Record]) -> list[str]:
+    """By which command, when, and from which code, of records that say so."""
+    found: dict[str, None] = {}
+    for r in records:
+        m = r.get("made")
+        if isinstance(m, dict):
+            code = f"logitless {m['version']}" + (f" ({m['commit']})" if m.get("commit") else "")
+            found[f"{m['command']}; {m['date']}; {code}; Python {m['python']}"] = None
+    return list(found)
 
 
 def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Path | None = None) -> int:
@@ -140,7 +160,7 @@ def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Pat
         ) from None
     out = Path(out_html)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(sections, sources, _where([r for rs in kinds.values() for r in rs])))
+    out.write_text(_page(sections, sources, [r for rs in kinds.values() for r in rs]))
     every = [c for s in sections for c in s.charts]
     if plots is not None:
         folder = Path(plots)

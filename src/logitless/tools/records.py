@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from logitless._version import __version__
 
 Record = dict[str, Any]
 
 
 class RecordError(Exception):
     """A result file that cannot be used; the message names it."""
+
+
+def provenance() -> dict[str, str]:
+    """By which command, when, and from which code a result was made; ``commit`` where the code is a checkout's."""
+    here = Path(__file__).parent
+    try:
+        asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10"]
+        commit = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return dict(
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        commit=commit,
+        python=platform.python_version(),
+    )
 
 
 def kind_of(record: Any) -> str | None:
