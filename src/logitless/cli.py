@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="JSON or JSON-lines files, or folders of them"
     )
-    report.add_argument("--out", type=Path, default=Path("runs/report.html"), help="default runs/report.html")
+    report.add_argument("--out", type=Path, default=None, help="default: report.html in the folder RUN, else in runs/")
     report.add_argument(
         "--plots", type=Path, default=None, help="also write each chart as SVG (and PNG) to this folder"
     )
@@ -115,12 +115,16 @@ def _bench(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from logitless.bench import report
 
+    out = args.out or report.default_out(args.runs)
+    left: list[Path] = []
     try:
-        charts = report.write(args.runs, args.out, plots=args.plots)
+        charts = report.write(args.runs, out, plots=args.plots, left=left)
     except report.ReportError as error:
         print(f"logitless report: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: {charts} charts" + (f"; images in {args.plots}" if args.plots else ""))
+    print(f"{out}: {charts} charts" + (f"; images in {args.plots}" if args.plots else ""))
+    if left:
+        print(f"left out, since they are no results of these commands: {', '.join(map(str, left))}")
     return 0
 
 

@@ -129,38 +129,64 @@ def _made(records: Sequence[Record]) -> list[str]:
     return list(found)
 
 
-def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Path | None = None) -> int:
-    """Write the page for result files (or folders of them), and with ``plots`` each chart as an image; the number of
-    charts. Raises :class:`ReportError`, naming the file, for one that is missing, broken or of no known kind."""
-    sources = files_in([Path(p) for p in paths])
+def _sections(found: Sequence[tuple[Path, Record]]) -> list[Section]:
+    """What the records make, in the page's order."""
     kinds: dict[str, list[Record]] = {}
     training: list[tuple[str, Record]] = []
-    for path in sources:
-        for record in read(path):
-            kind = str(kind_of(record))
-            if kind in ("ab", "train"):
-                training.append((path.parent.name if path.stem in ("ab", "metrics") else path.stem, record))
-            kinds.setdefault(kind, []).append(record)
+    for path, record in found:
+        kind = str(kind_of(record))
+        if kind in ("ab", "train"):
+            training.append((path.parent.name if path.stem in ("ab", "metrics") else path.stem, record))
+        kinds.setdefault(kind, []).append(record)
     sections = []
-    try:
-        if "bench" in kinds:
-            sections.append(report_bench.bench(kinds["bench"]))
-        if training:
-            sections.append(report_training.training(training))
-        if "plan" in kinds:
-            sections.append(report_charts.plans(kinds["plan"]))
-        if "tpu_compile" in kinds or "tpu_cycles" in kinds:
-            sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
-        if "gradcheck" in kinds:
-            sections.append(report_charts.gradchecks(kinds["gradcheck"]))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        names = ", ".join(str(p) for p in sources)
-        raise ReportError(
-            f"{names}: a record lacks what its kind must have ({type(error).__name__}: {error})"
-        ) from None
+    if "bench" in kinds:
+        sections.append(report_bench.bench(kinds["bench"]))
+    if training:
+        sections.append(report_training.training(training))
+    if "plan" in kinds:
+        sections.append(report_charts.plans(kinds["plan"]))
+    if "tpu_compile" in kinds or "tpu_cycles" in kinds:
+        sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
+    if "gradcheck" in kinds:
+        sections.append(report_charts.gradchecks(kinds["gradcheck"]))
+    return sections
+
+
+def _read(sources: Sequence[Path]) -> tuple[list[Section], list[Record]]:
+    """The sections and the records behind them; a record that lacks what its kind must have is refused by its file."""
+    found: list[tuple[Path, Record]] = []
+    for path in sources:
+        own = [(path, record) for record in read(path)]
+        try:
+            _sections(own)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ReportError(f"{path}: a record lacks what its kind must have ({why})") from None
+        found += own
+    return _sections(found), [record for _, record in found]
+
+
+def default_out(paths: Sequence[str | Path]) -> Path:
+    """Where the page goes if nobody says: into the folder that it reports on."""
+    folders = [Path(p) for p in paths if Path(p).is_dir()]
+    return (folders[0] if len(folders) == len(paths) == 1 else Path("runs")) / "report.html"
+
+
+def write(
+    paths: Sequence[str | Path],
+    out_html: str | Path,
+    *,
+    plots: str | Path | None = None,
+    left: list[Path] | None = None,
+) -> int:
+    """Write the page for result files (or folders of them), and with ``plots`` each chart as an image; the number of
+    charts. Files of a folder that are no results are put into ``left``. Raises :class:`ReportError`, naming the file,
+    for one that is missing, broken or of no known kind."""
+    sources = files_in([Path(p) for p in paths], left)
+    sections, records = _read(sources)
     out = Path(out_html)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(sections, sources, [r for rs in kinds.values() for r in rs]))
+    out.write_text(_page(sections, sources, records))
     every = [c for s in sections for c in s.charts]
     if plots is not None:
         folder = Path(plots)
