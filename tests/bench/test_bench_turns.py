@@ -259,8 +259,9 @@ def test_the_devices_peak_is_asked_of_a_process_that_compiles_nothing(monkeypatc
 
 def test_another_trees_library_takes_turns_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(job: dict[str, Any]) -> Any:
-        return turn(3.0 if "other tree" in job["name"] else 1.0) if job["do"] == "turn" else prepared()
+        return turn(speeds.get(job["name"], 1.0)) if job["do"] == "turn" else prepared()
 
+    speeds = {"default (other tree)": 3.0}
     asked = scripted(monkeypatch, answer)
     c = BenchConfig(**CASE, baselines=["strong"], rounds=2)
     record = microbench.run(c, how=microbench.How(against="/elsewhere/src"))
@@ -273,6 +274,12 @@ def test_another_trees_library_takes_turns_in_a_process_of_its_own(monkeypatch: 
     order = [j["name"] for j in asked if j["do"] == "turn"]
     assert order == ["strong", "default", "default (other tree)"] * 2
     assert record["arms"]["default"]["ratios"]["default (other tree)"]["wall_ms"]["ratio"] == pytest.approx(1 / 3)
+    assert {k: g["state"] for k, g in record["gates"].items()} == {
+        "default: time / other tree": "met", "default: memory / other tree": "met"
+    }  # fmt: skip
+    speeds.update({"default (other tree)": 0.97})
+    slower = microbench.run(c, how=microbench.How(against="/elsewhere/src"))
+    assert slower["gates"]["default: time / other tree"]["state"] == "missed" and not slower["passed"]
 
 
 def test_only_some_arms_and_what_they_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:

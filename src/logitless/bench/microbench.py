@@ -24,6 +24,8 @@ from logitless.tools import records, timing
 from logitless.tools.child import OUT_OF_MEMORY
 
 Say = Callable[[str], None]
+NO_SLOWER = 1.02
+"""An arm's time in units of that in another tree (``--against``)."""
 NOT_HERE = "not here: "
 """Begins the error of a peer that is not installed: recorded, and no failure."""
 
@@ -96,9 +98,10 @@ def _compare(c: BenchConfig, chosen: dict[str, Arm], record: dict[str, Any]) -> 
         for other in (reference_of(name, chosen), twin(name)):
             if other in good:
                 row["ratios"][other] = ratios.clocks(row, good[other])
+    bars = {**c.gates, **{k: v for name in chosen for k, v in _no_worse(name).items() if twin(name) in chosen}}
     record["gates"] = {
         gate: ratios.gate(what, rows[a], rows[b], limit)
-        for gate, (what, a, b, limit) in c.gates.items()
+        for gate, (what, a, b, limit) in bars.items()
         if a in rows and b in rows and all(_may_lack(row) is not True for row in (rows[a], rows[b]))
     }
     # Only arms over the same batch and objective have the same loss to agree on.
@@ -110,6 +113,14 @@ def _compare(c: BenchConfig, chosen: dict[str, Arm], record: dict[str, Any]) -> 
     ran = all(_may_lack(row) is not False for row in rows.values())
     met = all(g["ok"] for g in record["gates"].values())
     record["passed"] = record.get("verify", {"passed": True})["passed"] and agree and ran and met
+
+
+def _no_worse(name: str) -> dict[str, tuple[str, str, str, float]]:
+    """The bars of an arm whose other tree's self runs beside it."""
+    return {
+        f"{name}: time / other tree": ("time", name, twin(name), NO_SLOWER),
+        f"{name}: memory / other tree": ("memory", name, twin(name), 1.0),
+    }
 
 
 def _may_lack(row: dict[str, Any]) -> bool | None:

@@ -15,7 +15,8 @@ HERE = Path(__file__).parents[1]
 
 def graft(source: str) -> None:
     """Make ``logitless`` the one in ``source``, with this tree's bench and tools in it."""
-    sys.path[0] = source  # in place of this file's folder
+    own = str(HERE / "bench")  # this file's folder, which Python has put there
+    sys.path[:] = [source, *(p for p in sys.path if p != own)]
     import logitless
 
     if Path(logitless.__file__).parent == HERE:
