@@ -122,7 +122,7 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
 
 
 def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
-    from logitless.bench import timing
+    from logitless.tools import timing
 
     jitted = jax.jit(f)
     memory = timing.compiled_memory(jitted.lower(*args).compile())

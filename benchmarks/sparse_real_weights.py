@@ -23,7 +23,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.bench import realistic, timing
+from logitless.bench import realistic
+from logitless.tools import timing
 
 TOLERANCE = 2.0**-8
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(Path(__file__).parent))  # also where this file is imported from elsewhere
+
+from tables_before import RESULTS, ROOT, head_tables, logits_tables, mib, read, sparse_tables
+from tables_suites import ratio_text, suite_tables
+
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- from h200_suite.json: begin -->\n", "<!-- end -->\n"
@@ -22,98 +26,6 @@ README_CASES = {
     "logits_bpd1_t4096_vocab151936": "given logits (1, 4096, 151936), bf16",
 }
 """Cases of the suite that README.md shows, and what it calls them."""
-
-
-def read(name: str) -> Any:
-    path = RESULTS / name
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def mib(n: float) -> str:
-    return f"{n / 2**20:,.0f}"
-
-
-def case_value(row: dict[str, Any]) -> str:
-    return f"{row['median_ms']:.2f} | {mib(row['temporaries'])}" if "error" not in row else "failed |"
-
-
-def gate_rows(gates: dict[str, Any]) -> list[str]:
-    out = ["| bar | reached | limit | |", "|---|---|---|---|"]
-    for name, gate in gates.items():
-        met = "met" if gate["ok"] else "**missed**"
-        out.append(f"| {name} | {gate['value']:.3f} | {gate['limit']:.3g} | {met} |")
-    return [*out, ""]
-
-
-def head_tables() -> list[str]:
-    out = [
-        "## The fused head on one GPU",
-        "",
-        "Loss, dH and dW, bfloat16 inputs, flat random logits. Device time (CUPTI), median; temporaries are the",
-        "compiler's (`memory_analysis`). `strong` is a dense custom_vjp that keeps its logits and rounds dlogits;",
-        "`naive` is log_softmax and a gather; `checkpointed` is chunks under `jax.checkpoint`. The peers in PyTorch",
-        "ran on the same machine right after (CUDA events, their own inputs of the same distribution).",
-        "",
-        "    python benchmarks/gpu_head.py --out results.json",
-        "    python benchmarks/gpu_head_peers.py --out peers.json --shape 8192,4096,151936 --shape ...",
-        "",
-    ]
-    peers = read("gpu_h200_head_peers.json") or {"shapes": {}, "torch": ""}
-    for file in ("gpu_h200_head.json", "gpu_h200_head_more_shapes.json"):
-        result = read(file)
-        if result is None:
-            continue
-        e = result["environment"]
-        out += [f"`benchmarks/results/{file}`: {e['device']}, jax {e['jax']}; {result['note']}.", ""]
-        for shape, part in result["shapes"].items():
-            tokens, hidden, vocab = shape.split(",")
-            out += [f"### T={tokens} H={hidden} V={vocab} ({file})", ""]
-            out += ["| case | ms | temporaries MiB |", "|---|---|---|"]
-            out += [f"| {name} | {case_value(row)} |" for name, row in part["cases"].items()]
-            for name, row in peers["shapes"].get(shape, {}).items():
-                out.append(f"| {name} (torch {peers['torch']}) | {case_value(row)} |")
-            out += ["", *gate_rows(part["gates"])]
-    forward = read("gpu_h200_head_forward.json")
-    if forward is not None:
-        out += [
-            "### Forward statistics by one matmul without logits",
-            "",
-            "    python benchmarks/gpu_head_forward.py --out results.json",
-            "",
-            "| case | ms | temporaries MiB |",
-            "|---|---|---|",
-        ]
-        for name, row in forward["rule"]["times"].items():
-            out.append(f"| {name} | {row['ms']:.2f} | {row['temporaries_mib']:.1f} |")
-        out.append("")
-    return out
-
-
-def sparse_tables() -> list[str]:
-    result = read("gpu_h200_sparse.json")
-    if result is None:
-        return []
-    e = result["environment"]
-    out = [
-        "## The sparse backward on one GPU",
-        "",
-        f"{e['device']}, jax {e['jax']}; inputs of a trained policy's kind (`logitless.bench.realistic`),",
-        'tolerance "auto". `exact` is the fused head without it, `flat` flat random logits, `rl` a real RL batch.',
-        f"Note: {result['note']}",
-        "",
-        "    python benchmarks/gpu_sparse.py --out results.json",
-        "",
-    ]
-    for shape, run in result["shapes"].items():
-        tokens, hidden, vocab = shape.split(",")
-        out += [f"### Sparse, T={tokens} H={hidden} V={vocab}", ""]
-        out += ["| case | ms | by the host's clock | temporaries MiB |", "|---|---|---|---|"]
-        for name, row in run["cases"].items():
-            wall = f"{row['wall_ms']:.2f}" if "wall_ms" in row else ""
-            out.append(f"| {name} | {row['median_ms']:.2f} | {wall} | {mib(row['temporaries'])} |")
-        out += ["", *gate_rows(run["gates"])]
-    out += ["Errors against float64 at 256 tokens, V=16384 (relative Frobenius norms):", "", "| | |", "|---|---|"]
-    return [*out, *(f"| {name} | {value:.2e} |" for name, value in result["errors"].items()), ""]
 
 
 def training_tables() -> list[str]:
@@ -188,34 +100,6 @@ def largest_table() -> list[str]:
     return [*out, ""]
 
 
-def logits_tables() -> list[str]:
-    result = read("gpu_h200_logits.json")
-    if result is None:
-        return []
-    e = result["environment"]
-    out = [
-        "## Logits level on one GPU",
-        "",
-        f"{e.get('device', 'NVIDIA H200')}, jax {e.get('jax', '0.11.2')}. Loss and dlogits through "
-        "`jax.value_and_grad(grpo_loss)`, bfloat16; at the true shapes, device time, median.",
-        "",
-        "    python benchmarks/gpu_logits.py --out benchmarks/results/gpu_h200_logits.json --liger DIR",
-        "",
-    ]
-    for job in ("main", "shapes", "liger", "tiles"):
-        if job not in result:
-            continue
-        out += [f"### {job}", "", "| case | ms | temporaries MiB |", "|---|---|---|"]
-        for name, row in result[job]["cases"].items():
-            if "ms" in row:
-                extra = row.get("temporaries_mib", row.get("extra_mib", ""))
-                out.append(f"| {name} | {row['ms']:.3f} | {extra} |")
-            elif "error" in row:
-                out.append(f"| {name} | {row['error'][:90]} | |")
-        out.append("")
-    return [*out, *gate_rows({g["name"]: {**g, "ok": g["pass"]} for g in result["gates"]})]
-
-
 def tpu_tables() -> list[str]:
     out: list[str] = []
     for name, title in (
@@ -277,47 +161,16 @@ def cpu_tables() -> list[str]:
     return [*out, ""]
 
 
-def suite_tables() -> list[str]:
-    out: list[str] = []
-    for suite, title in (("h200", "The suite on one H200"), ("cpu", "The suite on a CPU")):
-        result = read(f"{suite}_suite.json")
-        if result is None:
-            continue
-        rows = [(r, arm, row) for r in result["records"] for arm, row in r["arms"].items()]
-        where = next((row["environment"] for _, _, row in rows if "error" not in row), {"device": "", "jax": ""})
-        out += [
-            f"## {title}",
-            "",
-            f"{where['device']}, jax {where['jax']}, {result['seconds']:.0f} s in all. Each arm in a fresh process,",
-            "inputs made on the host; `naive` and `strong` are dense. Temporaries on the device are its allocator's",
-            "peak less inputs and outputs (an upper bound, marked +, where autotuning had reached that peak before).",
-            "The roofline is that of three matmuls over live tokens, or of one read and one write of the logits.",
-            "",
-            f"    logitless bench --suite {suite} --out benchmarks/results/{suite}_suite.json",
-            "",
-            "| case | arm | ms | p10 to p90 | temporaries MiB: compiler | device | TFLOP/s | GB/s | x roofline |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for r, arm, row in rows:
-            if "error" in row:
-                out.append(f"| {r['name']} | {arm} | {row['error'][:90]} | | | | | | |")
-                continue
-            device = row["mem/device"]
-            on_device = "" if not device else mib(device["temporaries"]) + ("+" if device["from_compile"] else "")
-            ratio = "" if not row["roofline_ratio"] else f"{row['roofline_ratio']:.2f}"
-            out.append(
-                f"| {r['name']} | {arm} | {row['median_ms']:.2f} | {row['p10_ms']:.2f} to {row['p90_ms']:.2f} | "
-                f"{mib(row['mem/compiler']['temporaries'])} | {on_device} | {row['tflops']:.1f} | "
-                f"{row['gb_per_s']:,.0f} | {ratio} |"
-            )
-        out.append("")
-    return out
-
-
 def readme() -> str:
     """README.md with its table made anew."""
-    arms = {"naive": "dense, log_softmax", "strong": "dense, strongest form", "kernel": "**logitless**"}
+    arms = {
+        "naive": "dense, log_softmax",
+        "strong": "dense, strongest form",
+        "default": "**logitless**, no options",
+        "kernel": "**logitless**",
+    }
     records = {r["name"]: r["arms"] for r in read("h200_suite.json")["records"]}
+    arms = {k: v for k, v in arms.items() if any(k in records[name] for name in README_CASES)}
 
     def cell(row: dict[str, Any] | None) -> str:
         if row is None:
@@ -325,7 +178,9 @@ def readme() -> str:
         if "error" in row:
             return row["error"]
         ms, memory = row["median_ms"], row["mem/compiler"]["temporaries"] / 2**20
-        return f"{ms:.{2 if ms < 10 else 1}f} ms, {memory:,.{1 if memory < 100 else 0}f} MiB"
+        said = f"{ms:.{2 if ms < 10 else 1}f} ms, {memory:,.{1 if memory < 100 else 0}f} MiB"
+        first = next(iter(row.get("ratios", {}).items()), None)
+        return said if first is None else f"{ratio_text(next(iter(first[1].values())))} of {first[0]}; {said}"
 
     lines = [f"| | {' | '.join(arms.values())} |", "|---" * (len(arms) + 1) + "|"]
     for name, title in README_CASES.items():

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
-from logitless.bench import baselines
+from logitless.tools import baselines
 from logitless.tpu import aot
 from logitless.tpu.programs import collectives_of
 

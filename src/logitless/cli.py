@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless._version import __version__
+from logitless.bench import command as bench_command
 from logitless.planning import command as plan_command
 from logitless.tpu import command as tpu_command
 from logitless.train import cli as train_cli
@@ -33,16 +34,8 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
     check.add_argument("--config", action="append", default=[], help="YAML file (configs/gradcheck/); may be repeated")
     check.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
-    bench = commands.add_parser(
-        "bench", help="time and memory with and without the kernels, each arm in a fresh process"
-    )
-    bench.add_argument("--config", action="append", default=[], help="YAML file (configs/bench/); may be repeated")
-    bench.add_argument("--suite", help="run the lot into one JSON file: cpu or h200")
-    bench.add_argument("--only", default="", help="of a suite, only cases with this in their name")
-    bench.add_argument("--out", type=Path, default=None, help="a suite's file (default runs/bench_SUITE.json)")
-    bench.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key; or: compare A.jsonl B.jsonl (ratios B / A)"
-    )
+    bench = commands.add_parser("bench", help="time and memory with and without the kernels, arms in alternation")
+    bench_command.add_arguments(bench)
     plan_command.add_arguments(
         commands.add_parser("plan", help="memory, FLOPs and roofline time of a fused head call, before anything runs")
     )
@@ -54,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="JSON or JSON-lines files, or folders of them"
     )
-    report.add_argument("--out", type=Path, default=Path("runs/report.html"), help="default runs/report.html")
+    report.add_argument("--out", type=Path, default=None, help="default: report.html in the folder RUN, else in runs/")
     report.add_argument(
         "--plots", type=Path, default=None, help="also write each chart as SVG (and PNG) to this folder"
     )
@@ -79,8 +72,8 @@ def _over_configs(
     """Load, run, record and show each configuration; 2 for a bad one, 1 if a record did not pass."""
     import dataclasses
 
-    from logitless.bench import config
-    from logitless.bench.tracking import Tracker
+    from logitless.tools import config
+    from logitless.tools.tracking import Tracker
 
     missed = 0
     for path in args.config or [None]:
@@ -109,65 +102,29 @@ def _gradcheck(args: argparse.Namespace) -> int:
     def run(c: gradcheck.GradcheckConfig) -> dict[str, Any]:
         return gradcheck.run(c, _say)
 
-    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, run, _print_record)
+    def show(record: dict[str, Any]) -> None:
+        bench_command.show_gates(record, numbers=True)
 
-
-def _print_record(record: dict[str, Any]) -> None:
-    print(f"{record['config/name']}: {record['device']}, jax {record['jax']}")
-    for key, value in record.items():
-        if isinstance(value, float):
-            print(f"  {key:32s} {value:.6g}")
-    for key, gate in record["gates"].items():
-        print(f"  {'PASS' if gate['ok'] else 'FAIL'} {key:36s} {gate['value']:.3g} (<= {gate['limit']:g})")
+    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, run, show)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from logitless.bench import config, microbench, suites
-
-    if args.overrides[:1] == ["compare"]:
-        try:
-            if len(args.overrides) != 3:
-                raise config.ConfigError("compare: expected two result files")
-            print(microbench.compare(Path(args.overrides[1]), Path(args.overrides[2])))
-        except config.ConfigError as error:
-            print(f"logitless bench: {error}", file=sys.stderr)
-            return 2
-        return 0
-
-    def show(record: dict[str, Any]) -> None:
-        print(microbench.table(record), flush=True)
-        if not record["passed"]:
-            print("  FAIL: an arm failed, the arms disagree, or the kernel did not verify; see the record")
-
-    def run(c: microbench.BenchConfig) -> dict[str, Any]:
-        return microbench.run(c, _say)
-
-    if args.suite is not None:
-        out = args.out or Path(f"runs/bench_{args.suite}.json")
-        try:
-            if args.overrides or args.config:
-                raise config.ConfigError("--suite takes no configuration and no key=value; its cases are declared")
-            result = suites.run(args.suite, out, _say, show, args.only)
-        except config.ConfigError as error:
-            print(f"logitless bench: {error}", file=sys.stderr)
-            return 2
-        print(f"{out}: {len(result['records'])} cases in {result['seconds']:.0f} s")
-        return 0 if result["passed"] else 1
-    if args.only or args.out is not None:
-        print("logitless bench: --only and --out are for --suite; a configuration has out=FILE", file=sys.stderr)
-        return 2
-    return _over_configs("bench", args, microbench.BenchConfig, run, show)
+    return bench_command.run(args, _say, _over_configs)
 
 
 def _report(args: argparse.Namespace) -> int:
     from logitless.bench import report
 
+    out = args.out or report.default_out(args.runs)
+    left: list[Path] = []
     try:
-        charts = report.write(args.runs, args.out, plots=args.plots)
+        charts = report.write(args.runs, out, plots=args.plots, left=left)
     except report.ReportError as error:
         print(f"logitless report: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: {charts} charts" + (f"; images in {args.plots}" if args.plots else ""))
+    print(f"{out}: {charts} charts" + (f"; images in {args.plots}" if args.plots else ""))
+    if left:
+        print(f"left out, since they are no results of these commands: {', '.join(map(str, left))}")
     return 0
 
 

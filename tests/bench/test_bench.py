@@ -1,90 +1,156 @@
-"""The bench command: arms in their own processes, verified, recorded, compared."""
+"""The bench command: arms, verified, recorded, compared; suites; bad use."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+import logitless
+from bench_fakes import in_this_process, prepared, scripted, turn
 from logitless import cli, rows
-from logitless.bench import arm, child, microbench, shapes, suites
-from logitless.bench.config import ConfigError, load
+from logitless.bench import arm, case, microbench, results, suites, verification
+from logitless.bench.case import BenchConfig, Kernel
+from logitless.bench.gradcheck_config import GradcheckConfig
+from logitless.head.report import SPARSE_METRICS
+from logitless.tools import shapes
+from logitless.tools.config import ConfigError, load
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
-TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "warmup=1", "dtype=float32"]
+TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "rounds=2", "warmup=1", "dtype=float32"]
 
 
-def test_runs_records_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_records_and_compares(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(monkeypatch)
     out = tmp_path / "a.jsonl"
     assert cli.main(["bench", "--config", str(CONFIGS / "cpu_head_small.yaml"), f"out={out}", *TINY]) == 0
     record = json.loads(out.read_text())
-    assert list(record["arms"]) == ["naive", "strong", "kernel"]
+    assert list(record["arms"]) == ["naive", "strong", "default"]
     for row in record["arms"].values():
-        assert row["median_ms"] > 0 and row["repeats"] == 2
+        assert row["median_ms"] > 0 and row["repeats"] == 4 and len(row["rounds"]["back_to_back_ms"]) == 2
         assert row["bench/step_s_mean"] == pytest.approx(row["mean_ms"] / 1e3)
         assert set(row["mem/compiler"]) >= {"arguments", "outputs", "temporaries", "peak"}
         assert row["environment"]["platform"] == "cpu"
     losses = [row["loss"] for row in record["arms"].values()]
     assert max(losses) - min(losses) < 1e-5 and record["verify"]["passed"]
-    capsys.readouterr()
+    assert "default: dhidden difference" in record["verify"]["gates"]
+    norms = [row["grad_norms"] for row in record["arms"].values()]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[2] == pytest.approx(norms[1], rel=1e-4)
+    assert len(norms[0]) == 2 and min(norms[0]) > 1e-4
+    assert " of strong" in capsys.readouterr().out
     assert cli.main(["bench", "compare", str(out), str(out)]) == 0
     assert capsys.readouterr().out.count("1.000") >= 3
 
 
-def test_logits_level_with_the_jax_backward(tmp_path: Path) -> None:
+def test_two_trees_in_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another tree's library runs in the other tree's arm and nowhere else: there the loss is 7 too large."""
+    package = tmp_path / "other" / "src" / "logitless"
+    shutil.copytree(Path(logitless.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "bench"))
+    init = package / "__init__.py"
+    init.write_text(
+        init.read_text()
+        + "\n_right = linear_grpo_loss\n"
+        + "def linear_grpo_loss(*a, **k):\n    loss, metrics = _right(*a, **k)\n    return loss + 7.0, metrics\n"
+    )
     out = tmp_path / "a.jsonl"
-    args = ["level=logits", "kernel.bwd_impl=jax", "baselines=[strong]", f"out={out}", *TINY]
+    args = ["baselines=[strong]", "verify=false", f"out={out}", *TINY]
+    assert cli.main(["bench", "--against", str(tmp_path / "other"), *args]) == 1  # the losses disagree
+    record = json.loads(out.read_text())
+    losses = {k: v["loss"] for k, v in record["arms"].items()}
+    assert losses["default"] == pytest.approx(losses["strong"], abs=1e-5)
+    assert losses["default (other tree)"] == pytest.approx(losses["default"] + 7.0, abs=1e-5)
+    assert "default (other tree)" in record["arms"]["default"]["ratios"]
+    assert "not verified" in capsys.readouterr().out
+    assert cli.main(["bench", "--against", str(tmp_path / "none"), *args]) == 2
+    assert "no src/logitless in it" in capsys.readouterr().err
+
+
+def test_logits_level_with_the_jax_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_this_process(monkeypatch)
+    out = tmp_path / "a.jsonl"
+    args = ["level=logits", "kernel.bwd_impl=jax", "baselines=[strong]", "check_rows=8", f"out={out}", *TINY]
     assert cli.main(["bench", *args]) == 0
-    assert list(json.loads(out.read_text())["arms"]) == ["strong", "kernel (jax backward)"]
+    record = json.loads(out.read_text())
+    assert list(record["arms"]) == ["strong", "default", "kernel (jax backward)"]
+    for row in record["arms"].values():  # rows of the gradient at the true shape, against float64
+        assert 0 < row["rows"]["norm"] < 1e-5 and 0 < row["rows"]["max"] < 1e-5
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run jobs without a fresh process, which the tests of everything else do not need; returns what ran."""
-    seen: list[str] = []
-
-    def ask(job: dict[str, Any], timeout_s: int, environment: Any = None) -> dict[str, Any]:
-        seen.append("check" if "gradcheck" in job else job["arm"].get("baseline", "kernel"))
-        return json.loads(json.dumps(arm.check(job["gradcheck"]) if "gradcheck" in job else arm.run(job)))
-
-    monkeypatch.setattr(child, "ask", ask)
-    return seen
+def test_wrong_rows_at_the_true_shape_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    gates = {"rows": ("rows", "default", "strong", 1.0)}
+    c = BenchConfig(level="logits", tokens=16, rows=2, vocab=64, dtype="float32", baselines=["strong"], gates=gates)
+    c = dataclasses.replace(c, check_rows=8, verify=False, rounds=1, repeats=1)
+    assert microbench.run(c)["gates"]["rows"]["state"] == "met"
+    right = rows.pull_back
+    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.0001))
+    record = microbench.run(c)
+    assert record["gates"]["rows"]["state"] == "missed" and not record["passed"]
 
 
 def test_a_sparse_backward_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
-    args = ["tokens=128", "rows=4", "hidden=128", "vocab=8192", "repeats=2", "warmup=1", "baselines=[strong]"]
+    args = ["tokens=128", "rows=4", "hidden=128", "vocab=8192", "repeats=1", "rounds=1", "baselines=[strong]"]
     sparse = ["dtype=bfloat16", "inputs=realistic", "kernel.sparse_backward=auto", "verify=false"]
-    record = microbench.run(load(microbench.BenchConfig, None, [*args, *sparse]))
-    assert list(record["arms"]) == ["strong", "kernel", "kernel, sparse backward"] and record["passed"]
-    row = record["arms"]["kernel, sparse backward"]
-    assert 0 < row["left_out_mass_max"] <= 2.0**-8 and "left_out_mass" not in record["arms"]["kernel"]
-    assert record["arms"]["kernel"]["loss"] == pytest.approx(record["arms"]["strong"]["loss"], abs=1e-3)
+    record = microbench.run(load(BenchConfig, None, [*args, *sparse]))
+    assert list(record["arms"]) == ["strong", "default", "default, sparse backward"] and record["passed"]
+    row = record["arms"]["default, sparse backward"]
+    assert 0 < row["left_out_mass_max"] <= 2.0**-8 and "left_out_mass" not in record["arms"]["default"]
+    assert set(SPARSE_METRICS) <= set(row)
+    assert record["arms"]["default"]["loss"] == pytest.approx(record["arms"]["strong"]["loss"], abs=1e-3)
     for bad in ("kernel.sparse_backward=often", "inputs=real"):
         with pytest.raises(ConfigError, match=bad.split("=", 1)[0]):
-            microbench.run(load(microbench.BenchConfig, None, [*args, bad]))
+            microbench.run(load(BenchConfig, None, [*args, bad]))
 
 
-@pytest.mark.parametrize("given, contract", [("auto", 1.5), (0.1, microbench.NO_LIMIT)])
+@pytest.mark.parametrize("given, contract", [("auto", 1.5), (0.1, verification.NO_LIMIT)])
 def test_a_sparse_backward_is_verified_on_realistic_data(
     monkeypatch: pytest.MonkeyPatch, given: Any, contract: float
 ) -> None:
-    asked = []
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        return dict(passed=job["config"]["sparse_backward"] == "off", gates={"g": {"ok": True}})
 
-    def ask(job: dict[str, Any], timeout_s: int) -> dict[str, Any]:
-        asked.append(job["gradcheck"])
-        return dict(passed=job["gradcheck"]["sparse_backward"] == "off", gates={"g": {"ok": True}})
+    asked = scripted(monkeypatch, answer)
+    c = BenchConfig(kernel=Kernel(sparse_backward=given))
+    found = verification.verify(c, case.arms(c), {}, lambda _: None)
+    assert not found["passed"] and set(found["gates"]) == {"default: g", "default, sparse backward: g"}
+    checks = [j["config"] for j in asked if j["do"] == "gradcheck"]
+    assert [x["sparse_backward"] for x in checks] == ["off", given]
+    assert checks[1]["inputs"] == "realistic" and checks[1]["contract"] == contract
 
-    monkeypatch.setattr(child, "ask", ask)
-    found = microbench._verify(microbench.BenchConfig(kernel=microbench.Kernel(sparse_backward=given)))
-    assert not found["passed"] and set(found["gates"]) == {"g", "sparse: g"}
-    assert [job["sparse_backward"] for job in asked] == ["off", given]
-    assert asked[1]["inputs"] == "realistic" and asked[1]["contract"] == contract
+
+def test_no_two_cases_share_a_verification_that_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another dtype, backend, logits dtype, objective or call is another check; the same one is not repeated."""
+    asked = scripted(monkeypatch, lambda job: dict(passed=True, gates={}) if job["do"] == "gradcheck" else prepared())
+    known: verification.Verified = {}
+
+    def checks(**fields: Any) -> list[dict[str, Any]]:
+        before = len(asked)
+        c = BenchConfig(**{"dtype": "float32", **fields})
+        verification.verify(c, case.arms(c), known, lambda _: None)
+        return [j["config"] for j in asked[before:] if j["do"] == "gradcheck"]
+
+    (first,) = checks()
+    assert (first["dtype"], first["backend"], first["logits_dtype"]) == ("float32", "auto", "float32")
+    assert checks(tokens=2048) == []
+    assert [x["dtype"] for x in checks(dtype="bfloat16")] == ["bfloat16"]
+    assert [x["backend"] for x in checks(kernel=Kernel(backend="chunked"))] == ["chunked"]
+    assert [x["logits_dtype"] for x in checks(logits_dtype="bfloat16")] == ["bfloat16"]
+    assert [x["head_grad_dtype"] for x in checks(head_grad_dtype="param")] == ["param"]
+    assert [x["objective"]["aggregation"] for x in checks(objective=dict(aggregation="grpo"))] == ["grpo"]
+    assert [x["call"] for x in checks(arms=dict(logprobs=dict(of="default", call="logprobs")))] == ["logprobs"]
+    assert [x["level"] for x in checks(level="logits")] == ["logits"]
+    assert [x["bwd_impl"] for x in checks(level="logits", kernel=Kernel(bwd_impl="jax"))] == ["jax"]
 
 
 def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
-    c = load(microbench.BenchConfig, None, [*TINY, "level=logits", "baselines=[]"])
+    c = load(BenchConfig, None, [*TINY, "level=logits", "baselines=[]"])
     assert microbench.run(c)["passed"]
     right = rows.pull_back
     monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
@@ -92,32 +158,25 @@ def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyP
     assert not record["verify"]["passed"] and not record["passed"]
 
 
-def test_an_arm_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbench, "_run_arm", lambda c, arm: dict(error="exit 1: boom"))
-    record = microbench.run(load(microbench.BenchConfig, None, [*TINY, "verify=false"]))
-    assert not record["passed"] and "boom" in microbench.table(record)
-
-
 def test_roofline_and_what_is_achieved(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a chip of the table: H200, one step of 50 ms at T=8192 H=4096 V=151936."""
-    part = dict(
-        times_ms=[49.0, 50.0, 51.0], live=8192, compiler={}, loss=1.0, grad_norms=[],
-        device=dict(peak=10, inputs=4, outputs=4, temporaries=2, from_compile=False),
-        environment=dict(device="NVIDIA H200", platform="gpu"),
+    part = prepared(
+        live=8192, device=dict(peak=10, inputs=4, outputs=4, temporaries=2, from_compile=False),
+        environment=dict(device="NVIDIA H200", platform="gpu"), turns=[turn(49.0, 50.0, 51.0)],
     )  # fmt: skip
     sizes = ["tokens=8192", "hidden=4096", "vocab=151936", "dtype=bfloat16"]
-    row = microbench._summarise(load(microbench.BenchConfig, None, sizes), [part])
+    row = microbench._summarise(load(BenchConfig, None, sizes), part)
     flops = 6 * 8192 * 4096 * 151936
     assert row["tflops"] == pytest.approx(flops / 0.05 / 1e12)
     assert row["gb_per_s"] == pytest.approx(2 * 2 * (8192 + 151936) * 4096 / 0.05 / 1e9)
     assert row["roofline_ms"] == pytest.approx(1e3 * flops / 989e12)
     assert row["roofline_ratio"] == pytest.approx(50 / row["roofline_ms"])
     assert row["mem/peak_bytes_in_use_max"] == 10 and row["mem/device"]["temporaries"] == 2
-    level = load(microbench.BenchConfig, None, ["level=logits", "tokens=4096", "vocab=151936"])
-    row = microbench._summarise(level, [part])
+    level = load(BenchConfig, None, ["level=logits", "tokens=4096", "vocab=151936"])
+    row = microbench._summarise(level, part)
     assert row["roofline_ms"] == pytest.approx(1e3 * 2 * 2 * 4096 * 151936 / 4.8e12)
-    float32 = load(microbench.BenchConfig, None, [*sizes, "dtype=float32"])
-    assert microbench._summarise(float32, [part])["roofline_ms"] is None  # the table has bfloat16's speed
+    float32 = load(BenchConfig, None, [*sizes, "dtype=float32"])
+    assert microbench._summarise(float32, part)["roofline_ms"] is None  # the table has bfloat16's speed
 
 
 def test_device_memory_is_split() -> None:
@@ -132,38 +191,58 @@ def test_device_memory_is_split() -> None:
 def test_a_suite_writes_one_file_and_survives_a_case_without_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = in_this_process(monkeypatch)
-    small = dict(tokens=16, rows=2, hidden=16, vocab=64, repeats=2, warmup=1, dtype="float32")
+    def answer(job: dict[str, Any]) -> Any:
+        if job["do"] == "gradcheck":
+            own = {"config/name": job["config"]["name"], "device": "d", "jax": "0"}
+            return dict(own, passed=True, gates={"loss": dict(value=0.1, limit=1, ok=True)})
+        if job["do"] == "turn":
+            return turn(1.0)
+        return dict(error="out of memory", needs=2, limit=1) if job["name"] == "naive" else prepared()
+
+    asked = scripted(monkeypatch, answer)
+    small: dict[str, Any] = dict(tokens=16, rows=2, hidden=16, vocab=64, rounds=1, dtype="float32")
     cases = [
-        microbench.BenchConfig(name="one", baselines=["strong"], **small),
-        microbench.BenchConfig(name="no room", baselines=["naive"], **small),
-        microbench.BenchConfig(name="rl", batch_kind="rl", baselines=[], **small),
+        BenchConfig(name="one", baselines=["strong"], **small),
+        BenchConfig(name="no room", baselines=["naive"], **small),
+        GradcheckConfig(name="a check"),
+        BenchConfig(name="rl", batch_kind="rl", baselines=[], **small),
     ]
     monkeypatch.setattr(suites, "suites", lambda: {"x": cases})
-    real = microbench._run_arm
-
-    def starved(c: microbench.BenchConfig, arm: dict[str, Any]) -> dict[str, Any]:
-        return dict(error="out of memory") if arm.get("baseline") == "naive" else real(c, arm)
-
-    monkeypatch.setattr(microbench, "_run_arm", starved)
     out = tmp_path / "a" / "x.json"
-    assert cli.main(["bench", "--suite", "x", "--out", str(out)]) == 0
+    assert cli.main(["bench", "--suite", "x", "--out", str(out), "rounds=2", "peaks=false"]) == 0
     result = json.loads(out.read_text())
-    assert [r["name"] for r in result["records"]] == ["one", "no room", "rl"] and result["passed"]
+    assert [r.get("name") for r in result["records"]] == ["one", "no room", None, "rl"] and result["passed"]
     assert result["records"][1]["arms"]["naive"] == {"error": "out of memory"}
-    assert seen.count("check") == 1  # the same kernel is verified once
+    assert result["records"][0]["config"]["rounds"] == 2 and cases[0].rounds == 1
+    checks = [j["config"]["name"] for j in asked if j["do"] == "gradcheck"]
+    assert checks == ["gradcheck", "a check"]  # the same kernel is verified once
     progress = capsys.readouterr()
-    assert "case 2/3: no room" in progress.err and "3 cases in" in progress.out
+    assert "case 2/4: no room" in progress.err and "4 cases in" in progress.out and "PASS loss" in progress.out
     assert cli.main(["bench", "compare", str(out), str(out)]) == 0
     assert "out of memory -> out of memory" in capsys.readouterr().out
+
+
+def test_a_check_of_a_suite_that_fails_fails_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gates = {"loss": dict(value=3.0, limit=1.0, ok=False)}
+    record = {"config/name": "g", "device": "d", "jax": "0", "passed": False, "gates": gates}
+    scripted(monkeypatch, lambda job: record)
+    monkeypatch.setattr(suites, "suites", lambda: {"x": [GradcheckConfig(name="g")]})
+    assert cli.main(["bench", "--suite", "x", "--out", str(tmp_path / "x.json")]) == 1
+    scripted(monkeypatch, lambda job: dict(error="backend='mosaic_gpu' runs on a GPU"))
+    assert cli.main(["bench", "--suite", "x", "--out", str(tmp_path / "x.json")]) == 1
+    assert "runs on a GPU" in (tmp_path / "x.json").read_text()
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--suite", "tpu"], "suite 'tpu' is not known; expected one of cpu, h200"),
-        (["--suite", "cpu", "seed=1"], "takes no configuration"),
+        (["--suite", "tpu"], "suite 'tpu' is not known; expected one of cpu, h200, gpu-head, gpu-sparse, gpu-logits"),
+        (["--suite", "cpu", "tokens=1"], "with --suite, expected one of rounds, repeats"),
+        (["--suite", "cpu", "peaks=1"], "expected true or false"),
+        (["--suite", "cpu", "rounds=few"], "expected a whole number"),
+        (["--suite", "cpu", "--config", "x.yaml"], "takes no configuration"),
         (["--suite", "cpu", "--only", "nothing"], "no case with 'nothing' in its name"),
+        (["--suite", "cpu", "--out", "/dev/null/x.json"], "cannot be written"),
         (["--out", "x.json"], "are for --suite"),
     ],
 )
@@ -174,13 +253,39 @@ def test_bad_use_of_suites_exits_2(arguments: list[str], message: str, capsys: p
 
 def test_every_case_of_every_suite_can_be_run() -> None:
     known = suites.suites()
-    assert set(known) == {"cpu", "h200"}
-    for cases in known.values():
+    assert set(known) == {"cpu", "h200", "gpu-head", "gpu-sparse", "gpu-logits"}
+    for name, cases in known.items():
         assert len({c.name for c in cases}) == len(cases)
         for c in cases:
-            microbench.check(c)
+            if isinstance(c, GradcheckConfig):
+                from logitless.bench import gradcheck
+
+                gradcheck.check(c)
+                gradcheck.objective_of(c)
+                continue
+            case.check(c)
+            found = case.arms(c, peers=True)
             assert c.kernel.enabled and c.tokens // c.rows > 0
-        assert any(c.batch_kind == "rl" for c in cases)
+            assert found["default"].options == {}  # what a user gets without options
+            if c.level == "head" and c.baselines:
+                assert {"strong/f32", "strong"} & set(found)
+                assert found[case.reference_of("default", found) or ""].logits_dtype == "float32"
+            for own in found.values():  # each can be verified and each objective exists
+                if case.is_ours(own):
+                    verification.check_of(c, own)
+                    logitless.Objective().replace(**{**c.objective, **own.objective})
+        assert name == "gpu-logits" or any("RL batch" in str(c) or c.name.startswith("head 8192") for c in cases)
+
+
+def test_a_suite_needs_no_omegaconf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    scripted(monkeypatch, lambda job: turn(1.0) if job["do"] == "turn" else prepared())
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    out = str(tmp_path / "x.json")
+    assert cli.main(["bench", "--suite", "cpu", "--only", "3/4", "--out", out, "verify=false", "rounds=1"]) == 0
+    with pytest.raises(ConfigError, match="need omegaconf"):
+        load(BenchConfig, None, [])
 
 
 def test_host_arrays_are_what_the_baselines_expect() -> None:
@@ -193,33 +298,37 @@ def test_host_arrays_are_what_the_baselines_expect() -> None:
     assert len(np.unique(w[:, 0])) > 290  # rows are different ones
 
 
-def test_running_out_of_memory_is_recorded_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    c = load(microbench.BenchConfig, None, [*TINY, "verify=false", "baselines=[naive]"])
-    real = microbench._run_arm
-
-    def starved(c: microbench.BenchConfig, arm: dict) -> dict:
-        return real(c, arm) if arm["kernel"] else dict(error="out of memory")
-
-    monkeypatch.setattr(microbench, "_run_arm", starved)
-    record = microbench.run(c)
-    assert record["arms"]["naive"] == {"error": "out of memory"}
-    assert record["arms"]["kernel"]["median_ms"] > 0
-    assert "out of memory" in microbench.table(record)
-
-
 @pytest.mark.parametrize(
     "override, message",
     [
         ("kernel.enbled=true", "Did you mean 'kernel.enabled'"),
         ("model=qwen3", "model: 'qwen3', expected one of"),
         ("baselines=[nave]", "baselines: 'nave'"),
+        ("baselines=[strong/f8]", "baselines: 'strong/f8'"),
+        ("logits_dtype=float16", "logits_dtype: 'float16'"),
         ("tokens=17", "17 do not split into 2 rows"),
         ("batch_kind=x", "batch_kind: 'x'"),
+        ("rounds=0", "rounds: 0, expected at least 1"),
+        ("arms.x.of=kernels", "arms.x.of: 'kernels', expected copy or one of naive, strong, default"),
+        ("arms.x.optins=1", "arms.x: 'optins' is not known"),
+        ("gates.x=[time,default,best,1.0]", "names the arm 'best'"),
     ],
 )
 def test_bad_configuration_is_exit_code_2(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *TINY, override]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_compare_is_b_over_a(tmp_path: Path) -> None:
+    def file(name: str, ms: float, temporaries: int) -> Path:
+        row = {"median_ms": ms, "mem/compiler": {"temporaries": temporaries}}
+        path = tmp_path / name
+        path.write_text(json.dumps(dict(kind="bench", name="n", config={}, arms={"kernel": row, name: row})))
+        return path
+
+    text = results.compare(file("a", 10.0, 400), file("b", 5.0, 100))
+    assert text.splitlines()[2].split() == ["n", "/", "kernel", "0.500", "0.250"]
+    assert "n / a" in text and "only in A" in text and "only in B" in text and "Two runs" in text
 
 
 def test_compare_refuses_what_is_not_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,8 +347,8 @@ def test_every_shipped_configuration_loads() -> None:
     for kind in ("baseline", "fused"):
         assert {f"linear_bpd1_t8192_h4096_vocab151936_{kind}{s}" for s in ("", "_f32logits")} <= names
     for path in CONFIGS.glob("*.yaml"):
-        c = load(microbench.BenchConfig, path)
-        microbench.check(c)
+        c = load(BenchConfig, path)
+        case.check(c)
         assert c.name == path.stem
 
 
@@ -251,18 +360,6 @@ def test_the_rl_batch_is_mostly_dead_weight() -> None:
     assert 0.2 < live < 0.7
     assert not b["mask"][:, :64].any()
     assert (b["advantages"] == 0).mean() == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("again", [dict(device=dict(peak=90, from_compile=False)), dict(error="boom")])
-def test_a_peak_that_the_autotuner_reached_is_measured_without_it(monkeypatch, again):
-    asked = []
-
-    def ask(job, timeout_s, environment):
-        asked.append((job.get("peak_only", False), environment["JAX_COMPILATION_CACHE_DIR"]))
-        return again if job.get("peak_only") else dict(times_ms=[1.0], device=dict(peak=500, from_compile=True))
-
-    monkeypatch.setattr(microbench.child, "ask", ask)
-    found = microbench._run_arm(microbench.BenchConfig(), dict(kernel=True))
-    assert [peak_only for peak_only, _ in asked] == [False, True] and asked[0][1] == asked[1][1]
-    assert found["times_ms"] == [1.0]
-    assert found["device"] == again.get("device", dict(peak=500, from_compile=True))
+    b = shapes.uniform_batch(4096, 100, np.random.default_rng(0), 4, 0.5, 0.25)
+    assert b["mask"].mean() == pytest.approx(0.5, abs=0.05)
+    assert (b["advantages"] != 0).mean() == pytest.approx(0.25, abs=0.05)

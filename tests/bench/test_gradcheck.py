@@ -1,16 +1,21 @@
 """The gradcheck command: it passes on right code, fails on wrong code, and says what is wrong with a configuration."""
 
+import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from logitless import cli, rows
-from logitless.bench import gradcheck, tracking
-from logitless.bench.config import ConfigError, load
+from logitless.bench import gradcheck
+from logitless.bench import gradcheck_runs as runs
+from logitless.tools import tracking
+from logitless.tools.config import ConfigError, load
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gradcheck"
 SMALL = ["batch=2", "tokens=6", "hidden=16", "vocab=60"]
@@ -80,7 +85,7 @@ def test_what_is_too_large_for_the_oracle_is_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradcheck, "ORACLE_ELEMENTS", 100)
     record = gradcheck.run(load(gradcheck.GradcheckConfig, None, ["level=logits", *SMALL]))
     assert record["oracle"].startswith("left out") and "loss_oracle" not in record
-    assert set(record["gates"]) == {"loss", "dlogits difference"} and record["passed"]
+    assert set(record["gates"]) == {"loss", "dlogits difference", "gradient of masked tokens"} and record["passed"]
 
 
 def test_is_deterministic(tmp_path: Path) -> None:
@@ -98,6 +103,52 @@ def test_a_wrong_gradient_fails(
     monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.05))
     assert run("level=logits", f"out={tmp_path / 'log.jsonl'}", *SMALL) == 1
     assert "FAIL dlogits difference" in capsys.readouterr().out
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[runs.Found], runs.Found]) -> None:
+    """The backend's result is another one; the reference's stays."""
+    right = runs.by_backend
+
+    def by_backend(c: Any, backend: str, *rest: Any) -> runs.Found:
+        found = right(c, backend, *rest)
+        return found if backend == "reference" else change(found)
+
+    monkeypatch.setattr(runs, "by_backend", by_backend)
+
+
+def test_a_wrong_loss_fails_although_its_gradient_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = load(gradcheck.GradcheckConfig, None, ["level=logits", *SMALL])
+    changed(monkeypatch, lambda f: dataclasses.replace(f, loss=f.loss + 0.01))
+    record = gradcheck.run(c)
+    assert not record["passed"] and [k for k, g in record["gates"].items() if not g["ok"]] == ["loss"]
+    assert record["gates"]["loss"]["value"] == pytest.approx(0.01, rel=2e-2)
+    changed(monkeypatch, lambda f: dataclasses.replace(f, loss=math.nan))
+    assert not gradcheck.run(c)["gates"]["loss"]["ok"]
+
+
+def test_statistics_padding_transforms_and_the_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``call=logprobs`` under random cotangents, padded columns, softcap and scale, in both levels; and each gate of
+    its own can fail."""
+    bent = ["softcap=20", "scale=0.8", "temperature=0.7", "vocab_size=50", "head_grad_dtype=param", "chunk_size=4"]
+    exact = {"gradient of masked tokens", "gradient of padded columns", "loss without a gradient: difference"}
+    for level, call in (("logits", "loss"), ("head", "logprobs")):
+        args = [f"level={level}", f"call={call}", "same_without_gradient=true", *SMALL, *bent]
+        c = load(gradcheck.GradcheckConfig, None, args)
+        record = gradcheck.run(c)
+        assert record["passed"], record["gates"]
+        assert exact <= set(record["gates"]) and all(record["gates"][k]["limit"] == 0 for k in exact)
+    assert {f"{k} error / reference's" for k in runs.STATISTICS} <= set(record["gates"])
+    assert record["error_row_dhidden_kernel"] == pytest.approx(record["error_row_dhidden_ref"], rel=1.0)
+
+    def spoil(f: runs.Found) -> runs.Found:
+        grads = [g + 1e-12 for g in f.grads]
+        return dataclasses.replace(
+            f, grads=grads, loss_alone=f.loss + 1e-9, statistics={k: v + 1e-3 for k, v in f.statistics.items()}
+        )
+
+    changed(monkeypatch, spoil)
+    failed = {k for k, g in gradcheck.run(c)["gates"].items() if not g["ok"]}
+    assert failed == exact | {f"{k} error / reference's" for k in runs.STATISTICS}
 
 
 def test_a_small_loss_of_accuracy_fails_the_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,6 +196,8 @@ def test_more_left_out_than_allowed_fails(monkeypatch: pytest.MonkeyPatch) -> No
         ("mesh=rows=8", "'rows' is not an axis"),
         ("mesh=data=3", "2 rows do not split over data x fsdp = 3"),
         ("layers=-1", "layers: -1, expected 0 or more"),
+        ("vocab_size=61", "vocab_size: 61, expected 0 (all) to 60"),
+        ("call=logp", "call: 'logp', expected one of loss, logprobs"),
     ],
 )
 def test_bad_configuration_is_exit_code_2(
@@ -175,11 +228,11 @@ def test_every_shipped_configuration_loads() -> None:
     meshes = 0
     for path in paths:
         c = load(gradcheck.GradcheckConfig, path)
-        gradcheck._check(c)
+        gradcheck.check(c)
         gradcheck.objective_of(c)
         assert c.backend in path.stem and c.name == f"gradcheck_{path.stem}"
         if c.mesh:
-            assert math.prod(gradcheck._axes(c).values()) == 8  # as a v6e-8 has
+            assert math.prod(gradcheck.axes_of(c).values()) == 8  # as a v6e-8 has
             meshes += 1
     assert meshes >= 4
 

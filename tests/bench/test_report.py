@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from logitless import cli
-from logitless.bench import charts, records, report
+from logitless.bench import charts, report
+from logitless.tools import records
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell"))), None
@@ -121,6 +122,29 @@ def test_a_folder_gives_its_results(runs: dict[str, Path], tmp_path: Path) -> No
     (runs["ab"].parent / "kernel").mkdir()
     (runs["ab"].parent / "kernel" / "metrics.jsonl").write_text('{"train/reward": 1.0}')
     assert report.write([tmp_path], tmp_path / "page.html") == report.write(list(runs.values()), tmp_path / "b.html")
+
+
+def test_the_page_goes_into_the_folder_and_what_is_left_out_is_named(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.json").write_text('{"model": "x"}')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
+    said = capsys.readouterr().out
+    assert str(tmp_path / "report.html") in said and "left out" in said and "odd.json" in said
+    # Of several files the one that is broken is named, and no other.
+    bad = tmp_path / "demo" / "bad.json"
+    bad.write_text('{"kind": "plan", "config": {}}')
+    assert cli.main(["report", str(runs["suite"]), str(bad), "--out", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert "bad.json: a record lacks" in error and "suite.json" not in error
+
+
+def test_every_result_of_the_repository_is_taken_or_left_out_by_name(tmp_path: Path) -> None:
+    left: list[Path] = []
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    assert report.write([results], tmp_path / "page.html", left=left) > 20
+    assert {p.name for p in left} < {p.name for p in results.iterdir()}
 
 
 def test_a_training_runs_own_metrics(tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ def test_no_races(width: int | None) -> None:
 
 def test_donated_logits_give_the_same() -> None:
     i = inputs_of(Case(32, 256, "bfloat16"))  # the interpreter aliases whole blocks only
+
     def call(donate: bool) -> Any:
         p = i.problem(donate=donate)
         return jax.jit(lambda: pallas_tpu.stats_and_dlogits(p, given_cotangents(i.g)))()

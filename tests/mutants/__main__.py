@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from mutation import ROOT, Mutant, lists
 
 COPIED = ("src", "tests", "pyproject.toml", "docs", "README.md", "configs")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from logitless import cli
-from logitless.bench.shapes import MODELS
 from logitless.planning import scaling
 from logitless.planning.chips import CHIPS, chip_of_kind
 from logitless.planning.head import longest_context
 from logitless.planning.mesh import MeshPlan, parse_mesh, plan_mesh
+from logitless.tools.shapes import MODELS
 
 ROOT = Path(__file__).parents[2]
 H, V = MODELS["qwen2.5-7b"].hidden, MODELS["qwen2.5-7b"].vocab

@@ -1,126 +1,120 @@
-"""One arm of a benchmark, in a process of its own: ``python -m logitless.bench.arm '{...}'`` prints one JSON line.
+"""What a worker process does for a case: prepare an arm, take a turn with it, and tell its memory.
 
-Inputs are made on the host and put on the device once, so that the allocator's peak is that of the loss and not of the
-input generator. The arm is timed after it was compiled and warmed up; with ``peak_only`` it takes one step, for that
-peak alone. With ``{"gradcheck": ...}`` it is a gradcheck instead, in a process of its own for the same reason.
+Inputs are made once and shared by the arms. An arm is timed after it was compiled and had run once. The device's peak
+is asked for in a process of its own, whose programs come out of the compilation cache: a GPU's autotuner allocates,
+too, and an allocator's peak never falls.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
-from logitless.bench.child import OUT_OF_MEMORY
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import logitless
+from logitless.bench import data, programs
+from logitless.bench.case import Arm
+from logitless.tools import timing
+from logitless.tools.child import OUT_OF_MEMORY
 
 
-def _memory_peak() -> int | None:
-    import jax
-
+def _memory(key: str) -> int | None:
     stats = jax.devices()[0].memory_stats()
-    return None if not stats else stats.get("peak_bytes_in_use")
+    return None if not stats else stats.get(key)
 
 
-def _loss(c: dict[str, Any]) -> Callable[..., Any]:
-    """``loss(arrays, rest) -> (loss, metrics)`` of the arm; no metrics but those of a sparse backward, so that nothing
-    else is timed."""
-    from logitless.api import grpo_loss, linear_grpo_loss
-    from logitless.bench import baselines
-    from logitless.head.report import SPARSE_METRICS
-    from logitless.objectives.objective import Objective
+class Bench:
+    """The arms of one case in this process."""
 
-    objective = Objective().replace(**c["objective"])
-    arm = c["arm"]
-    if not arm["kernel"]:
-        kind = arm["baseline"]
-        if c["level"] == "logits":
-            return lambda x, rest: (baselines.logits_loss(kind, x[0], objective=objective, **rest), {})
-        dtype = c["logits_dtype"]
-        return lambda x, rest: (baselines.head_loss(kind, *x, objective=objective, logits_dtype=dtype, **rest), {})
-    if c["level"] == "logits":
-        options: dict[str, Any] = dict(backend=arm["backend"] or None, bwd_impl=arm["bwd_impl"])
-        return lambda x, rest: (grpo_loss(x[0], objective=objective, **rest, **options)[0], {})
-    options = dict(
-        backend=arm["backend"] or None,
-        logits_dtype=c["logits_dtype"],
-        head_grad_dtype=c["head_grad_dtype"],
-        head_layout="vh",
-        sparse_backward=arm.get("sparse_backward", "off"),
-    )
+    def __init__(self) -> None:
+        self._data = data.Data()
+        self._ready: dict[str, tuple[Any, data.Inputs]] = {}
 
-    def loss(x: Any, rest: dict[str, Any]) -> Any:
-        value, metrics = linear_grpo_loss(x[0], x[1], objective=objective, **rest, **options)
-        return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
+    def prepare(self, case: dict[str, Any], name: str, arm: dict[str, Any]) -> dict[str, Any]:
+        """Compile the arm and run it once: what it computed, and the compiler's plan of its memory."""
+        own = Arm(**arm)
+        x, rest = self._data.of(case, own.batch)
+        compiled: Any = programs.program(case, own).lower(x, rest).compile()  # type: ignore[attr-defined]
+        plan = timing.compiled_memory(compiled)
+        try:
+            out = jax.block_until_ready(compiled(x, rest))
+        except Exception as error:
+            limit = _memory("bytes_limit")
+            if "RESOURCE_EXHAUSTED" not in str(error) or limit is None:
+                raise
+            needs = plan["arguments"] + plan["outputs"] + plan["temporaries"]
+            return dict(error=OUT_OF_MEMORY, needs=needs, limit=limit)
+        self._ready[name] = compiled, (x, rest)
+        return dict(
+            environment=timing.environment(),
+            compiler=plan,
+            has_peaks=_memory("peak_bytes_in_use") is not None,
+            live=int(jnp.sum(rest["mask"])),
+            **_said(case, own, (x, rest), out),
+        )
 
-    return loss
+    def turn(self, case: dict[str, Any], name: str) -> dict[str, Any]:
+        """One turn's times of an arm that is prepared."""
+        compiled, inputs = self._ready[name]
+        return timing.turn(compiled, *inputs, repeats=case["repeats"], warmup=case["warmup"])
+
+    def peak(self, case: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+        """The allocator's peak of one step, on inputs whose numbers do not matter."""
+        own = Arm(**arm)
+        x, rest = data.blank(case, own.batch)
+        compiled: Any = programs.program(case, own).lower(x, rest).compile()  # type: ignore[attr-defined]
+        after_compile = _memory("peak_bytes_in_use")
+        out = jax.block_until_ready(compiled(x, rest))
+        return dict(device=_device_memory(_memory("peak_bytes_in_use"), after_compile, (x, rest), out))
 
 
-def _inputs(c: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(differentiable arrays, the rest)`` on the device, made on the host.
+def _said(case: dict[str, Any], arm: Arm, inputs: data.Inputs, out: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of an arm's result."""
+    said: dict[str, Any] = {}
+    if "loss" in out:
+        said["loss"] = float(out["loss"])
+    if "grads" in out:
+        said["grad_norms"] = [float(jnp.linalg.norm(g.astype(jnp.float32))) for g in out["grads"]]
+        if case["check_rows"]:
+            said["rows"] = row_errors(case, arm, inputs, out["grads"][0])
+    values = logitless.metric_values(out.get("metrics", {}))
+    return said | {k: None if math.isnan(v) else v for k, v in values.items()}
 
-    Only the tokens of a realistic policy are sampled on the device, 64 at a time: far less than any loss needs.
+
+def row_errors(case: dict[str, Any], arm: Arm, inputs: data.Inputs, grads: Any) -> dict[str, float]:
+    """Errors against float64 of some rows of dlogits at the true shape, relative in norm and in the largest element.
+
+    A token's gradient depends on its own row and on how many tokens are live, so that a few rows are enough.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+    (x,), rest = inputs
+    objective = logitless.Objective().replace(**{**case["objective"], **arm.objective})
+    if objective.aggregation != "dapo" or objective.level != "token":
+        raise ValueError("check_rows: only where a token's gradient is its own (aggregation dapo, level token)")
+    live = np.asarray(rest["mask"])
+    picked = np.random.default_rng(2).permutation(np.argwhere(live))[: case["check_rows"]]
+    at = tuple(picked.T)
+    advantages = np.broadcast_to(np.asarray(rest["advantages"]).reshape(live.shape[0], -1), live.shape)
+    from logitless import oracle
 
-    from logitless.bench import realistic, shapes
-
-    rng = np.random.default_rng(c["seed"])
-    if c["batch_kind"] == "rl":
-        rest = shapes.rl_batch(c["tokens"], c["vocab"], rng, c["rows"])
-    else:
-        rest = shapes.uniform_batch(c["tokens"], c["vocab"], rng, c["rows"], c["live"])
-    dtype, shape = jnp.dtype(c["dtype"]), rest["targets"].shape
-    noise = rng.standard_normal(shape)
-    if c["inputs"] == "realistic":
-        states, head = realistic.realistic_head(c["tokens"], c["hidden"], c["vocab"], c["seed"], dtype)
-        x = jax.device_put(states.reshape(*shape, -1)), jax.device_put(head)
-        rest["targets"], logp = realistic.on_policy(x[0], x[1], c["seed"], chunk=64)
-        rest["old_logp"] = (logp + 0.05 * noise).astype(np.float32)
-    else:
-        made = shapes.host_arrays(c["level"], c["tokens"], c["hidden"], c["vocab"], dtype, rng, c["rows"])
-        x = tuple(jax.device_put(a) for a in made)
-        rest["old_logp"] = (-12.0 + 0.3 * noise).astype(np.float32)
-    return jax.block_until_ready((x, {k: jax.device_put(v) for k, v in rest.items()}))
-
-
-def run(c: dict[str, Any]) -> dict[str, Any]:
-    """Compile, warm up and time the arm ``c["arm"]`` at the shape of ``c``."""
-    import jax
-    import jax.numpy as jnp
-
-    from logitless.bench import timing
-    from logitless.objectives.metrics import metric_values
-
-    x, rest = _inputs(c)
-    step = jax.jit(jax.value_and_grad(_loss(c), has_aux=True))
-    compiled = step.lower(x, rest).compile()
-    after_compile = _memory_peak()  # a GPU's autotuner allocates, too
-    (value, metrics), grads = jax.block_until_ready(compiled(x, rest))
-    device = _device_memory(_memory_peak(), after_compile, (x, rest), (value, grads))
-    if c.get("peak_only"):
-        return dict(device=device)
-    result = dict(
-        environment=timing.environment(),
-        compiler=timing.compiled_memory(compiled),
-        device=device,
-        loss=float(value),
-        grad_norms=[float(jnp.linalg.norm(g.astype(jnp.float32))) for g in grads],
-        live=int(jnp.sum(rest["mask"])),
-        **{k: None if math.isnan(v) else v for k, v in metric_values(metrics).items()},
+    _, truth = oracle.grpo_loss(
+        np.asarray(x[at])[None],
+        np.asarray(rest["targets"])[at][None],
+        objective=objective,
+        advantages=advantages[at][None],
+        old_logp=np.asarray(rest["old_logp"])[at][None],
+        denominator=float(live.sum()),
     )
-    del value, grads
-    result["times_ms"] = timing.device_times(compiled, x, rest, repeats=c["repeats"], warmup=c["warmup"])
-    return result
+    off = np.asarray(grads[at]).astype(np.float64) - truth[0]
+    return dict(
+        norm=float(np.linalg.norm(off) / np.linalg.norm(truth)), max=float(np.abs(off).max() / np.abs(truth).max())
+    )
 
 
 def _device_memory(peak: int | None, after_compile: int | None, inputs: Any, outputs: Any) -> dict[str, Any] | None:
     """The allocator's peak after one step, split; ``from_compile`` if it was reached before the step ran."""
-    import jax
-
     if peak is None:
         return None
     size_in, size_out = (sum(a.nbytes for a in jax.tree.leaves(tree)) for tree in (inputs, outputs))
@@ -133,23 +127,19 @@ def _device_memory(peak: int | None, after_compile: int | None, inputs: Any, out
     )
 
 
-def check(c: dict[str, Any]) -> dict[str, Any]:
+def gradcheck(config: dict[str, Any]) -> dict[str, Any]:
     """A gradcheck's record."""
-    from logitless.bench import gradcheck
+    from logitless.bench import gradcheck as checks
 
-    return gradcheck.run(gradcheck.GradcheckConfig(**c))
-
-
-def main() -> None:
-    try:
-        job = json.loads(sys.argv[1])
-        result = check(job["gradcheck"]) if "gradcheck" in job else run(job)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        memory = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError)
-        result = dict(error=OUT_OF_MEMORY if memory else text[:2000], kind=type(error).__name__)
-    print("\n" + json.dumps(result))
+    return checks.run(checks.GradcheckConfig(**config))
 
 
-if __name__ == "__main__":
-    main()
+def handlers(peers: bool = False) -> dict[str, Any]:
+    """What a worker answers; PyTorch's arms live in workers of their own."""
+    if peers:
+        from logitless.bench.peers import Peers
+
+        bench: Any = Peers()
+        return dict(prepare=bench.prepare, turn=bench.turn)
+    bench = Bench()
+    return dict(prepare=bench.prepare, turn=bench.turn, peak=bench.peak, gradcheck=gradcheck)

@@ -1,4 +1,4 @@
-"""Charts as data, and the same data as SVG (own code) or PNG (matplotlib, if it is there).
+"""Charts as data, and the same data as SVG (:mod:`.charts_png` has PNG).
 
 An SVG takes its colours from CSS variables with a light and a dark value, so it follows the reader's theme in a page
 and on its own. Series differ in dash and marker as well as in colour.
@@ -10,8 +10,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
-from typing import Any
 
 WIDTH = 760
 TONES = ("ours", "a", "b", "c", "d", "e")
@@ -73,11 +71,16 @@ class Lines:
     y_label: str
     series: tuple[Series, ...]
     log: bool = False
-    """Both axes; otherwise y starts at zero or below."""
+    """Both axes, which say so; otherwise y starts at zero or below."""
     note: str = ""
 
 
 Chart = Bars | Lines
+
+
+def axis_label(chart: Lines, label: str) -> str:
+    """An axis that does not start at zero says so."""
+    return f"{label}, logarithmic" if chart.log else label
 
 
 def number(value: float) -> str:
@@ -170,7 +173,7 @@ def _bars(chart: Bars, alone: bool) -> str:
             said = escape(f"{bar.label}, {part}: {number(value)} {chart.unit}")
             body.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(value * scale, 0.5):.1f}" height="{thick}" rx="2" '
-                f'style="fill:var(--{bar.tone});opacity:{_shade(k, len(bar.parts))}"><title>{said}</title></rect>'
+                f'style="fill:var(--{bar.tone});opacity:{shade(k, len(bar.parts))}"><title>{said}</title></rect>'
             )
             x += value * scale
         body.append(_text(x + 6, y + 15, bar.missing or f"{number(bar.total)} {chart.unit}"))
@@ -189,14 +192,14 @@ def _bars(chart: Bars, alone: bool) -> str:
     for k, part in enumerate(names):
         body.append(
             f'<rect x="{x:.1f}" y="{bottom + 4:.1f}" width="12" height="12" rx="2" '
-            f'style="fill:var(--ours);opacity:{_shade(k, len(names))}"/>'
+            f'style="fill:var(--ours);opacity:{shade(k, len(names))}"/>'
         )
         body.append(_text(x + 17, bottom + 15, part, extra=' class="muted"'))
         x += 40 + 7.5 * len(part)
     return _frame(chart, bottom + (24 if names else 4), body, alone)
 
 
-def _shade(part: int, parts: int) -> float:
+def shade(part: int, parts: int) -> float:
     """The last part of a bar is what it is about; those before it are fainter."""
     return round(0.25 + 0.75 * (part / (parts - 1)) ** 1.5, 2) if parts > 1 else 1.0
 
@@ -234,10 +237,10 @@ def _lines(chart: Lines, alone: bool) -> str:
         x, _ = place(t, high)
         body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         body.append(_text(x, bottom + 18, f"{t:,.6g}", "middle", ' class="muted"'))
-    body.append(_text((left + right) / 2, bottom + 38, chart.x_label, "middle", ' class="muted"'))
+    body.append(_text((left + right) / 2, bottom + 38, axis_label(chart, chart.x_label), "middle", ' class="muted"'))
     middle = (top + bottom) / 2
     turned = f' class="muted" transform="rotate(-90 14 {middle})"'
-    body.append(_text(14, middle, chart.y_label, "middle", turned))
+    body.append(_text(14, middle, axis_label(chart, chart.y_label), "middle", turned))
     x = left
     for s in sorted(chart.series, key=lambda s: s.tone != "ours"):  # dashes over it, where two lines coincide
         where = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in s.points))
@@ -257,50 +260,3 @@ def _lines(chart: Lines, alone: bool) -> str:
         body.append(_text(x + 32, y, s.label))
         x += 56 + 7.2 * len(s.label)
     return _frame(chart, bottom + 68, body, alone)
-
-
-def to_png(chart: Chart, path: Path) -> bool:
-    """The chart as PNG; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    wide = 7.6
-    if isinstance(chart, Bars):
-        figure, axes = plt.subplots(figsize=(wide, 0.8 + 0.4 * len(chart.bars)), dpi=150)
-        labels = [b.label for b in chart.bars]
-        for i, bar in enumerate(chart.bars):
-            start = 0.0
-            for k, (_, value) in enumerate(bar.parts):
-                axes.barh(i, value, left=start, color=LIGHT[bar.tone], alpha=_shade(k, len(bar.parts)))
-                start += value
-            axes.text(start, i, f"  {bar.missing or number(bar.total)}", va="center", fontsize=8)
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlabel(chart.unit)
-        if chart.floor is not None:
-            axes.axvline(chart.floor, color=LIGHT["floor"], linestyle="--", linewidth=1, label=chart.floor_label)
-            axes.legend(fontsize=8)
-    else:
-        figure, axes = plt.subplots(figsize=(wide, 3.4), dpi=150)
-        for s in sorted(chart.series, key=lambda s: s.tone != "ours"):
-            dash: Any = (0, [float(x) for x in DASHES[s.tone].split()]) if DASHES[s.tone] else "-"
-            few: dict[str, Any] = dict(marker="o", markersize=3) if len(s.points) <= 24 else {}
-            axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, linestyle=dash, **few)
-        if chart.log:
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        axes.set_xlabel(chart.x_label)
-        axes.set_ylabel(chart.y_label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    axes.set_title(chart.title, fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-    return True

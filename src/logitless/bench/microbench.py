@@ -1,153 +1,131 @@
-"""``logitless bench``: the same loss with and without the kernels, each arm in a fresh process, verified before timed.
+"""``logitless bench``: the same loss with and without the kernels, arms in alternation, verified before timed.
 
-For each arm: device time (median, mean, p10, p90, spread), achieved TFLOP/s and GB/s, the ratio to the roofline, and
-the allocator's peak where the device has one as well as the compiler's plan, both split into inputs, outputs and
-temporaries. ``rounds`` runs the arms in turn, so that a drift of the machine hits all of them.
+For each arm: its time by every clock there is (median, p10, p90 over all calls, and one number for each round), the
+ratio to its dense form with an interval (:mod:`.ratios`), achieved TFLOP/s and GB/s, the ratio to the roofline, and its
+memory: the compiler's plan, and beside it the device's peak as seen by a process that compiled nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from logitless.bench import child, gradcheck, records, timing
-from logitless.bench.child import OUT_OF_MEMORY
-from logitless.bench.config import ConfigError, sparse_backward_of
-from logitless.bench.shapes import MODELS
-from logitless.head.report import SPARSE_METRICS
+from logitless.bench import ratios, turns, verification
+from logitless.bench.case import Arm, BenchConfig, arms, check, is_ours, reference_of, twin
+from logitless.bench.programs import SPARSE_METRICS
+from logitless.bench.verification import Verified
 from logitless.planning.chips import chip_of_kind, roofline_seconds
+from logitless.tools import records, timing
+from logitless.tools.child import OUT_OF_MEMORY
 
-NO_LIMIT = 1e9  # a number, since JSON has no infinity
-BASELINES = {"logits": ("naive", "strong", "gather"), "head": ("naive", "strong", "checkpointed")}
-
-
-@dataclasses.dataclass
-class Kernel:
-    """The A/B switch."""
-
-    enabled: bool = True
-    backend: str = ""  # empty: the best one here
-    bwd_impl: str = "pallas"  # pallas | jax (logits level)
-    sparse_backward: Any = "off"  # off | auto | a mass (head level): an arm of its own beside the exact one
+Say = Callable[[str], None]
+NO_SLOWER = 1.02
+"""An arm's time in units of that in another tree (``--against``)."""
+NOT_HERE = "not here: "
+"""Begins the error of a peer that is not installed: recorded, and no failure."""
 
 
-@dataclasses.dataclass
-class BenchConfig:
-    """Keys of a benchmark configuration."""
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What a command line adds to a configuration."""
 
-    name: str = "bench"
-    level: str = "head"  # logits | head
-    kernel: Kernel = dataclasses.field(default_factory=Kernel)
-    baselines: list[str] = dataclasses.field(default_factory=lambda: ["naive", "strong"])
-    model: str = ""  # a name of the shape table, in place of hidden and vocab
-    tokens: int = 1024
-    hidden: int = 256
-    vocab: int = 32000
-    rows: int = 8
-    batch_kind: str = "uniform"  # uniform | rl
-    inputs: str = "flat"  # flat | realistic (head level): the hidden states and head of a trained policy's kind
-    live: float = 1.0
-    dtype: str = "bfloat16"
-    logits_dtype: str = "float32"
-    head_grad_dtype: str = "float32"
-    objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
-    seed: int = 0
-    verify: bool = True
-    warmup: int = 2
-    repeats: int = 5
-    rounds: int = 1
-    timeout_s: int = 600
-    out: str = "runs/bench.jsonl"
-    wandb_mode: str = "disabled"
-    wandb_project: str = "logitless"
+    only: tuple[str, ...] = ()  # arms with one of these in their name, and those that they are compared with
+    against: str = ""  # another tree's src
+    peers: str | None = None  # PyTorch's arms, too; a folder of unpacked wheels, or empty: as installed
+    verified: Verified = dataclasses.field(default_factory=dict)  # by earlier cases
 
 
-def check(c: BenchConfig) -> None:
-    """Refuse by name what cannot be run."""
-    if c.level not in BASELINES:
-        raise ConfigError(f"level: {c.level!r}, expected logits or head")
-    for b in c.baselines:
-        if b not in BASELINES[c.level]:
-            raise ConfigError(f"baselines: {b!r}, expected some of {', '.join(BASELINES[c.level])}")
-    if c.model:
-        if c.model not in MODELS:
-            raise ConfigError(f"model: {c.model!r}, expected one of {', '.join(MODELS)}")
-        c.hidden, c.vocab = MODELS[c.model].hidden, MODELS[c.model].vocab
-    if c.batch_kind not in ("uniform", "rl"):
-        raise ConfigError(f"batch_kind: {c.batch_kind!r}, expected uniform or rl")
-    if c.inputs not in ("flat", "realistic"):
-        raise ConfigError(f"inputs: {c.inputs!r}, expected flat or realistic")
-    c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
-    if c.level == "logits" and (c.inputs == "realistic" or c.kernel.sparse_backward != "off"):
-        raise ConfigError("level: logits, but inputs=realistic and kernel.sparse_backward are for level=head")
-    if c.tokens % c.rows:
-        raise ConfigError(f"tokens: {c.tokens} do not split into {c.rows} rows")
-    if not c.kernel.enabled and not c.baselines:
-        raise ConfigError("kernel.enabled is false and there are no baselines: nothing to run")
+def _chosen(all_arms: dict[str, Arm], only: tuple[str, ...]) -> dict[str, Arm]:
+    wanted = {k for k in all_arms if not only or any(text in k for text in only)}
+    wanted |= {r for k in wanted if (r := reference_of(k, all_arms)) is not None}
+    wanted |= {twin(k) for k in wanted if twin(k) in all_arms}
+    return {k: a for k, a in all_arms.items() if k in wanted}
 
 
-def arms(c: BenchConfig) -> dict[str, dict[str, Any]]:
-    """The arms by name."""
-    out: dict[str, dict[str, Any]] = {b: dict(kernel=False, baseline=b) for b in c.baselines}
-    if c.kernel.enabled:
-        name = "kernel" if c.kernel.bwd_impl == "pallas" else "kernel (jax backward)"
-        out[name] = dict(kernel=True, backend=c.kernel.backend, bwd_impl=c.kernel.bwd_impl)
-        if c.kernel.sparse_backward != "off":
-            out[f"{name}, sparse backward"] = {**out[name], "sparse_backward": c.kernel.sparse_backward}
-    return out
-
-
-def _verify(c: BenchConfig) -> dict[str, Any]:
-    """The kernel's arms at a small shape against the reference and float64, each in a fresh process."""
-    exact = _gradcheck(c)
-    if c.kernel.sparse_backward == "off":
-        return exact
-    # A mass of one's own is no part of the contract: then only the mass itself is a gate, beside the loss.
-    auto = c.kernel.sparse_backward == "auto"
-    limits = {} if auto else dict(contract=NO_LIMIT, max_rel_diff_grad=NO_LIMIT)
-    options = dict(inputs="realistic", sparse_backward=c.kernel.sparse_backward, tokens=64, vocab=4096, **limits)
-    sparse = _gradcheck(c, **options)
-    gates = {**exact["gates"], **{f"sparse: {k}": v for k, v in sparse["gates"].items()}}
-    errors = [v["error"] for v in (exact, sparse) if "error" in v]
-    return dict(passed=exact["passed"] and sparse["passed"], gates=gates, **({"error": errors[0]} if errors else {}))
-
-
-def _gradcheck(c: BenchConfig, **options: Any) -> dict[str, Any]:
-    small = gradcheck.GradcheckConfig(
-        name=f"verify {c.name}",
-        level=c.level,
-        backend=c.kernel.backend or "auto",
-        bwd_impl=c.kernel.bwd_impl,
-        objective=dict(c.objective),
-        dtype=c.dtype,
-        logits_dtype=c.logits_dtype,
-        **{"batch": 2, "tokens": 24, "hidden": 128, "vocab": 1024, **options},
-    )
-    found = child.ask(dict(gradcheck=dataclasses.asdict(small)), c.timeout_s)
-    if "error" in found:
-        return dict(passed=False, gates={}, error=found["error"])
-    return dict(passed=found["passed"], gates=found["gates"])
-
-
-def _run_arm(c: BenchConfig, arm: dict[str, Any]) -> dict[str, Any]:
-    """The arm's measurements. Where compiling had taken more memory than the loss needs (a GPU's autotuner tries its
-    candidates on the device), the compiled program runs again in a process that compiles nothing, for the peak alone.
-    """
-    job = {**dataclasses.asdict(c), "arm": arm}
+def run(c: BenchConfig, say: Say = lambda _: None, how: How | None = None) -> dict[str, Any]:
+    """All arms of one configuration; ``passed`` is false if the verification fails, the arms' losses disagree, a gate
+    is missed, or an arm failed for another reason than memory."""
+    how = how or How()
+    check(c)
+    chosen = _chosen(arms(c, peers=how.peers is not None, source=how.against), how.only)
+    record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={}, busy=_busy())
+    record["made"] = records.provenance()
+    if how.against:
+        record["against"] = how.against
+    if c.verify and any(is_ours(a) for a in chosen.values()):
+        record["verify"] = verification.verify(c, chosen, how.verified, say)
     with tempfile.TemporaryDirectory(prefix="logitless-bench-") as cache:
-        kept = {
+        environment = {
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        found = child.ask(job, c.timeout_s, kept)
-        if (found.get("device") or {}).get("from_compile"):
-            again = child.ask({**job, "peak_only": True}, c.timeout_s, kept)
-            found["device"] = again.get("device") or found["device"]
-    return found
+        parts = turns.measure(turns.Turns(dataclasses.asdict(c), chosen, how.peers, environment), c.rounds, say)
+        if c.peaks:
+            _peaks(c, chosen, parts, environment, say)
+    record["arms"] = {name: _summarise(c, part) for name, part in parts.items()}
+    _compare(c, chosen, record)
+    return record
+
+
+def _busy() -> float:
+    """How many of this machine's cores had other work in the last minute: times are then not of this program alone."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0
+
+
+def _peaks(
+    c: BenchConfig, chosen: dict[str, Arm], parts: dict[str, Any], environment: dict[str, str], say: Say
+) -> None:
+    """``device`` of each arm that ran where an allocator keeps account, by a process that compiles nothing."""
+    for name, part in parts.items():
+        if part.get("has_peaks") and "error" not in part:
+            say(f"the device's peak of {name}")
+            with turns.open_worker(chosen[name].source, environment=environment) as worker:
+                job = dict(do="peak", case=dataclasses.asdict(c), arm=dataclasses.asdict(chosen[name]))
+                part["device"] = worker.ask(job, c.timeout_s).get("device")
+
+
+def _compare(c: BenchConfig, chosen: dict[str, Arm], record: dict[str, Any]) -> None:
+    """Ratios, gates and the verdict on the case."""
+    rows = record["arms"]
+    good = {k: v for k, v in rows.items() if "error" not in v}
+    for name, row in good.items():
+        for other in (reference_of(name, chosen), twin(name)):
+            if other in good:
+                row["ratios"][other] = ratios.clocks(row, good[other])
+    bars = {**c.gates, **{k: v for name in chosen for k, v in _no_worse(name).items() if twin(name) in chosen}}
+    record["gates"] = {
+        gate: ratios.gate(what, rows[a], rows[b], limit)
+        for gate, (what, a, b, limit) in bars.items()
+        if a in rows and b in rows and all(_may_lack(row) is not True for row in (rows[a], rows[b]))
+    }
+    # Only arms over the same batch and objective have the same loss to agree on.
+    same = {k: v["loss"] for k, v in good.items() if "loss" in v and not (chosen[k].batch or chosen[k].objective)}
+    finite = all(math.isfinite(v) for v in same.values())
+    record["loss_spread"] = None if not finite else max(same.values()) - min(same.values()) if same else 0.0
+    tolerance = 1e-4 if c.dtype == "float32" and {a.logits_dtype for a in chosen.values()} == {"float32"} else 2e-2
+    agree = finite and record["loss_spread"] <= tolerance * max(1.0, *(abs(v) for v in same.values()), 1.0)
+    ran = all(_may_lack(row) is not False for row in rows.values())
+    met = all(g["ok"] for g in record["gates"].values())
+    record["passed"] = record.get("verify", {"passed": True})["passed"] and agree and ran and met
+
+
+def _no_worse(name: str) -> dict[str, tuple[str, str, str, float]]:
+    """The bars of an arm whose other tree's self runs beside it."""
+    return {
+        f"{name}: time / other tree": ("time", name, twin(name), NO_SLOWER),
+        f"{name}: memory / other tree": ("memory", name, twin(name), 1.0),
+    }
+
+
+def _may_lack(row: dict[str, Any]) -> bool | None:
+    """Whether a row has an error that is no failure; ``None`` if it has none."""
+    return row["error"].startswith((OUT_OF_MEMORY, NOT_HERE)) if "error" in row else None
 
 
 def least_work(c: BenchConfig, live: int) -> tuple[float, float]:
@@ -162,109 +140,34 @@ def least_work(c: BenchConfig, live: int) -> tuple[float, float]:
     return 6.0 * live * c.hidden * c.vocab, 2.0 * (c.tokens + c.vocab) * c.hidden * item
 
 
-def _summarise(c: BenchConfig, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    bad = [p for p in parts if "error" in p]
-    if bad:
-        return bad[0]
-    times = [t for p in parts for t in p["times_ms"]]
-    row: dict[str, Any] = timing.summary(times)
+def _summarise(c: BenchConfig, part: dict[str, Any]) -> dict[str, Any]:
+    if "error" in part:
+        return dict(error=part["error"])
+    took = part["turns"]
+    known = [k for k in timing.CLOCKS if all(k in turn for turn in took)]
+    clock = known[0]
+    row: dict[str, Any] = timing.summary([t for turn in took for t in turn[clock]])
+    row["clock"] = clock
+    row["rounds"] = {
+        k: [statistics.median(turn[k]) if isinstance(turn[k], list) else turn[k] for turn in took] for k in known
+    }
+    row |= {k: statistics.median(v) for k, v in row["rounds"].items()}
+    row["ratios"] = {}
     row["bench/step_s_mean"] = row["mean_ms"] / 1e3
     seconds = row["median_ms"] / 1e3
-    first = parts[0]
-    flops, moved = least_work(c, first["live"])
-    row["live_tokens"] = first["live"]
+    flops, moved = least_work(c, part["live"])
+    row["live_tokens"] = part["live"]
     row["tflops"] = flops / seconds / 1e12
     row["gb_per_s"] = moved / seconds / 1e9
-    chip = chip_of_kind(first["environment"]["device"])
+    chip = chip_of_kind(part["environment"]["device"])
     row["roofline_ms"] = row["roofline_ratio"] = None
     if chip is not None and c.dtype == "bfloat16":  # the table's FLOP/s are those of bfloat16
         row["roofline_ms"] = roofline_seconds(chip, flops, moved) * 1e3
         row["roofline_ratio"] = row["median_ms"] / row["roofline_ms"]
-    row["mem/compiler"] = first["compiler"]
-    row["mem/device"] = first["device"]
-    row["mem/peak_bytes_in_use_max"] = max(((p["device"] or {}).get("peak", 0)) for p in parts) or None
-    row.update({k: v for k, v in first.items() if k in SPARSE_METRICS})
-    row["loss"], row["grad_norms"], row["environment"] = first["loss"], first["grad_norms"], first["environment"]
-    return row
-
-
-Verified = dict[tuple[Any, ...], dict[str, Any]]
-"""Verifications of a suite, so that no two cases repeat the same one."""
-
-
-def run(
-    c: BenchConfig, say: Callable[[str], None] = lambda _: None, verified: Verified | None = None
-) -> dict[str, Any]:
-    """All arms of one configuration; ``passed`` is false if the verification fails, the arms' losses disagree, or an
-    arm failed for another reason than memory."""
-    check(c)
-    record: dict[str, Any] = dict(kind="bench", name=c.name, config=dataclasses.asdict(c), arms={})
-    if c.verify and c.kernel.enabled:
-        verified = {} if verified is None else verified
-        sparse = c.kernel.sparse_backward
-        key = (c.level, c.kernel.backend, c.kernel.bwd_impl, c.dtype, c.logits_dtype, repr(c.objective), sparse)
-        if key not in verified:
-            say("verifying at a small shape")
-            verified[key] = _verify(c)
-        record["verify"] = verified[key]
-    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in arms(c)}
-    for i in range(c.rounds):
-        for name, arm in arms(c).items():
-            say(f"round {i + 1}/{c.rounds}: {name}")
-            parts[name].append(_run_arm(c, arm))
-    record["arms"] = {name: _summarise(c, p) for name, p in parts.items()}
-    good = {k: v for k, v in record["arms"].items() if "error" not in v}
-    losses = [v["loss"] for v in good.values()]
-    spread = max(losses) - min(losses) if losses else 0.0
-    record["loss_spread"] = spread
-    tolerance = 2e-2 if c.dtype != "float32" or c.logits_dtype != "float32" else 1e-4
-    agree = spread <= tolerance * max(1.0, *(abs(v) for v in losses), 1.0)
-    ran = all(row.get("error", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY) for row in record["arms"].values())
-    record["passed"] = record.get("verify", {"passed": True})["passed"] and agree and ran
-    return record
-
-
-def table(record: dict[str, Any]) -> str:
-    """The arms of a record as text."""
-    lines = [f"{record['name']}: {record['config']['tokens']} tokens, vocabulary {record['config']['vocab']}"]
-    for name, row in record["arms"].items():
-        if "error" in row:
-            lines.append(f"  {name:24s} {row['error']}")
-            continue
-        memory = row["mem/compiler"]
-        roofline = f"  {row['roofline_ratio']:.2f}x roofline" if row.get("roofline_ratio") else ""
-        lines.append(
-            f"  {name:24s} {row['median_ms']:10.2f} ms  [{row['p10_ms']:.2f}, {row['p90_ms']:.2f}]"
-            f"  temporaries {memory['temporaries'] / 2**20:9.1f} MiB{roofline}"
-        )
-    return "\n".join(lines)
-
-
-def compare(a: Path, b: Path) -> str:
-    """Ratios of two result files (JSON lines, or a suite's JSON), arm by arm: B over A."""
-
-    def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-        try:
-            found = [r for r in records.read(path) if records.kind_of(r) == "bench"]
-        except records.RecordError as error:
-            raise ConfigError(str(error)) from None
-        if not found:
-            raise ConfigError(f"{path}: no benchmark results in it")
-        return {(r["name"], arm): row for r in found for arm, row in r["arms"].items()}
-
-    left, right = read(a), read(b)
-    lines = [f"{'case':44s}{'time B/A':>10s}{'temporaries B/A':>18s}"]
-    for key in left:
-        if key not in right:
-            lines.append(f"{' / '.join(key):44s}   only in A")
-            continue
-        x, y = left[key], right[key]
-        if "error" in x or "error" in y:
-            lines.append(f"{' / '.join(key):44s}   {x.get('error', 'ok')} -> {y.get('error', 'ok')}")
-            continue
-        ratio = y["median_ms"] / x["median_ms"]
-        ta, tb = x["mem/compiler"]["temporaries"], y["mem/compiler"]["temporaries"]
-        memory = f"{tb / ta:.3f}" if ta else "-"
-        lines.append(f"{' / '.join(key):44s}{ratio:10.3f}{memory:>18s}")
-    lines += [f"{' / '.join(key):44s}   only in B" for key in right if key not in left]
-    return "\n".join(lines)
+    row["mem/compiler"] = part["compiler"]
+    row["mem/device"] = part.get("device")
+    row["mem/peak_bytes_in_use_max"] = (part.get("device") or {}).get("peak")
+    if "kernels" in took[-1]:
+        row["kernels"] = took[-1]["kernels"]
+    kept = ("loss", "grad_norms", "rows", "environment", *SPARSE_METRICS)
+    return row | {k: part[k] for k in kept if k in part}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.bench.config import ConfigError
+from logitless.tools.config import ConfigError
 
 
 def hidden_and_head(

@@ -26,8 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless.api import linear_logprobs
-
 MEASURED_VOCAB = 151936
 EPSILONS = (1e-3, 2.0**-12, 1e-4, 1e-5, 1e-6)
 WIDTHS = (4096, 8192, 12288, 24576)
@@ -142,13 +140,6 @@ def sample_targets(hidden: Array, lm_head: Array, seed: int = 0, chunk: int = 51
     parts = [some(hidden[s : s + chunk], lm_head, k) for s, k in zip(starts, keys, strict=True)]
     last = n - (len(parts) - 1) * chunk
     return jnp.concatenate([*parts[:-1], parts[-1][chunk - last :]])
-
-
-def on_policy(hidden: Array, lm_head: Array, seed: int = 0, chunk: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """``(targets, their log-probabilities)`` of hidden states ``[..., H]``, as :func:`sample_targets` draws them."""
-    y = sample_targets(hidden.reshape(-1, hidden.shape[-1]), lm_head, seed, chunk).reshape(hidden.shape[:-1])
-    logp = jax.jit(lambda h, w, y: linear_logprobs(h, w, y, chunk_size=chunk, head_layout="vh").logp)
-    return np.asarray(y), np.asarray(logp(hidden, lm_head, y))
 
 
 def measure(hidden: Any, lm_head: Any, targets: Any, chunks: tuple[int, ...] = CHUNKS) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 
 from logitless._version import __version__
-from logitless.bench import charts, report_charts, report_training
+from logitless.bench import charts, charts_png, report_bench, report_charts, report_tiles, report_training
 from logitless.bench.charts import Bars, Chart, number
-from logitless.bench.records import Record, RecordError, files_in, kind_of, read
 from logitless.bench.report_charts import Section, Table
+from logitless.tools.records import Record, RecordError, files_in, kind_of, read
 
 ReportError = RecordError
 
@@ -35,6 +35,13 @@ caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
   font-variant-numeric: tabular-nums; }
 td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); font-weight: 600; }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px; padding: 0; margin: 18px 0; list-style: none; }
+.tile { flex: 1 1 220px; border: 1px solid var(--grid); border-top: 4px solid var(--muted); border-radius: 6px;
+  padding: 10px 14px; overflow-wrap: anywhere; }
+.tile span { display: block; color: var(--muted); font-size: 0.85rem; } .tile strong { font-size: 1.5rem; }
+.tile.good { border-top-color: var(--good); } .tile.bad { border-top-color: var(--bad); }
+.made { font-size: 0.85rem; overflow-wrap: anywhere; }
+@media (max-width: 700px) { figure { overflow-x: auto; } figure svg { min-width: 640px; } }
 footer { color: var(--muted); font-size: 0.85rem; padding-bottom: 40px; margin-top: 48px; }
 @media print { body { background: #fff; } details { display: none; } figure { break-inside: avoid; } }
 """
@@ -63,7 +70,7 @@ def _numbers(chart: Chart) -> Table:
         return Table(f"{chart.title} ({chart.unit})", ("", *parts), tuple(rows))
     xs = sorted({x for s in chart.series for x, _ in s.points})
     values = [dict(s.points) for s in chart.series]
-    shown = [(number(x), *(number(v[x]) if x in v else "" for v in values)) for x in xs]
+    shown = [(f"{x:,g}" if x == int(x) else number(x), *(number(v[x]) if x in v else "" for v in values)) for x in xs]
     return Table(f"{chart.title} ({chart.y_label})", (chart.x_label, *(s.label for s in chart.series)), tuple(shown))
 
 
@@ -75,7 +82,7 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _page(sections: Sequence[Section], sources: Sequence[Path], where: str) -> str:
+def _page(sections: Sequence[Section], sources: Sequence[Path], records: list[Record]) -> str:
     links = "".join(f'<li><a href="#{report_charts.slug(s.title)}">{escape(s.title)}</a></li>' for s in sections)
     body = "".join(
         f'<section aria-labelledby="{report_charts.slug(s.title)}"><h2 id="{report_charts.slug(s.title)}">'
@@ -83,13 +90,15 @@ def _page(sections: Sequence[Section], sources: Sequence[Path], where: str) -> s
         f"{''.join(map(_figure, s.charts))}{''.join(map(_table, s.tables))}</section>"
         for s in sections
     )
+    made = "".join(f'<p class="made">{escape(m)}</p>' for m in _made(records))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         '<meta name="color-scheme" content="light dark"/>'
         '<link rel="icon" href="data:,"/>'
         f"<title>logitless report</title><style>{charts.css()}{STYLE}</style></head><body>"
-        f"<header><h1>logitless report</h1><p>{escape(where)}</p>"
+        f"<header><h1>logitless report</h1>{report_tiles.html(report_tiles.tiles(records))}"
+        f"<p>{escape(_where(records))}</p>{made}"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main>'
         f"<footer><p>Made by <code>logitless report</code> {__version__} from "
         + ", ".join(f"<code>{escape(str(p))}</code>" for p in sources)
@@ -109,43 +118,80 @@ def _where(records: Sequence[Record]) -> str:
     return "; ".join(found) if found else "Predictions and recorded runs."
 
 
-def write(paths: Sequence[str | Path], out_html: str | Path, *, plots: str | Path | None = None) -> int:
-    """Write the page for result files (or folders of them), and with ``plots`` each chart as an image; the number of
-    charts. Raises :class:`ReportError`, naming the file, for one that is missing, broken or of no known kind."""
-    sources = files_in([Path(p) for p in paths])
+def _made(records: Sequence[Record]) -> list[str]:
+    """By which command, when, and from which code, of records that say so."""
+    found: dict[str, None] = {}
+    for r in records:
+        m = r.get("made")
+        if isinstance(m, dict):
+            code = f"logitless {m['version']}" + (f" ({m['commit']})" if m.get("commit") else "")
+            found[f"{m['command']}; {m['date']}; {code}; Python {m['python']}"] = None
+    return list(found)
+
+
+def _sections(found: Sequence[tuple[Path, Record]]) -> list[Section]:
+    """What the records make, in the page's order."""
     kinds: dict[str, list[Record]] = {}
     training: list[tuple[str, Record]] = []
-    for path in sources:
-        for record in read(path):
-            kind = str(kind_of(record))
-            if kind in ("ab", "train"):
-                training.append((path.parent.name if path.stem in ("ab", "metrics") else path.stem, record))
-            kinds.setdefault(kind, []).append(record)
+    for path, record in found:
+        kind = str(kind_of(record))
+        if kind in ("ab", "train"):
+            training.append((path.parent.name if path.stem in ("ab", "metrics") else path.stem, record))
+        kinds.setdefault(kind, []).append(record)
     sections = []
-    try:
-        if "bench" in kinds:
-            sections.append(report_charts.bench(kinds["bench"]))
-        if training:
-            sections.append(report_training.training(training))
-        if "plan" in kinds:
-            sections.append(report_charts.plans(kinds["plan"]))
-        if "tpu_compile" in kinds or "tpu_cycles" in kinds:
-            sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
-        if "gradcheck" in kinds:
-            sections.append(report_charts.gradchecks(kinds["gradcheck"]))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        names = ", ".join(str(p) for p in sources)
-        raise ReportError(
-            f"{names}: a record lacks what its kind must have ({type(error).__name__}: {error})"
-        ) from None
+    if "bench" in kinds:
+        sections.append(report_bench.bench(kinds["bench"]))
+    if training:
+        sections.append(report_training.training(training))
+    if "plan" in kinds:
+        sections.append(report_charts.plans(kinds["plan"]))
+    if "tpu_compile" in kinds or "tpu_cycles" in kinds:
+        sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
+    if "gradcheck" in kinds:
+        sections.append(report_charts.gradchecks(kinds["gradcheck"]))
+    return sections
+
+
+def _read(sources: Sequence[Path]) -> tuple[list[Section], list[Record]]:
+    """The sections and the records behind them; a record that lacks what its kind must have is refused by its file."""
+    found: list[tuple[Path, Record]] = []
+    for path in sources:
+        own = [(path, record) for record in read(path)]
+        try:
+            _sections(own)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ReportError(f"{path}: a record lacks what its kind must have ({why})") from None
+        found += own
+    return _sections(found), [record for _, record in found]
+
+
+def default_out(paths: Sequence[str | Path]) -> Path:
+    """Where the page goes if nobody says: into the folder that it reports on."""
+    folders = [Path(p) for p in paths if Path(p).is_dir()]
+    return (folders[0] if len(folders) == len(paths) == 1 else Path("runs")) / "report.html"
+
+
+def write(
+    paths: Sequence[str | Path],
+    out_html: str | Path,
+    *,
+    plots: str | Path | None = None,
+    left: list[Path] | None = None,
+) -> int:
+    """Write the page for result files (or folders of them), and with ``plots`` each chart as an image; the number of
+    charts. Files of a folder that are no results are put into ``left``. Raises :class:`ReportError`, naming the file,
+    for one that is missing, broken or of no known kind."""
+    sources = files_in([Path(p) for p in paths], left)
+    sections, records = _read(sources)
     out = Path(out_html)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(sections, sources, _where([r for rs in kinds.values() for r in rs])))
+    out.write_text(_page(sections, sources, records))
     every = [c for s in sections for c in s.charts]
     if plots is not None:
         folder = Path(plots)
         folder.mkdir(parents=True, exist_ok=True)
         for chart in every:
             (folder / f"{chart.name}.svg").write_text(charts.to_svg(chart, alone=True))
-            charts.to_png(chart, folder / f"{chart.name}.png")
+            charts_png.to_png(chart, folder / f"{chart.name}.png")
     return len(every)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
 
-from logitless.bench.charts import TONES, Bar, Bars, Chart, Lines, Series, number
-from logitless.bench.records import Record
+from logitless.bench.charts import TONES, Bar, Bars, Chart, Lines, Series
+from logitless.tools.records import Record
 
 MIB = 2**20
 
@@ -38,7 +36,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-_OURS = ("kernel", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu", "sparse")
+_OURS = ("kernel", "default", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu", "sparse")
 _THEIRS = {
     "strong": "a",
     "dense": "a",
@@ -53,118 +51,16 @@ _THEIRS = {
 
 def tone_of(arm: str, position: int) -> str:
     """The colour of an arm: the accent for ours, its own for a known baseline."""
-    if arm.startswith(_OURS):
+    if arm.startswith(_OURS) and not arm.endswith("(other tree)"):
         return "ours"
     return _THEIRS.get(arm, TONES[1 + position % (len(TONES) - 1)])
 
 
-def _good(record: Record) -> dict[str, Record]:
-    return {k: v for k, v in record["arms"].items() if "error" not in v}
-
-
-def _shape(c: Record) -> str:
-    at = f"{c['tokens']:,} tokens, vocabulary {c['vocab']:,}"
-    return at + (f", hidden {c['hidden']:,}" if c["level"] == "head" else "") + f", {c['dtype']}"
-
-
-def _time_chart(record: Record) -> Bars:
-    bars = [
-        Bar(arm, missing=row["error"][:48]) if "error" in row
-        else Bar(arm, (("median", row["median_ms"]),), tone_of(arm, i))
-        for i, (arm, row) in enumerate(record["arms"].items())
-    ]  # fmt: skip
-    floor = next((r["roofline_ms"] for r in _good(record).values() if r.get("roofline_ms")), None)
-    return Bars(
-        f"time-{slug(record['name'])}", f"Time: {record['name']}", "ms", tuple(bars), floor, "roofline",
-        _shape(record["config"]),
-    )  # fmt: skip
-
-
-def _memory_chart(record: Record) -> Bars:
-    peaks = [row.get("mem/device") for row in _good(record).values()]
-    seen = all(peak and not peak.get("from_compile") for peak in peaks)  # else a peak was the autotuner's, or unknown
-    gauge = "the device's peak" if seen else "the compiler's plan"
-    bars, floor = [], None
-    for i, (arm, row) in enumerate(record["arms"].items()):
-        if "error" in row:
-            bars.append(Bar(arm, missing=row["error"][:48]))
-            continue
-        memory = row["mem/device"] if seen else row["mem/compiler"]
-        inputs = memory.get("inputs", memory.get("arguments", 0))
-        parts = (("inputs", inputs), ("outputs", memory["outputs"]), ("temporaries", memory["temporaries"]))
-        bars.append(Bar(arm, tuple((k, v / MIB) for k, v in parts), tone_of(arm, i)))
-        floor = (inputs + memory["outputs"]) / MIB
-    return Bars(
-        f"memory-{slug(record['name'])}", f"Memory: {record['name']}", "MiB", tuple(bars), floor, "inputs and outputs",
-        f"{_shape(record['config'])}; {gauge}",
-    )  # fmt: skip
-
-
-def _along(records: list[Record], key: str) -> Iterable[tuple[Record, list[Record]]]:
-    """Groups of bench records that differ in ``key`` alone, in its order."""
-    drop = {key, "name", "out", "rounds", "repeats", "warmup", "verify", "timeout_s", "baselines"}
-    groups: dict[str, list[Record]] = {}
-    for r in records:
-        # At the logits level nothing depends on the hidden size.
-        c = {
-            k: v
-            for k, v in r["config"].items()
-            if k not in drop and not (k == "hidden" and r["config"]["level"] != "head")
-        }
-        groups.setdefault(repr(sorted(c.items(), key=lambda kv: kv[0])), []).append(r)
-    for group in groups.values():
-        if len({r["config"][key] for r in group}) > 1:
-            yield group[0], sorted(group, key=lambda r: r["config"][key])
-
-
-def _lines_along(group: list[Record], key: str, value: Any) -> tuple[Series, ...]:
-    arms = dict.fromkeys(a for r in group for a in _good(r))
-    lines = (
-        Series(arm, tuple((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r)), tone_of(arm, i))
-        for i, arm in enumerate(arms)
-    )
-    return tuple(line for line in lines if len(line.points) > 1)
-
-
-def bench(records: list[Record]) -> Section:
-    """Time and memory of each case, and their course along live tokens and context length."""
-    s = Section("Benchmarks", "Each arm ran in a process of its own, verified at a small shape before it was timed.")
-    for first, group in _along(records, "live"):
-        series = _lines_along(group, "live", lambda row: row["median_ms"])
-        title = f"Cost against live tokens: {first['name']}"
-        note = "Masked tokens (prompts, padding) cost a dense loss as much as live ones."
-        if series:
-            s.charts.append(Lines(slug(title), title, "share of tokens that are live", "ms", series, note=note))
-    for first, group in _along(records, "tokens"):
-        series = _lines_along(group, "tokens", lambda row: max(row["mem/compiler"]["temporaries"], 1) / MIB)
-        title = f"Temporaries against tokens: {first['name']}"
-        if series:
-            s.charts.append(Lines(slug(title), title, "tokens", "MiB", series, log=True))
-    for r in records:
-        if _good(r):
-            s.charts += [_time_chart(r), _memory_chart(r)]
-    rows = []
-    for r in records:
-        for arm, row in r["arms"].items():
-            if "error" in row:
-                rows.append((r["name"], arm, row["error"][:80], "", "", "", "", ""))
-                continue
-            ratio, flops, speed = row.get("roofline_ratio"), row.get("tflops"), row.get("gb_per_s")
-            rows.append(
-                (
-                    r["name"],
-                    arm,
-                    number(row["median_ms"]),
-                    f"{number(row['p10_ms'])} to {number(row['p90_ms'])}",
-                    f"{row['mem/compiler']['temporaries'] / MIB:,.1f}",
-                    number(flops) if flops else "",
-                    number(speed) if speed else "",
-                    f"{ratio:.2f}" if ratio else "",
-                )
-            )
-    columns = ("case", "arm", "median ms", "p10 to p90", "temporaries MiB", "TFLOP/s", "GB/s", "x roofline")
-    s.tables.append(Table("All cases", columns, tuple(rows)))
-    return s
+def without_empty_columns(table: Table) -> Table:
+    """The table less the columns that have nothing in any row."""
+    keep = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
+    rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
+    return Table(table.title, tuple(table.columns[i] for i in keep), rows)
 
 
 def plans(records: list[Record]) -> Section:

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from logitless.bench.charts import TONES, Chart, Lines, Series, number
-from logitless.bench.records import Record
 from logitless.bench.report_charts import Section, Table, slug, tone_of
+from logitless.tools.records import Record
 
 CURVES = (
     ("reward", ("train/reward", "reward", "train/reward_mean"), "mean reward of the step's completions"),
@@ -22,9 +22,16 @@ CURVES = (
 )
 
 
-def _curves(arms: dict[str, list[Record]], name: str) -> list[Chart]:
+def _is_time(key: str) -> bool:
+    return key.startswith("time/")
+
+
+def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> list[Chart]:
+    """The course of each metric; without ``times`` not of those that only a run alone can tell."""
     out: list[Chart] = []
     for what, keys, unit in CURVES:
+        if not times and any(map(_is_time, keys)):
+            continue
         series: list[Series] = []
         for i, (arm, steps) in enumerate(arms.items()):
             points = []
@@ -50,9 +57,15 @@ def training(records: list[tuple[str, Record]]) -> Section:
         if r.get("kind") != "ab":
             single.setdefault(name, []).append(r)
             continue
-        s.charts += _curves({arm: a.get("metrics", []) for arm, a in r["arms"].items()}, name)
+        alone = not (r.get("config") or {}).get("ab", {}).get("parallel", False)
+        if not alone:
+            s.text += f" The arms of {name} ran at the same time: nothing is said about their speed."
+        s.charts += _curves({arm: a.get("metrics", []) for arm, a in r["arms"].items()}, name, alone)
         keys = dict.fromkeys(
-            k for a in r["arms"].values() for k, v in a.get("summary", {}).items() if isinstance(v, (int, float, str))
+            k
+            for a in r["arms"].values()
+            for k, v in a.get("summary", {}).items()
+            if isinstance(v, (int, float, str)) and (alone or not _is_time(k))
         )
         rows = [(k, *(_cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
         if rows:
@@ -70,7 +83,7 @@ def _agreement_tables(name: str, record: Record) -> list[Table]:
     keys = dict.fromkeys(k for a in by_arm.values() for k, v in a.items() if not isinstance(v, (dict, list)))
     rows = [(k, *(_cell(a.get(k)) for a in by_arm.values())) for k in keys]
     title = f"{name}: agreement of the arms" if "" in by_arm else f"{name}: agreement with {next(iter(record['arms']))}"
-    return [Table(title, ("", *by_arm), tuple(rows))] if rows else []
+    return [Table(title, ("", *(arm or "value" for arm in by_arm)), tuple(rows))] if rows else []
 
 
 def _cell(value: Any) -> str:

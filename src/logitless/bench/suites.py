@@ -1,79 +1,121 @@
 """``logitless bench --suite NAME``: the lot, into one JSON file.
 
 The file is written anew after every case, so that a suite which is stopped leaves what it had. A case that runs out of
-memory is recorded and ends nothing.
+memory is recorded and ends nothing. No case needs a configuration file.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import microbench
-from logitless.bench.config import ConfigError
-from logitless.bench.microbench import BenchConfig, Kernel
+from logitless.bench import gpu_suites, microbench, turns
+from logitless.bench.case import BenchConfig, Kernel
+from logitless.bench.gpu_suites import BF16, Case
+from logitless.bench.gradcheck_config import GradcheckConfig
+from logitless.tools.config import ConfigError
 
-BF16 = dict(dtype="bfloat16", logits_dtype="bfloat16", head_grad_dtype="param")
-F32 = dict(dtype="bfloat16", logits_dtype="float32", head_grad_dtype="param")
-LINEAR = dict(level="head", tokens=8192, rows=8, hidden=4096, vocab=151936)
-LOGITS = dict(level="logits", tokens=4096, rows=1, vocab=151936, dtype="bfloat16")
-SMALL = dict(level="head", tokens=512, rows=4, hidden=64, vocab=32768, dtype="float32", repeats=3, warmup=1)
-LONG = dict(level="head", rows=1, model="qwen2.5-1.5b", baselines=["strong"], **F32)
+F32: dict[str, Any] = dict(dtype="bfloat16", logits_dtype="float32", head_grad_dtype="param")
+LINEAR: dict[str, Any] = dict(level="head", tokens=8192, rows=8, hidden=4096, vocab=151936)
+LOGITS: dict[str, Any] = dict(level="logits", tokens=4096, rows=1, vocab=151936, dtype="bfloat16")
+SMALL: dict[str, Any] = dict(
+    level="head", tokens=512, rows=4, hidden=64, vocab=32768, dtype="float32", repeats=2, rounds=5
+)
+LONG: dict[str, Any] = dict(level="head", rows=1, model="qwen2.5-1.5b", baselines=["strong"], **F32)
 
 
-def _case(name: str, **fields: Any) -> BenchConfig:
-    return BenchConfig(name=name, **fields)
-
-
-def suites() -> dict[str, list[BenchConfig]]:
-    """The cases of each suite. ``h200`` is made for one GPU and about five minutes, ``cpu`` for two cores and two."""
+def suites() -> dict[str, list[Case]]:
+    """The cases of each suite: ``h200`` and ``gpu-*`` are for one H200, ``cpu`` for two cores and three minutes."""
+    case = BenchConfig
     return {
         "cpu": [
-            _case("head", **SMALL),
-            _case("head, 3/4 masked", **{**SMALL, "live": 0.25}, baselines=["strong"]),
-            _case("head, 4x the tokens", **{**SMALL, "tokens": 2048}, baselines=["strong"]),
-            _case("head, RL batch", **{**SMALL, "rows": 16}, batch_kind="rl", baselines=["strong"]),
-            _case("logits", level="logits", tokens=256, rows=4, vocab=8192, dtype="float32", repeats=3, warmup=1),
+            case("head", **SMALL),
+            case("head, 3/4 masked", **{**SMALL, "live": 0.25}, baselines=["strong"]),
+            case("head, 4x the tokens", **{**SMALL, "tokens": 2048}, baselines=["strong"]),
+            case("head, RL batch", **{**SMALL, "rows": 16}, batch_kind="rl", baselines=["strong"]),
+            case("logits", level="logits", tokens=256, rows=4, vocab=8192, dtype="float32", rounds=5),
         ],
         "h200": [
-            _case("logits_bpd1_t4096_vocab151936", **LOGITS),
-            _case("logits_bpd1_t4096_vocab151936_jaxbwd", **LOGITS, baselines=[], kernel=Kernel(bwd_impl="jax")),
-            _case("linear_bpd1_t8192_h4096_vocab151936", **LINEAR, **BF16),
-            _case("linear_bpd1_t8192_h4096_vocab151936_f32logits", **LINEAR, **F32, baselines=["strong"]),
-            _case("linear_bpd1_t8192_h4096_vocab151936, half live", **LINEAR, **BF16, live=0.5, baselines=[]),
-            _case("linear_bpd1_t8192_h4096_vocab151936, a quarter", **LINEAR, **BF16, live=0.25, baselines=["strong"]),
-            _case("qwen2.5-7b, RL batch", level="head", model="qwen2.5-7b", tokens=24576, rows=24, batch_kind="rl",
-                  baselines=["strong"], **BF16),
-            _case("qwen2.5-1.5b, 32k context", tokens=32768, **LONG),
-            _case("qwen2.5-1.5b, 128k context", tokens=131072, **LONG),
+            case("logits_bpd1_t4096_vocab151936", **LOGITS),
+            case("logits_bpd1_t4096_vocab151936_jaxbwd", **LOGITS, baselines=[], kernel=Kernel(bwd_impl="jax")),
+            case("linear_bpd1_t8192_h4096_vocab151936", **LINEAR, **BF16),
+            case("linear_bpd1_t8192_h4096_vocab151936_f32logits", **LINEAR, **F32),
+            case("linear_bpd1_t8192_h4096_vocab151936, half live", **LINEAR, **BF16, live=0.5, baselines=["strong"]),
+            case("linear_bpd1_t8192_h4096_vocab151936, a quarter", **LINEAR, **BF16, live=0.25, baselines=["strong"]),
+            case("linear_bpd1_t8192_h4096_vocab151936, sparse", **LINEAR, **BF16, inputs="realistic",
+                 baselines=["strong"], kernel=Kernel(sparse_backward="auto")),
+            case("qwen2.5-7b, RL batch", level="head", model="qwen2.5-7b", tokens=24576, rows=24, batch_kind="rl",
+                 baselines=["strong"], **BF16),
+            case("qwen2.5-1.5b, 32k context", tokens=32768, **LONG),
+            case("qwen2.5-1.5b, 128k context", tokens=131072, **LONG),
         ],
+        "gpu-head": gpu_suites.gpu_head(),
+        "gpu-sparse": gpu_suites.gpu_sparse(),
+        "gpu-logits": gpu_suites.gpu_logits(),
     }  # fmt: skip
 
 
-def run(
-    name: str, out: Path, say: Callable[[str], None], show: Callable[[dict[str, Any]], None], only: str = ""
-) -> dict[str, Any]:
-    """Run a suite's cases (those whose name has ``only`` in it) and write ``out``."""
+NUMBERS = ("rounds", "repeats", "warmup", "timeout_s", "seed", "check_rows")
+SWITCHES = ("verify", "peaks")
+
+
+def overridden(case: Case, overrides: Sequence[str]) -> Case:
+    """The case with ``rounds=3``, ``peaks=true``, ... for all of a suite; read without omegaconf."""
+    case = copy.deepcopy(case)
+    for item in overrides:
+        key, sign, text = item.partition("=")
+        if not sign or key not in (*NUMBERS, *SWITCHES):
+            raise ConfigError(
+                f"{item!r}: with --suite, expected one of {', '.join((*NUMBERS, *SWITCHES))} as key=value"
+            )
+        if key in SWITCHES and text not in ("true", "false"):
+            raise ConfigError(f"{item!r}: expected true or false")
+        if key in NUMBERS and not text.isdigit():
+            raise ConfigError(f"{item!r}: expected a whole number")
+        if hasattr(case, key):
+            setattr(case, key, text == "true" if key in SWITCHES else int(text))
+    return case
+
+
+def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
+    """The cases of a suite whose names have one of ``only``'s comma-separated texts in them."""
     known = suites()
     if name not in known:
         raise ConfigError(f"suite {name!r} is not known; expected one of {', '.join(known)}")
-    cases = [c for c in known[name] if only in c.name]
+    texts = only.split(",")
+    cases = [overridden(c, overrides) for c in known[name] if any(text in c.name for text in texts)]
     if not cases:
         raise ConfigError(
             f"suite {name!r} has no case with {only!r} in its name: {', '.join(c.name for c in known[name])}"
         )
+    return cases
+
+
+def run(
+    name: str,
+    out: Path,
+    say: Callable[[str], None],
+    show: Callable[[dict[str, Any]], None],
+    only: str = "",
+    overrides: Sequence[str] = (),
+    how: microbench.How | None = None,
+) -> dict[str, Any]:
+    """Run a suite's cases and write ``out``."""
+    cases = chosen(name, only, overrides)
     result: dict[str, Any] = dict(kind="bench_suite", suite=name, passed=True, records=[])
-    verified: microbench.Verified = {}
+    how = how or microbench.How()
     start = time.monotonic()
+    _replace(out, result)  # an unwritable file costs no benchmark
     for i, c in enumerate(cases, 1):
         say(f"case {i}/{len(cases)}: {c.name} ({time.monotonic() - start:.0f} s so far)")
         try:
-            record = microbench.run(c, say, verified)
+            record = _check(c) if isinstance(c, GradcheckConfig) else microbench.run(c, say, how)
         except ConfigError as error:
             record = dict(
                 kind="bench",
@@ -90,8 +132,20 @@ def run(
     return result
 
 
+def _check(c: GradcheckConfig) -> dict[str, Any]:
+    """A gradcheck of a suite, in a process of its own: this one stays off the device."""
+    with turns.open_worker() as worker:
+        found = worker.ask(dict(do="gradcheck", config=dataclasses.asdict(c)), c.timeout_s)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return found
+
+
 def _replace(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(part, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from logitless.bench.shapes import MODELS
 from logitless.objectives.objective import Objective
 from logitless.planning.chips import CHIPS
 from logitless.planning.head import longest_context, plan
 from logitless.planning.mesh import parse_mesh, plan_mesh
 from logitless.planning.sparse import CALIBRATED
+from logitless.tools.shapes import MODELS
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

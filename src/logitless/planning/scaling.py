@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from logitless.bench.shapes import MODELS
 from logitless.planning.chips import CHIPS
 from logitless.planning.head import longest_context
 from logitless.planning.mesh import parse_mesh, plan_mesh
+from logitless.tools.shapes import MODELS
 
 CONTEXTS = (8192, 32768, 131072)
 MESHES = {

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from logitless.bench.shapes import MODELS
 from logitless.planning.mesh import parse_mesh
+from logitless.tools.shapes import MODELS
 from logitless.tpu import aot, cycles
 
 MIB = 2**20

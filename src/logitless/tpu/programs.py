@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.api import grpo_loss, linear_grpo_loss
-from logitless.bench import baselines
 from logitless.mesh.spec import Sharding
 from logitless.objectives.objective import Objective
+from logitless.tools import baselines
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f64": 64, "s64": 64, "u64": 64}

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logitless.bench.config import ConfigError
+from logitless.tools.config import ConfigError
 from logitless.train.compare import agreement, agreements, all_agree, block_mean, curve, ratios, steps_of, table
 from logitless.train.config import Loss, TrainConfig, save
 from logitless.train.config_check import check

@@ -28,7 +28,7 @@ def add_parsers(subparsers: Any) -> None:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     """What is wrong with a user's input, and not with the program."""
-    from logitless.bench.config import ConfigError
+    from logitless.tools.config import ConfigError
     from logitless.train.data import DataError
     from logitless.train.fetch import FetchError
     from logitless.train.model import ModelError

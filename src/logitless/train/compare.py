@@ -23,7 +23,7 @@ import itertools
 import math
 from typing import Any
 
-from logitless.bench.config import ConfigError
+from logitless.tools.config import ConfigError
 from logitless.train.config import TrainConfig
 
 BLOCKS = 10

@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 from logitless import registry
-from logitless.bench.config import ConfigError, sparse_backward_of
 from logitless.objectives.api import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
+from logitless.tools.config import ConfigError, sparse_backward_of
 from logitless.train.config import NAIVE, Loss, TrainConfig, objective_of
 
 BACKENDS = ("auto", "pallas", NAIVE, *registry.BACKENDS["head"])

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
-from logitless.bench.baselines import naive_logp
 from logitless.objectives.api import policy_loss, statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats
+from logitless.tools.baselines import naive_head_logp
 from logitless.train.config import NAIVE, TrainConfig, loss_backend
 from logitless.train.sharding import loss_sharding
 
@@ -41,17 +41,9 @@ def head_options(config: TrainConfig) -> dict[str, Any]:
     )
 
 
-def naive_head_logp(
-    hidden: Float[Array, "B C H"], head: Float[Array, "V H"], targets: Int[Array, "B C"], logits_dtype: str
-) -> Float[Array, "B C"]:
-    """Log-probabilities by way of all logits."""
-    logits = jnp.einsum("bch,vh->bcv", hidden, head, preferred_element_type=jnp.dtype(logits_dtype))
-    return naive_logp(logits, targets)
-
-
 def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., Array]:
     """``logp(hidden, head, targets, mask)``: ``[B, C]``, 0 where the mask is."""
-    logits_dtype = config.train.loss.logits_dtype
+    logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
     if loss_backend(config) == NAIVE:
 
         def naive(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
@@ -72,7 +64,7 @@ def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., A
 def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., tuple[Array, Metrics]]:
     """``loss(hidden, head, targets, **arrays)`` with the arrays of :func:`logitless.linear_grpo_loss`."""
     if loss_backend(config) == NAIVE:
-        logits_dtype = config.train.loss.logits_dtype
+        logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
 
         def naive(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
             logp = naive_head_logp(hidden, head, targets, logits_dtype)

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import timing
-from logitless.bench.tracking import Tracker
+from logitless.tools import timing
+from logitless.tools.tracking import Tracker
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig, load, save
 from logitless.train.model import num_params

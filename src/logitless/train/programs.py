@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from logitless.bench.timing import compiled_memory
+from logitless.tools.timing import compiled_memory
 
 
 class Program:

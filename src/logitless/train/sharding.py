@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless.bench.config import ConfigError
 from logitless.mesh.spec import Sharding
+from logitless.tools.config import ConfigError
 
 if TYPE_CHECKING:
     from logitless.train.config import TrainConfig

@@ -31,14 +31,19 @@ MODELS: dict[str, HeadShape] = {
 }
 
 
-def uniform_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int, live: float) -> dict[str, Any]:
-    """A batch whose tokens are live at random."""
+def uniform_batch(
+    tokens: int, vocab: int, rng: np.random.Generator, rows: int, live: float, moving: float = 1.0
+) -> dict[str, Any]:
+    """A batch whose tokens are live at random; with ``moving`` below 1 only that share of them has an advantage."""
     shape = (rows, tokens // rows)
-    return dict(
+    out = dict(
         targets=rng.integers(0, vocab, shape, dtype=np.int32),
         mask=rng.random(shape) < live,
         advantages=rng.standard_normal(rows).astype(np.float32),
     )
+    if moving < 1.0:
+        out["advantages"] = np.where(rng.random(shape) < moving, out["advantages"][:, None], np.float32(0))
+    return out
 
 
 def rl_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int) -> dict[str, Any]:

@@ -12,18 +12,21 @@ entropy, no metrics), so they do less than the library's calls do.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.objectives.api import loss_inputs
-from logitless.objectives.loss import contributions
-from logitless.objectives.objective import Objective
+if TYPE_CHECKING:
+    from logitless.objectives.objective import Objective
 
 
 def _loss(logp: Array, objective: Objective, arrays: dict[str, Any]) -> Array:
+    # Here and not above: a benchmark of another tree's library takes the names of the baselines only.
+    from logitless.objectives.api import loss_inputs
+    from logitless.objectives.loss import contributions
+
     get = arrays.get
     objective, inputs = loss_inputs(
         "baseline", objective, logp.shape, get("mask"), get("advantages"), get("old_logp"), get("ref_logp"),
@@ -61,7 +64,13 @@ def logits_loss(kind: str, logits: Array, targets: Array, *, objective: Objectiv
 
 
 def _matmul(h: Array, w: Array, dtype: Any) -> Array:
-    return lax.dot_general(h, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    """Logits ``[..., V]`` of ``h [..., H]`` and ``w [V, H]``."""
+    return lax.dot_general(h, w, (((h.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def naive_head_logp(h: Array, w: Array, targets: Array, dtype: Any) -> Array:
+    """Log-probabilities ``[...]`` from ``h [..., H]`` and ``w [V, H]`` by way of all logits, as most trainers do it."""
+    return naive_logp(_matmul(h, w, dtype), targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -95,22 +104,25 @@ def checkpointed_head_logp(h: Array, w: Array, targets: Array, dtype: Any, chunk
 
     @jax.checkpoint
     def part(x: tuple[Array, Array]) -> Array:
-        return naive_logp(_matmul(x[0], w, dtype), x[1])
+        return naive_head_logp(x[0], w, x[1], dtype)
 
     n = h.shape[0]
     parts = lax.map(part, (h.reshape(n // chunk, chunk, -1), targets.reshape(n // chunk, chunk)))
     return parts.reshape(n)
 
 
+HEAD_BASELINES = ("naive", "strong", "checkpointed")
+
+
 def head_loss(
     kind: str, h: Array, w: Array, targets: Array, *, objective: Objective, logits_dtype: Any, **arrays: Any
 ) -> Array:
-    """The loss from ``h [B, T, H]`` and ``w [V, H]``, dense, ``kind`` naive or strong."""
+    """The loss from ``h [B, T, H]`` and ``w [V, H]``, dense, by one of :data:`HEAD_BASELINES`."""
     flat, y = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
     if kind == "strong":
         logp = strong_head_logp(flat, w, y, jnp.dtype(logits_dtype))
     elif kind == "checkpointed":
         logp = checkpointed_head_logp(flat, w, y, jnp.dtype(logits_dtype), min(1024, flat.shape[0]))
     else:
-        logp = LOGITS_BASELINES[kind](_matmul(flat, w, jnp.dtype(logits_dtype)), y)
+        logp = naive_head_logp(flat, w, y, jnp.dtype(logits_dtype))
     return _loss(logp.reshape(targets.shape), objective, arrays)

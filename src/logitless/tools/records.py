@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from logitless._version import __version__
 
 Record = dict[str, Any]
 
 
 class RecordError(Exception):
     """A result file that cannot be used; the message names it."""
+
+
+def provenance() -> dict[str, str]:
+    """By which command, when, and from which code a result was made; ``commit`` where the code is a checkout's."""
+    here = Path(__file__).parent
+    try:
+        asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10"]
+        commit = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return dict(
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        commit=commit,
+        python=platform.python_version(),
+    )
 
 
 def kind_of(record: Any) -> str | None:
@@ -23,7 +46,7 @@ def kind_of(record: Any) -> str | None:
         return kind
     if "gates" in record and "config/name" in record:
         return "gradcheck"
-    if isinstance(record.get("arms"), dict) and "config" in record:
+    if all(isinstance(record.get(key), dict) for key in ("arms", "config")):
         return "bench"
     if any(isinstance(k, str) and k.startswith(("train/", "time/train/")) for k in record):
         return "train"
@@ -71,8 +94,9 @@ def _is_dict(found: list[Any]) -> bool:
     return bool(found) and isinstance(found[0], dict) and bool(found[0])
 
 
-def files_in(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are given; of a folder, those of its results that are of a known kind (``*.json``, ``*.jsonl``)."""
+def files_in(paths: Iterable[Path], left: list[Path] | None = None) -> list[Path]:
+    """Files as they are given; of a folder, those of its results that are of a known kind (``*.json``, ``*.jsonl``),
+    with the others put into ``left``."""
     out: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -85,8 +109,10 @@ def files_in(paths: Iterable[Path]) -> list[Path]:
                 continue
             try:
                 read(candidate)
-            except RecordError:
-                continue  # a run's folder also holds its configuration and samples
+            except RecordError:  # a run's folder also holds its configuration and samples
+                if left is not None:
+                    left.append(candidate)
+                continue
             inside.append(candidate)
         if not inside:
             raise RecordError(f"{path}: no results of gradcheck, bench, plan, tpu, train or ab in this folder")

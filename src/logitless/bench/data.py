@@ -1,0 +1,100 @@
+"""A case's inputs on the device: hidden states and head, or logits, and the tokens' own arrays.
+
+Made on the host, but for targets and log-probabilities of the policy itself, which are computed a few rows at a time.
+``old_logp`` is near the policy's own, so that next to nothing is clipped and every token has a gradient to compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from logitless.bench import realistic
+from logitless.tools import shapes
+
+Inputs = tuple[tuple[Array, ...], dict[str, Array]]
+"""``(differentiable arrays, the rest)``."""
+ARRAYS = ("level", "tokens", "hidden", "vocab", "dtype", "inputs", "seed")
+"""Keys of a case that hidden states, head and logits depend on; they are made once for all arms."""
+
+
+def policy_logp(x: tuple[Array, ...], targets: Array, chunk: int = 64) -> Array:
+    """Log-probabilities ``[N]`` of ``targets [N]`` in float32, plainly, ``chunk`` rows at a time."""
+
+    @jax.jit
+    def some(x: tuple[Array, ...], y: Array, start: Array) -> Array:
+        def rows(a: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(a, start, chunk)
+
+        z = rows(x[0])
+        if len(x) > 1:
+            z = jax.lax.dot_general(z, x[1], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        z = z.astype(jnp.float32)
+        return jnp.take_along_axis(z, rows(y)[:, None], 1)[:, 0] - jax.nn.logsumexp(z, axis=1)
+
+    n = targets.shape[0]
+    chunk = min(chunk, n)
+    out = np.empty(n, np.float32)
+    for start in range(0, n, chunk):
+        at = min(start, n - chunk)
+        out[at : at + chunk] = some(x, targets, at)
+    return jnp.asarray(out)
+
+
+class Data:
+    """The inputs of a case's arms, made when they are asked for and then kept."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[Any, ...], tuple[tuple[Array, ...], Array, Array]] = {}
+
+    def of(self, c: dict[str, Any], own: dict[str, Any]) -> Inputs:
+        """The inputs of the case ``c`` with the keys of ``own`` changed."""
+        c = {**c, **own}
+        x, targets, logp = self._made(c)
+        rng = np.random.default_rng(c["seed"])
+        rest = tokens_of(c, rng)
+        shape = rest["targets"].shape
+        old = logp.reshape(shape) + 0.05 * rng.standard_normal(shape).astype(np.float32)
+        rest |= dict(targets=targets.reshape(shape), old_logp=old)
+        x = (x[0].reshape(*shape, -1), *x[1:])
+        return jax.block_until_ready((x, {k: jnp.asarray(v) for k, v in rest.items()}))
+
+    def _made(self, c: dict[str, Any]) -> tuple[tuple[Array, ...], Array, Array]:
+        key = tuple(c[k] for k in ARRAYS)
+        if key not in self._arrays:
+            rng = np.random.default_rng(c["seed"])
+            dtype, n = jnp.dtype(c["dtype"]), c["tokens"]
+            if c["inputs"] == "realistic":
+                made: tuple[np.ndarray, ...] = realistic.realistic_head(n, c["hidden"], c["vocab"], c["seed"], dtype)
+            else:
+                made = shapes.host_arrays(c["level"], n, c["hidden"], c["vocab"], dtype, rng, 1)
+            x = tuple(jax.device_put(a.reshape(-1, a.shape[-1])) for a in made)
+            del made
+            if c["inputs"] == "realistic":
+                targets = realistic.sample_targets(x[0], x[1], c["seed"], chunk=64)
+            else:
+                targets = jnp.asarray(rng.integers(0, c["vocab"], n, dtype=np.int32))
+            self._arrays[key] = x, targets, policy_logp(x, targets)
+        return self._arrays[key]
+
+
+def tokens_of(c: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Targets (for their shape), mask and advantages, on the host."""
+    if c["batch_kind"] == "rl":
+        return shapes.rl_batch(c["tokens"], c["vocab"], rng, c["rows"])
+    return shapes.uniform_batch(c["tokens"], c["vocab"], rng, c["rows"], c["live"], c["moving"])
+
+
+def blank(c: dict[str, Any], own: dict[str, Any]) -> Inputs:
+    """Inputs of the right shapes and of small equal numbers, for a program whose memory alone is asked for."""
+    c = {**c, **own}
+    rest = tokens_of(c, np.random.default_rng(c["seed"]))
+    shape, dtype = rest["targets"].shape, jnp.dtype(c["dtype"])
+    sizes = [(*shape, c["vocab"])] if c["level"] == "logits" else [(*shape, c["hidden"]), (c["vocab"], c["hidden"])]
+    x = tuple(jax.device_put(np.full(size, 0.01, dtype)) for size in sizes)
+    rest["old_logp"] = np.full(shape, -np.log(c["vocab"]), np.float32)
+    return jax.block_until_ready((x, {k: jax.device_put(v) for k, v in rest.items()}))

@@ -1,0 +1,1 @@
+"""What plan, bench and train share: configuration, child processes, clocks, shapes, dense baselines, result files."""

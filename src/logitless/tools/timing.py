@@ -1,0 +1,119 @@
+"""Clocks of a compiled function, and its memory by the compiler's plan.
+
+Three clocks, since they answer different questions. ``device``: the kernels alone, by the GPU's own profiler (CUPTI),
+where there is one. ``wall``: the host's clock around one call and the wait for it. ``back_to_back``: the host's clock
+around several calls that are dispatched one after the other with one wait at the end, over their number: what a trainer
+sees, which does not wait for its loss.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+CLOCKS = ("device_ms", "wall_ms", "back_to_back_ms")
+MOST_KERNELS = 12
+
+
+def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
+    """One turn of an arm: milliseconds of each call by every clock there is (``back_to_back_ms`` is one number), and
+    on a GPU the kernels of one call."""
+    for _ in range(warmup):
+        jax.block_until_ready(f(*args))
+    out: dict[str, Any] = dict(wall_ms=wall_times(f, *args, repeats=repeats))
+    out["back_to_back_ms"] = back_to_back(f, *args, repeats=repeats)
+    if jax.default_backend() in ("gpu", "cuda"):
+        out |= profile(f, *args, repeats=repeats)
+    return out
+
+
+def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
+    """By CUPTI: ``device_ms`` of each call, and the ``kernels`` of the last one that took most of it, as
+    ``[name, launches, ms]``; nothing where CUPTI is silent or cannot tell one call from the next."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    try:
+        runs: Any = profiler.measure(f, aggregate=False, iterations=repeats)(*args)[1]
+    except RuntimeError:
+        return {}
+    if runs is None:
+        return {}
+    runs = [runs] if repeats == 1 else runs
+    own: dict[str, list[float]] = {}
+    for name, ms in runs[-1]:
+        own.setdefault(name[:60], []).append(float(ms))
+    longest = sorted(own.items(), key=lambda kv: -sum(kv[1]))[:MOST_KERNELS]
+    return dict(
+        device_ms=[float(sum(ms for _, ms in run)) for run in runs],
+        kernels=[[name, len(times), round(sum(times), 4)] for name, times in longest],
+    )
+
+
+def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 2) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls: by CUPTI where there is one, by the host's clock elsewhere."""
+    found = turn(f, *args, repeats=repeats, warmup=warmup)
+    return found.get("device_ms", found["wall_ms"])
+
+
+def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[float]:
+    """Milliseconds of each of ``repeats`` blocking calls, by the host's clock."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def back_to_back(f: Callable[..., Any], *args: Any, repeats: int = 10) -> float:
+    """Milliseconds a call when ``repeats`` of them are dispatched without waiting, with one wait at the end."""
+    start = time.perf_counter()
+    out = None
+    for _ in range(repeats):
+        out = f(*args)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median, mean and spread of a list of milliseconds."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return dict(
+        median_ms=statistics.median(ordered),
+        mean_ms=statistics.fmean(ordered),
+        min_ms=ordered[0],
+        p10_ms=ordered[round(0.1 * last)],
+        p90_ms=ordered[round(0.9 * last)],
+        max_ms=ordered[-1],
+        repeats=len(ordered),
+    )
+
+
+def compiled_memory(compiled: Any) -> dict[str, int]:
+    """What the compiler plans to allocate, in bytes."""
+    m = compiled.memory_analysis()
+    return dict(
+        arguments=m.argument_size_in_bytes,
+        outputs=m.output_size_in_bytes,
+        temporaries=m.temp_size_in_bytes,
+        aliased=m.alias_size_in_bytes,
+        peak=getattr(m, "peak_memory_in_bytes", 0),
+    )
+
+
+def environment() -> dict[str, str]:
+    """What the numbers depend on."""
+    import jaxlib
+
+    device = jax.devices()[0]
+    return dict(
+        jax=jax.__version__,
+        jaxlib=jaxlib.__version__,
+        device=device.device_kind,
+        platform=device.platform,
+    )
