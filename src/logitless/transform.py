@@ -90,11 +90,8 @@ def transform_of(temperature: object, softcap: object, scale: object) -> LogitTr
     def neutral(value: object) -> bool:
         return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1)
 
-    # A constant temperature would become a factor, which compilers contract with the subtraction of a maximum, in one
-    # pass and not in the other: z must be the same number in both. A division by a traced one is never contracted.
-    divisor = None if neutral(temperature) else jax.lax.optimization_barrier(jnp.asarray(temperature, jnp.float32))
     return LogitTransform(
-        temperature=divisor,
+        temperature=None if neutral(temperature) else jax.numpy.asarray(temperature, jnp.float32),
         softcap=None if softcap is None else jax.numpy.asarray(softcap, jnp.float32),
         scale=None if neutral(scale) else jax.numpy.asarray(scale, jnp.float32),
     )

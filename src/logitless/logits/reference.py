@@ -15,7 +15,7 @@ from jax import Array
 from logitless.backend import Cost, Way
 from logitless.problem import LogitsProblem, Loss
 from logitless.rows import column_ids, transformed, valid_targets
-from logitless.stats import NEG_INF, TokenStats, masked_stats
+from logitless.stats import StatCotangents, TokenStats, dz, finish, masked_stats, row_sums
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
@@ -29,39 +29,28 @@ def token_stats(p: LogitsProblem) -> TokenStats:
         # Nor a NaN in a padded column, through the slope of the softcap.
         x = jnp.where(ids < vocab_size, x, zero)
     z = transformed(x, p.transform.column(), vocab_size, ids)
-    stats = leading_stats(z, ids == p.targets[:, None])
-    valid = valid_targets(p.targets, vocab_size)
-    known = stats.map(lambda s: s if s.dtype == jnp.bool_ else jnp.where(valid, s, jnp.nan))
-    return masked_stats(dataclasses.replace(known, is_top1=stats.is_top1 & valid), p.live)
+    is_target = ids == p.targets[:, None]
+    stats = finish(row_sums(z, is_target), valid_targets(p.targets, vocab_size))
+    entropy = _with_its_gradient(stats.entropy, z, is_target, jax.lax.stop_gradient(stats))
+    return masked_stats(dataclasses.replace(stats, entropy=entropy), p.live)
 
 
-def leading_stats(z: Array, is_target: Array) -> TokenStats:
-    """Statistics of rows ``z [N, V]``, relative to each row's leading column ``j``, which no sum contains.
+@jax.custom_jvp
+def _with_its_gradient(entropy: Array, z: Array, is_target: Array, stats: TokenStats) -> Array:
+    """``entropy`` as it is, with ``-p (log p + H)`` as its gradient.
 
-        R = sum_{v != j} exp(z_v - z_j)      lse = z_j + log1p(R)
-        entropy = log1p(R) + sum_{v != j} exp(z_v - z_j) (z_j - z_v) / (1 + R)
-
-    Every term is as small as what it stands for, so that what JAX makes of it keeps its digits in collapsed rows too,
-    where ``log(1 + R)`` is 0 and the leading column's gradient would be lost.
+    The one gradient that JAX would lose: in a collapsed row the sum of exponentials is 1 to all its digits, and with
+    what is beyond them goes the leading column's gradient.
     """
-    is_top = column_ids(z.shape[-1]) == jax.lax.stop_gradient(jnp.argmax(z, axis=-1))[:, None]
-    top = jnp.sum(jnp.where(is_top, z, 0.0), axis=-1)
-    shifted = jnp.where(is_top, NEG_INF, z - top[:, None])
-    e = jnp.exp(shifted)
-    finite = jnp.where(e > 0, shifted, 0.0)  # so that neither the value nor the gradient has 0 * -inf
-    rest = jnp.sum(e, axis=-1)
-    log_total = jnp.log1p(rest)
-    lead = jnp.sum(jnp.where(is_target & ~is_top, z - top[:, None], 0.0), axis=-1)
-    logp = lead - log_total
-    return TokenStats(
-        logp=logp,
-        entropy=log_total - jnp.sum(e * finite, axis=-1) / (1.0 + rest),
-        lse=top + log_total,
-        max_logit=top,
-        log_sum_p2=jnp.log1p(jnp.sum(e * e, axis=-1)) - 2.0 * log_total,
-        is_top1=lead >= 0,
-        max_logp=-log_total,
-    )
+    return entropy
+
+
+@_with_its_gradient.defjvp
+def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    entropy, z, is_target, stats = primals
+    zero = jnp.zeros_like(entropy)
+    columns = jax.tree.map(lambda x: x[:, None], (stats, StatCotangents(zero, zero + 1.0, zero)))
+    return entropy, jnp.sum(dz(z, is_target, *columns) * tangents[1], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
