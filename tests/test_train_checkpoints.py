@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from logitless import cli
-from logitless.train import checkpoints, loop, trainer
+from logitless.train import checkpoints, folder, loop, trainer
 from logitless.train.config import ConfigError, load
 from train_micro import compile_cache, logitless, micro  # noqa: F401
 
@@ -153,10 +153,10 @@ def test_killed_and_resumed_is_the_same_run(
 
 def test_resuming_with_another_configuration_is_refused(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
     settings = [*micro, f"run_dir={tmp_path / 'run'}"]
-    loop._open_folder(load(None, settings), tmp_path / "run")
-    loop._check_folder(load(None, [*settings, "checkpoint.keep=5"]), True, print)
+    folder.open_folder(load(None, settings), tmp_path / "run")
+    folder.check_folder(load(None, [*settings, "checkpoint.keep=5"]), True, print)
     with pytest.raises(ConfigError, match=r"train.learning_rate: 0.5, but the run in .* has 0.01"):
-        loop._check_folder(load(None, [*settings, "train.learning_rate=0.5"]), True, print)
+        folder.check_folder(load(None, [*settings, "train.learning_rate=0.5"]), True, print)
 
 
 def _nan_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:

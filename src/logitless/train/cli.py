@@ -57,7 +57,7 @@ def run_train(args: argparse.Namespace) -> int:
     """``logitless train``."""
     if code := _missing("train"):
         return code
-    from logitless.train import checkpoints, loop
+    from logitless.train import checkpoints, folder, loop
     from logitless.train.config import load
 
     try:
@@ -73,7 +73,7 @@ def run_train(args: argparse.Namespace) -> int:
         where = "nothing is saved (checkpoint.every is 0)" if stop.saved is None else f"step {stop.saved} is saved"
         print(f"logitless train: {stop}; {where}; continue with --resume", file=sys.stderr)
         return 128 + stop.number
-    print(describe(summary, loop.run_folder(config)))
+    print(describe(summary, folder.run_folder(config)))
     return 0
 
 
@@ -119,7 +119,7 @@ def run_ab(args: argparse.Namespace) -> int:
 
         result = ab.run(load(args.config, args.overrides), resume=args.resume)
         print(ab.table(result))
-        return 0 if ab.all_agree(result) else 1
+        return 1 if ab.disagreeing(result) else 0
 
     return _report_errors("ab", run)
 
