@@ -89,8 +89,8 @@ def learn(*, out: Path, seed: int, steps: int = 100, overrides: tuple[str, ...] 
     begin = time.perf_counter()
     folder = _free_folder(out)
     print(f"Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one. About three minutes.")
-    settings = (f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true")
-    settings += (f"ab.replay_steps={min(steps, REPLAYED)}",)
+    settings = [f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true"]
+    settings += [f"ab.replay_steps={min(steps, REPLAYED)}"]
     result = ab.run(load(None, [*settings, *overrides]), say=lambda text: print(f"  {text}", flush=True))
     print(ab.table(result))
     print(ab.curve(result))

@@ -24,13 +24,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from logitless.signals import Hold, Stop, held
 from logitless.train import recorded
 from logitless.train import replay as replay_test
 from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
@@ -40,6 +40,7 @@ from logitless.train.compare import steps_of as training_steps
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, save
 from logitless.train.folder import Say, finished, locked, read_records, replace, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
+from logitless.train.progress import EVERY_S
 
 __all__ = [
     "ArmFailed", "agreement", "agreements", "all_agree", "arms_of", "curve", "disagreeing", "ratios", "run", "table",
@@ -55,7 +56,8 @@ class ArmFailed(RuntimeError):
 
     def __init__(self, name: str, code: int, detail: str):
         self.code = code if code > 0 else 3
-        super().__init__(f"arm {name} ended with exit code {code}{detail}")
+        again = "; continue with --resume" if self.code > 128 else ""
+        super().__init__(f"arm {name} ended with exit code {code}{detail}{again}")
 
 
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
@@ -145,67 +147,69 @@ def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]
     command = [sys.executable, "-m", "logitless", "train", "--config", str(file), *again]
     # A replay has the programs of its arm: what one process has compiled, the others read.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(Path(arm.warm_start.cache).absolute() / "compiled")}
+    # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
     environment = {**compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", **os.environ}
     if not arm.ab.parallel:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True)
     with (folder.parent / f"{name}.log").open("ab") as log:  # two progress bars on one terminal are none
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say) -> None:
     """Run the arms one after the other, or side by side; stop them all where one fails or a signal asks for it."""
     started: dict[str, subprocess.Popen[bytes]] = {}
-
-    def stop(number: int, _: Any) -> None:
-        for process in started.values():
-            process.send_signal(number)
-
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        for name, arm in arms.items():
-            loss = arm.train.loss
-            sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
-            say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
-            if resume and (Path(arm.run_dir) / "config.yaml").exists() and finished(arm, steps_of(arm)):
-                say(f"arm {name}: complete already")
-                continue
-            started[name] = _start(name, arm, resume)
-            if not parallel:
-                _wait(name, started[name], arm)
-            elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
-                while started[name].poll() is None and not (Path(arm.warm_start.cache) / "warm_start").exists():
-                    time.sleep(0.2)
-        _watch({name: arms[name] for name in started}, started, say)
-        for name, process in started.items():
-            _wait(name, process, arms[name])
+        with held("step of each arm") as hold:
+            for name, arm in arms.items():
+                loss = arm.train.loss
+                sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
+                say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
+                if resume and (Path(arm.run_dir) / "config.yaml").exists() and finished(arm, steps_of(arm)):
+                    say(f"arm {name}: complete already")
+                    continue
+                started[name] = _start(name, arm, resume)
+                if not parallel:
+                    _wait(arms, started, hold, None)
+                elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
+                    cache = Path(arm.warm_start.cache) / "warm_start"
+                    while started[name].poll() is None and not cache.exists() and hold.received is None:
+                        time.sleep(0.2)
+            _wait(arms, started, hold, say)
     finally:
-        signal.signal(signal.SIGTERM, before)
         for process in started.values():
             if process.poll() is None:
                 process.terminate()
                 process.wait()
 
 
-def _watch(arms: dict[str, TrainConfig], started: dict[str, subprocess.Popen[bytes]], say: Say) -> None:
-    """Say how far parallel arms are, until one of them ends."""
+def _wait(
+    arms: dict[str, TrainConfig], started: dict[str, subprocess.Popen[bytes]], hold: Hold, say: Say | None
+) -> None:
+    """Until all arms have ended, or one of them badly. A signal is passed on once, and what they save waited for."""
     begin = last = time.monotonic()
-    while (
-        started
-        and all(p.poll() is None for p in started.values())
-        and time.monotonic() - begin < min(a.ab.timeout_s for a in arms.values())
-    ):
-        time.sleep(0.2)
-        if time.monotonic() - last > 20:
+    passed_on = False
+    while True:
+        codes = {name: process.poll() for name, process in started.items()}
+        running = [name for name, code in codes.items() if code is None]
+        if hold.received is not None and not passed_on:
+            passed_on = True
+            for name in running:
+                started[name].send_signal(hold.received)
+        failed = [name for name, code in codes.items() if code]
+        if failed and not (passed_on and running):
+            log = Path(arms[failed[0]].run_dir).parent / f"{failed[0]}.log"
+            raise ArmFailed(
+                failed[0], codes[failed[0]] or 0, f", see {log}" if log.exists() else ", see its message above"
+            )
+        if not running:
+            break
+        limit = min(arms[name].ab.timeout_s for name in running)
+        if time.monotonic() - begin > limit:
+            raise ArmFailed(running[0], 3, f": stopped after ab.timeout_s = {limit}; continue with --resume")
+        if say is not None and time.monotonic() - last > EVERY_S:
             last = time.monotonic()
-            steps = {n: len(training_steps(read_records(Path(a.run_dir) / "metrics.jsonl"))) for n, a in arms.items()}
-            say(", ".join(f"{n} {done}/{steps_of(arms[n])}" for n, done in steps.items()) + " steps")
-
-
-def _wait(name: str, process: subprocess.Popen[bytes], arm: TrainConfig) -> None:
-    seconds, log = arm.ab.timeout_s, Path(arm.run_dir).parent / f"{name}.log"
-    try:
-        code = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise ArmFailed(name, 3, f": stopped after ab.timeout_s = {seconds}; continue with --resume") from None
-    if code:
-        raise ArmFailed(name, code, f", see {log}" if log.exists() else ", see its message above")
+            done = {n: len(training_steps(read_records(Path(arms[n].run_dir) / "metrics.jsonl"))) for n in started}
+            say(", ".join(f"{n} {count}/{steps_of(arms[n])}" for n, count in done.items()) + " steps")
+        time.sleep(0.2)
+    if hold.received is not None:
+        raise Stop(hold.received)

@@ -66,6 +66,7 @@ class Reward:
     kind: str = "exact_match"  # a name of logitless.train.reward, or package.module:function of your own
     weight: float = 1.0
     format_weight: float = 0.0
+    timeout_s: float = 60.0  # of one completion; a reward that takes longer ends the run
 
 
 @dataclasses.dataclass

@@ -73,6 +73,7 @@ _AT_LEAST: dict[str, float] = {
 }
 _ABOVE_ZERO = (
     "model.lora.alpha",
+    "reward.timeout_s",
     "rollout.temperature",
     "train.learning_rate",
     "train.clip_norm",

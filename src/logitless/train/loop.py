@@ -25,6 +25,7 @@ from typing import Any
 
 from logitless.bench import timing
 from logitless.bench.tracking import Tracker
+from logitless.signals import held
 from logitless.train import checkpoints, recorded
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.folder import (
@@ -57,34 +58,13 @@ class TrainingFailed(RuntimeError):
 class Stopped(Exception):
     """A signal asked the run to stop; its state is saved."""
 
-    def __init__(self, number: int, saved: int | None):
+    def __init__(self, number: int, saved: int):
         self.number, self.saved = number, saved
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 def say_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class _Signals:
-    """Remembers SIGTERM and SIGINT until the step is over; a second SIGINT ends the process at once."""
-
-    def __enter__(self) -> _Signals:
-        self.received: int | None = None
-        self._before = {}
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # not the main thread: whoever started it handles signals
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
@@ -107,6 +87,8 @@ def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     folder = check_folder(config, resume, say)
     steps = steps_of(config)
+    if config.model.weights:
+        say(f"loading {config.model.weights}")
     task = build_task(config)
     trainer = Trainer(config, task)
     open_folder(config, folder)
@@ -129,6 +111,7 @@ def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
             if start >= steps and (folder / "summary.json").exists():
                 say("the run is complete")
                 return json.loads((folder / "summary.json").read_text())
+    say("compiling")
     compiling = time.perf_counter()
     trainer.compile(state, frozen)
     compile_s = time.perf_counter() - compiling
@@ -142,9 +125,9 @@ def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
         config=dataclasses.asdict(config),
     )
     loop = _Loop(config, trainer, folder, tracker, say, steps)
-    loop.skipped_in_a_row = skipped_in_a_row
-    with _Signals() as signals, Progress(steps, start) as progress:
-        loop.go(state, frozen, start, signals, progress)
+    loop.skipped_in_a_row, loop.last_saved = skipped_in_a_row, start or None
+    with Progress(steps, start, say) as progress:
+        loop.go(state, frozen, start, progress)
     tracker.close()
     summary = loop.summary(parameters, compile_s, time.perf_counter() - begin)
     replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -162,39 +145,53 @@ class _Loop:
         self.last_saved: int | None = None
         self.checkpoint_times: list[float] = []
 
-    def go(self, state: State, frozen: Policy, start: int, signals: _Signals, progress: Progress) -> None:
-        c, total = self.config, self.steps
+    def go(self, state: State, frozen: Policy, start: int, progress: Progress) -> None:
         if start == 0 and self._evaluates(0):
-            self.tracker.log(self._evaluate(state, frozen, {"step": 0}))
-        for step in range(start + 1, total + 1):
-            state, record, rolled = self.trainer.step(state, frozen, step)
+            progress.phase("evaluating")
+            numbers, evaluated = self.trainer.evaluate(state, frozen)
+            self._write_samples(evaluated, 0)
+            self.tracker.log({"step": 0, **numbers})
+        for step in range(start + 1, self.steps + 1):
+            # A step that can be saved is finished and saved when a signal comes; else there is nothing to wait for.
+            with held("step") if self.config.checkpoint.every else contextlib.nullcontext() as hold:
+                state = self._step(state, frozen, step, progress)
+                stop = hold is not None and hold.received is not None
+                every = self.config.checkpoint.every
+                if every and (stop or step == self.steps or step % every == 0):
+                    self._save(step, state)
+            if hold is not None and hold.received is not None and step < self.steps and self.last_saved is not None:
+                raise Stopped(hold.received, self.last_saved)
+
+    def _step(self, state: State, frozen: Policy, step: int, progress: Progress) -> State:
+        state, record, rolled = self.trainer.step(state, frozen, step)
+        self._count_skipped(record, step)
+        self.recent.append(record["time/train/step_s"])
+        record["time/train/step_avg_last10_s"] = sum(self.recent) / len(self.recent)
+        record["memory/device_peak_bytes"] = device_peak_bytes()
+        numbers: dict[str, Any] = {}
+        evaluated: Rollouts | None = None
+        if self._evaluates(step):
+            progress.phase("evaluating")
+            numbers, evaluated = self.trainer.evaluate(state, frozen)
+        try:
             self._trace(state, rolled, step)
-            self._count_skipped(record, step)
-            self.recent.append(record["time/train/step_s"])
-            record["time/train/step_avg_last10_s"] = sum(self.recent) / len(self.recent)
-            record["memory/device_peak_bytes"] = device_peak_bytes()
-            if self._evaluates(step):
-                self._evaluate(state, frozen, record)
-            self.tracker.log(record)
-            progress.step(record)
-            stop = signals.received is not None
-            if c.checkpoint.every and (stop or step == total or step % c.checkpoint.every == 0):
-                self._save(step, state)
-            if stop and step < total:
-                assert signals.received is not None
-                raise Stopped(signals.received, self.last_saved)
+            if evaluated is not None:
+                self._write_samples(evaluated, step)
+            self.tracker.log({**record, **numbers})
+        except OSError as error:  # a full disk, most often
+            raise TrainingFailed(
+                f"{self.folder}: step {step} could not be recorded ({error.strerror or error}); "
+                + (f"the checkpoint of step {self.last_saved} is whole" if self.last_saved else "nothing is saved yet")
+                + "; make room and continue with --resume"
+            ) from error
+        progress.step(record)
+        return state
 
     def _evaluates(self, step: int) -> bool:
         every = self.config.eval.every
         if not every or self.config.rollout.kind == "random":
             return False
         return step % every == 0 or step == self.steps
-
-    def _evaluate(self, state: State, frozen: Policy, record: dict[str, Any]) -> dict[str, Any]:
-        numbers, rolled = self.trainer.evaluate(state, frozen)
-        record.update(numbers)
-        self._write_samples(rolled, record["step"])
-        return record
 
     def _trace(self, state: State, rolled: Rollouts, step: int) -> None:
         """Keep what another loss can be compared by (recorded.py), where the run is asked for it."""
@@ -205,10 +202,12 @@ class _Loop:
         recorded.save_trace(self.folder, step, rolled, self.trainer.sample_weights(state.trained))
 
     def _write_samples(self, rolled: Rollouts, step: int) -> None:
+        lines = []
+        for i, problem in enumerate(self.trainer.task.held_out[: self.config.samples]):
+            row = dict(step=step, prompt=problem.prompt, answer=problem.answer, completion=rolled.texts[i])
+            lines.append(json.dumps({**row, "reward": float(rolled.rewards[i])}) + "\n")
         with (self.folder / "samples.jsonl").open("a") as file:
-            for i, problem in enumerate(self.trainer.task.held_out[: self.config.samples]):
-                row = dict(step=step, prompt=problem.prompt, answer=problem.answer, completion=rolled.texts[i])
-                file.write(json.dumps({**row, "reward": float(rolled.rewards[i])}) + "\n")
+            file.write("".join(lines))
 
     def _count_skipped(self, record: dict[str, Any], step: int) -> None:
         if not record["train/skipped"]:
