@@ -179,9 +179,11 @@ def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> T
     if str(source) == "char":
         return CharTokenizer()
     from logitless.train.fetch import local_source
+    from logitless.train.weights import untrusted
 
     path = local_source(source, cache_dir)
-    return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
+    with untrusted(path):
+        return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
 
 
 def chatml(messages: Messages, default_system: str | None, add_generation_prompt: bool = True) -> str:

@@ -151,11 +151,22 @@ def load_model(
     from logitless.train.gguf import load_gguf
 
     path = local_source(source, cache_dir)
-    if path.suffix == ".gguf":
-        return load_gguf(path, dtype, tie_head)
-    if tie_head:
+    if tie_head and path.suffix != ".gguf":
         raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
-    return load_safetensors(path, dtype)
+    with untrusted(path):
+        return load_gguf(path, dtype, tie_head) if path.suffix == ".gguf" else load_safetensors(path, dtype)
+
+
+@contextlib.contextmanager
+def untrusted(path: Path) -> Iterator[None]:
+    """Reading a file from elsewhere: whatever its bytes make the readers raise is an error of the file, by its name."""
+    try:
+        yield
+    except (ModelError, OSError):
+        raise
+    except Exception as error:
+        detail = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path}: not readable as a model: {type(error).__name__}: {detail}") from error
 
 
 def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
