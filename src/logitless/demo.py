@@ -28,7 +28,7 @@ from logitless.objectives.objective import Objective
 
 _ROWS = 8
 _GROUP = 4
-REPLAYED = 20
+REPLAYED = 10
 """Steps that are replayed: a wrong loss shows in the first one."""
 
 

@@ -120,7 +120,8 @@ def test_outputs_are_checked_before_the_work(
     def no_work(*_: Any, **__: Any) -> Any:
         raise AssertionError("work was done")
 
-    for name in ("bench.gradcheck.run", "bench.microbench.run", "bench.suites.run", "bench.report.write"):
+    benches = ("bench.gradcheck.run", "bench.microbench.run", "bench.suites.run", "bench.report.write")
+    for name in (*benches, "planning.command.run", "planning.tpu_command.run"):
         monkeypatch.setattr(f"logitless.{name}", no_work)
     monkeypatch.setattr(loop, "build_task", no_work)
     folder, file = tmp_path / "folder", tmp_path / "file"
