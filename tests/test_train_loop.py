@@ -20,6 +20,7 @@ from logitless.train.rollout import Sampling, generate, nucleus
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
+from logitless.train.warm_start import warm_start
 from train_micro import MICRO, compile_cache, logitless, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -185,38 +186,44 @@ def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:  # noqa:
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_tiny_run_learns_and_its_arms_agree(tmp_path: Path) -> None:
-    """30 steps of the shipped task, smaller: reward rises; the dense loss has the same warm start and first losses."""
+def test_the_tiny_run_learns(tmp_path: Path) -> None:
+    """30 steps of the shipped task, smaller: the reward rises, and what is on record is what happened."""
     small = [
+        "train.steps=30",
         "train.prompts_per_step=16",
         "train.learning_rate=1e-3",
         "train.inner_epochs=1",
         "train.kl_report=false",
+        "train.loss.backend=chunked",
         "warm_start.steps=150",
         "warm_start.learning_rate=5e-4",
+        f"warm_start.cache={tmp_path}",
         "checkpoint.every=0",
         "eval.every=0",
+        f"run_dir={tmp_path / 'run'}",
     ]
-    records, said = [], []
-    for backend, steps in (("reference", 4), ("chunked", 30)):
-        folder = tmp_path / backend
-        own = [f"train.loss.backend={backend}", f"run_dir={folder}", f"train.steps={steps}"]
-        c = load(None, [*small, *own, f"warm_start.cache={tmp_path}"])
-        summary = loop.run(c, say=said.append)
-        assert summary["loss_backend"] == backend
-        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
-    assert sum("supervised" in s for s in said) == 1  # the second arm finds the first one's warm start
-    for x, y in zip(*(r[:4] for r in records), strict=True):
-        np.testing.assert_allclose(x["train/losses"], y["train/losses"], atol=1e-4, rtol=0)
-    rewards = [r["train/reward"] for r in records[1]]
+    c, said = load(None, small), []
+    summary = loop.run(c, say=said.append)
+    assert summary["loss_backend"] == "chunked" and sum("supervised" in s for s in said) == 1
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [r["train/reward"] for r in records]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
-    assert {r["train/skipped"] for r in records[1]} == {0}
-    last = records[1][-1]
-    mean = np.mean([r["time/train/step_s"] for r in records[1][-10:]])
+    assert {r["train/skipped"] for r in records} == {0}
+    last = records[-1]
+    mean = np.mean([r["time/train/step_s"] for r in records[-10:]])
     assert last["time/train/step_avg_last10_s"] == pytest.approx(mean)
     for key in ("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "train/entropy"):
         assert last[key] >= 0
     assert 0 < last["train/live_tokens"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
+    # Another arm of an A/B finds this one's warm start, to the bit; another configuration does not take it.
+    task = build_task(c)
+    like = task.load_params()
+    found = [warm_start(c, task, like, tmp_path, pytest.fail) for _ in range(2)]
+    for a, b in zip(*(jax.tree.leaves(f) for f in found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(like), strict=True))
+    warm_start(load(None, [*small, "warm_start.steps=1"]), task, like, tmp_path, said.append)
+    assert any("is of another configuration" in s for s in said)
 
 
 def test_ab_runs_both_arms_in_processes_of_their_own(
