@@ -64,9 +64,21 @@ class Lab:
         self.others = {
             "control": trainer_of(replay.control_of(self.config)),
             "kernel": trainer_of(kernel),
-            "too_large": trainer_of(kernel, too_large),
-            "one_in_fifty": trainer_of(kernel, one_in_fifty),
+            "too_large": self.faulty(too_large),
+            "one_in_fifty": self.faulty(one_in_fifty),
         }
+
+    def faulty(self, fault: Callable[..., Any]) -> Trainer:
+        """The baseline with a fault in the first update of a step; the rest is the baseline's, compiled already."""
+        made = trainer_of(self.config, fault)
+        wrong = made.update_program
+
+        def update_program(state: Any, base: Any, part: Any) -> Any:
+            return (wrong if part.old_logp is None else self.baseline.update_program)(state, base, part)
+
+        update_program.compile_s = 0.0  # type: ignore[attr-defined]
+        made.update_program, made.score_program = update_program, self.baseline.score_program  # type: ignore[assignment]
+        return made
 
     def traces(self, seed: int, steps: int, *names: str) -> dict[str, list[Trace]]:
         """The baseline's steps from random weights of this seed, and those of other arms on its completions."""

@@ -37,8 +37,8 @@ from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
 from logitless.train.ab_text import curve, table, verdict
 from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
 from logitless.train.compare import steps_of as training_steps
-from logitless.train.config import ConfigError, TrainConfig, as_yaml, save
-from logitless.train.folder import Say, finished, locked, read_records, replace, run_folder
+from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
+from logitless.train.folder import Say, check_same, finished, locked, read_records, replace, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 from logitless.train.progress import EVERY_S
 
@@ -68,6 +68,8 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             raise ConfigError(
                 f"run_dir: {folder} holds an A/B already; choose another run_dir, or continue with --resume"
             )
+        if (folder / "ab.yaml").exists():
+            check_same(load(folder / "ab.yaml"), config, folder)
         replace(folder / "ab.yaml", as_yaml(config))
         _run_arms(plan.free, resume, config.ab.parallel, say)
         _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"))

@@ -33,8 +33,7 @@ Params = dict[str, Any]
 """``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` where it is not tied."""
 
 
-MOST_LAYERS = 10_000
-"""A file that says more is broken, and listing the names of its tensors would be no better."""
+MOST_LAYERS = 10_000  # a file that says more is broken, and a list of its tensors' names would fill the memory
 
 
 class ModelError(ValueError):
