@@ -25,7 +25,7 @@ from typing import Any
 
 from logitless.train import ab
 from logitless.train.config import load, save
-from logitless.train.loop import read_records
+from logitless.train.folder import read_records
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "train"
 BARS = {"device_peak": 0.60, "step_time": 1.00, "update_time": 0.85, "update_time_to_naive": 0.85}
@@ -166,7 +166,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"train_{args.case}.json"
     file.write_text(json.dumps(result) + "\n")
-    agree = "agreement" not in result or ab.all_agree(result)
+    agree = "agreement" not in result or not ab.disagreeing(result)
     say(f"wrote {file}; bars {'met' if met else 'MISSED'}{'' if agree else '; THE ARMS DISAGREE'}")
     return 0 if met and agree else 1
 

@@ -1,18 +1,22 @@
-"""The ``logitless`` command. Exit codes: 0 all gates met, 1 a gate missed, 2 bad usage or configuration."""
+"""The ``logitless`` command; :mod:`logitless.exits` has the exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless import exits, shipped
 from logitless._version import __version__
 from logitless.bench import command as bench_command
 from logitless.planning import command as plan_command
 from logitless.tpu import command as tpu_command
 from logitless.train import cli as train_cli
+
+_CONFIG_HELP = "a file, or a name of `logitless configs`; may be repeated"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--vocab", type=int, default=32000, help="--quick: vocabulary size (default 32000)")
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
-    check.add_argument("--config", action="append", default=[], help="YAML file (configs/gradcheck/); may be repeated")
+    check.add_argument(
+        "--config", action="append", default=[], help="a file, or a name of `logitless configs`; may be repeated"
+    )
     check.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     bench = commands.add_parser("bench", help="time and memory with and without the kernels, arms in alternation")
     bench_command.add_arguments(bench)
@@ -51,7 +57,22 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--plots", type=Path, default=None, help="also write each chart as SVG (and PNG) to this folder"
     )
+    commands.add_parser("configs", help="the configurations that come with the package, by name")
     return p
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; ``key=value`` may stand before, between and after the flags."""
+    p, given = parser(), list(sys.argv[1:] if argv is None else argv)
+    for i, (flag, value) in enumerate(itertools.pairwise(given)):
+        if flag == "--resume" and "=" in value and not Path(value).is_dir():
+            given[i] = "--resume="  # the flag alone: what follows is an override, and no folder
+    args, rest = p.parse_known_args(given)
+    if rest and (not hasattr(args, "overrides") or any(r.startswith("-") for r in rest)):
+        p.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -78,7 +99,10 @@ def _over_configs(
     missed = 0
     for path in args.config or [None]:
         try:
-            c: Any = config.load(schema, path, args.overrides)
+            if meant := shipped.mistaken(command, args.overrides):
+                raise config.ConfigError(meant)
+            c: Any = config.load(schema, shipped.find(command, path), args.overrides)
+            exits.check_file(Path(c.out))
             record = run(c)
         except config.ConfigError as error:
             print(f"logitless {command}: {error}", file=sys.stderr)
@@ -117,6 +141,7 @@ def _report(args: argparse.Namespace) -> int:
 
     out = args.out or report.default_out(args.runs)
     left: list[Path] = []
+    exits.check_file(out)
     try:
         charts = report.write(args.runs, out, plots=args.plots, left=left)
     except report.ReportError as error:
@@ -128,9 +153,14 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _configs(_: argparse.Namespace) -> int:
+    print(shipped.listing())
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     if args.command is None:
         parser().print_help()
         return 0
@@ -143,5 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _report,
         "train": train_cli.run_train,
         "ab": train_cli.run_ab,
+        "configs": _configs,
     }
-    return commands[args.command](args)
+
+    def run() -> int:
+        if args.command in ("plan", "tpu") and args.out is not None:
+            exits.check_file(args.out)
+        return commands[args.command](args)
+
+    return exits.run(args.command, run)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from logitless import cli
-from logitless.train import checkpoints, loop, trainer
+from logitless.train import checkpoints, folder, loop, trainer
 from logitless.train.config import ConfigError, load
 from train_micro import compile_cache, logitless, micro  # noqa: F401
 
@@ -119,6 +119,7 @@ def test_killed_and_resumed_is_the_same_run(
     tmp_path: Path,
     micro: list[str],  # noqa: F811
     compile_cache: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """kill -9 in step 1 (nothing saved yet) and in step 5 (4 is saved), then SIGTERM in step 5: bit-identical."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -145,18 +146,19 @@ def test_killed_and_resumed_is_the_same_run(
     assert _numbers(broken) == numbers
     assert json.loads((broken / "summary.json").read_text())["steps"] == 6
 
-    done = train(broken, "--resume")
-    assert done.returncode == 0 and "complete" in done.stderr
-    done = train(whole)
-    assert done.returncode == 2 and "holds a run already" in done.stderr
+    # What has nothing to compute needs no process of its own.
+    assert cli.main(["train", "--resume", str(broken)]) == 0
+    assert "the run is complete" in capsys.readouterr().err
+    assert cli.main(["train", *micro, f"run_dir={whole}"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
 
 
 def test_resuming_with_another_configuration_is_refused(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
     settings = [*micro, f"run_dir={tmp_path / 'run'}"]
-    loop._open_folder(load(None, settings), tmp_path / "run")
-    loop._check_folder(load(None, [*settings, "checkpoint.keep=5"]), True, print)
+    folder.open_folder(load(None, settings), tmp_path / "run")
+    folder.check_folder(load(None, [*settings, "checkpoint.keep=5"]), True, print)
     with pytest.raises(ConfigError, match=r"train.learning_rate: 0.5, but the run in .* has 0.01"):
-        loop._check_folder(load(None, [*settings, "train.learning_rate=0.5"]), True, print)
+        folder.check_folder(load(None, [*settings, "train.learning_rate=0.5"]), True, print)
 
 
 def _nan_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from logitless import Objective, cli
 from logitless.train import config as train_config
-from logitless.train.ab import arms_of
+from logitless.train.ab_plan import arms_of
 from logitless.train.config import ConfigError, load, loss_backend, objective_of
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer

@@ -44,11 +44,14 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
     parts: list[tuple[str, Any]] = []
     if path is not None:
         try:
-            parts.append((str(path), OmegaConf.load(path)))
+            loaded = OmegaConf.load(path)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such configuration file") from None
         except Exception as error:  # YAML's own errors: where and what
             raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+        if not OmegaConf.is_dict(loaded):
+            raise ConfigError(f"{path}: expected keys and values, found a list or a single value")
+        parts.append((str(path), loaded))
     for item in overrides:
         if "=" not in item:
             raise ConfigError(f"override {item!r}: expected key=value")

@@ -2,42 +2,53 @@
 
 All arms have the same seed, warm start and problems, and the same noise for their sampling; only keys of ``train.loss``
 differ. Without ``ab.arms`` there are two, ``baseline`` and ``kernel``, which differ in ``train.loss.backend`` alone.
-:mod:`logitless.train.compare` has the tests.
+First every arm runs freely; with ``ab.replay`` the others, and a control, then update on the completions that the
+baseline sampled. :mod:`logitless.train.compare` has the tests.
 
 The result, ``<run_dir>/ab.json``::
 
-    {"kind": "ab", "name": ..., "config": {...},
+    {"kind": "ab", "name": ..., "config": {...}, "parallel": bool,
      "arms": {name: {"metrics": [one record a step, as in metrics.jsonl], "summary": {as in summary.json}}},
      "ratios": {"step_time": kernel / baseline, "update_time": ..., "temporaries": ..., "device_peak": ... or null},
-     "agreement": {"agree": bool, "losses_agree": bool, "rewards_agree": bool, "kl_agree": bool or null,
-                   "loss_steps": n, "loss_difference": max, "loss_tolerance": ..., "reward_difference": D,
-                   "reward_standard_error": ..., "reward_limit": ..., the same of "kl" and "kl_k1" where measured,
-                   "first_difference": first step with other tokens or null, "test": text}}
+     "agreement": {"agree": true, false or null (not judged), "decided_by": "replay", "control", "seeds" or "nothing",
+                   "verdict": text, "test": text, "first_difference": first step with other tokens or null,
+                   "replay_agree": ..., "replay_loss_deviation": ..., the rest of compare.agreement},
+     "replay": {arm: the deviations of all steps, as of replay.judge}}
 
 With ``ab.arms``, the first arm is the baseline, and ``ratios`` and ``agreement`` hold one such mapping for each of the
-others, by its name.
+others, by its name. Arms that ran at the same time (``ab.parallel``) have no times in this file: none is a measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import signal
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from logitless.tools.config import ConfigError
-from logitless.train.compare import agreement, agreements, all_agree, block_mean, curve, ratios, steps_of, table
-from logitless.train.config import Loss, TrainConfig, save
-from logitless.train.config_check import check
-from logitless.train.loop import Say, finished, read_records, run_folder, say_to_stderr
+from logitless.signals import Hold, Stop, held
+from logitless.train import recorded
+from logitless.train import replay as replay_test
+from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
+from logitless.train.ab_text import curve, table, verdict
+from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
+from logitless.train.compare import steps_of as training_steps
+from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
+from logitless.train.folder import Say, check_same, finished, locked, read_records, replace, run_folder
+from logitless.train.loop import say_to_stderr, steps_of
+from logitless.train.progress import EVERY_S
 
 __all__ = [
-    "ArmFailed", "agreement", "agreements", "all_agree", "arms_of", "block_mean", "curve", "ratios", "run", "table",
+    "ArmFailed", "agreement", "agreements", "all_agree", "arms_of", "curve", "disagreeing", "ratios", "run", "table",
+    "verdict",
 ]  # fmt: skip
+
+CLOCKS = ("time/", "throughput/")
+"""Metrics that say nothing where another arm ran beside."""
 
 
 class ArmFailed(RuntimeError):
@@ -45,88 +56,87 @@ class ArmFailed(RuntimeError):
 
     def __init__(self, name: str, code: int, detail: str):
         self.code = code if code > 0 else 3
-        super().__init__(f"arm {name} ended with exit code {code}{detail}")
-
-
-def arms_of(config: TrainConfig) -> dict[str, TrainConfig]:
-    """The arms' configurations, the baseline first: they differ in the loss and in where they are kept."""
-    folder = run_folder(config)
-    if config.kernel.enabled is not None:
-        raise ConfigError("kernel.enabled: an A/B sets the backend of its arms; use ab.baseline and ab.kernel")
-    out: dict[str, TrainConfig] = {}
-    for name, loss in _losses(config).items():
-        arm = dataclasses.replace(
-            config,
-            run_dir=str(folder / name),
-            train=dataclasses.replace(config.train, loss=loss),
-            warm_start=dataclasses.replace(config.warm_start, cache=config.warm_start.cache or str(folder)),
-        )
-        try:
-            check(arm)
-        except ConfigError as error:
-            raise ConfigError(f"arm {name}: {error}") from None
-        twin = next((n for n, other in out.items() if other.train.loss == loss), None)
-        if twin is not None:
-            raise ConfigError(f"ab.arms: {twin} and {name} are the same, {loss}; each arm needs a loss of its own")
-        out[name] = arm
-    return out
-
-
-def _losses(config: TrainConfig) -> dict[str, Loss]:
-    """``train.loss`` of each arm."""
-    shared = config.train.loss
-    if config.ab.arms:
-        return {name: _with_overrides(name, shared, own) for name, own in config.ab.arms.items()}
-    kernel = config.ab.kernel or shared.backend
-    if kernel == config.ab.baseline:
-        raise ConfigError(f"ab.kernel: both arms would use {kernel!r}; set ab.kernel or train.loss.backend")
-    # The baseline is dense: a sparse backward is the kernel's.
-    baseline = dataclasses.replace(shared, backend=config.ab.baseline, sparse_backward="off")
-    return {"baseline": baseline, "kernel": dataclasses.replace(shared, backend=kernel)}
-
-
-def _with_overrides(name: str, shared: Loss, own: dict[str, Any]) -> Loss:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(shared), own))  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"ab.arms.{name}.{key}: {str(error).splitlines()[0]}") from None
+        again = "; continue with --resume" if self.code > 128 else ""
+        super().__init__(f"arm {name} ended with exit code {code}{detail}{again}")
 
 
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
     """Run all arms, compare them with the first, and write ``ab.json``."""
-    folder = run_folder(config)
-    arms = arms_of(config)
-    if (folder / "ab.json").exists() and not resume:
-        raise ConfigError(f"run_dir: {folder} holds an A/B already; choose another run_dir, or continue with --resume")
-    _run_arms(arms, resume, config.ab.parallel, say)
-    result: dict[str, Any] = {"kind": "ab", "name": config.name, "config": dataclasses.asdict(config), "arms": {}}
-    for name, arm in arms.items():
-        own = Path(arm.run_dir)
-        result["arms"][name] = {
-            "metrics": read_records(own / "metrics.jsonl"),
-            "summary": json.loads((own / "summary.json").read_text()),
+    folder, plan = run_folder(config), plan_of(config)
+    with locked(folder):
+        if (folder / "ab.json").exists() and not resume:
+            raise ConfigError(
+                f"run_dir: {folder} holds an A/B already; choose another run_dir, or continue with --resume"
+            )
+        if (folder / "ab.yaml").exists():
+            check_same(load(folder / "ab.yaml"), config, folder)
+        replace(folder / "ab.yaml", as_yaml(config))
+        _run_arms(plan.free, resume, config.ab.parallel, say)
+        _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"))
+        result: dict[str, Any] = {
+            "kind": "ab",
+            "name": config.name,
+            "config": dataclasses.asdict(config),
+            "parallel": config.ab.parallel,
+            "arms": {name: _outcome(arm) for name, arm in plan.arms.items()},
         }
-    result |= comparison(config, arms, result["arms"])
-    (folder / "ab.json").write_text(json.dumps(result) + "\n")
+        result |= comparison(config, plan, result["arms"])
+        replace(folder / "ab.json", json.dumps(result) + "\n")
     return result
 
 
-def comparison(config: TrainConfig, arms: dict[str, TrainConfig], done: dict[str, Any]) -> dict[str, Any]:
+def _outcome(arm: TrainConfig) -> dict[str, Any]:
+    """Metrics and summary of a run; without its times where another one ran beside it."""
+    folder = Path(arm.run_dir)
+    metrics, summary = read_records(folder / "metrics.jsonl"), json.loads((folder / "summary.json").read_text())
+
+    def own(values: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in values.items() if not (arm.ab.parallel and k.startswith(CLOCKS))}
+
+    return {"metrics": [own(r) for r in metrics], "summary": own(summary)}
+
+
+def _traces(arm: TrainConfig) -> list[recorded.Trace]:
+    folder = Path(arm.run_dir)
+    return recorded.load_traces(folder, read_records(folder / "metrics.jsonl"))
+
+
+def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[str, Any]:
     """``ratios`` and ``agreement`` of every arm with the first; of the two default arms, without a name before them."""
-    first, *others = arms
-    sparse = {name: arm.train.loss.sparse_backward != "off" for name, arm in arms.items()}
-    by_arm = {name: ratios(done[first]["summary"], done[name]["summary"]) for name in others}
+    first, *others = plan.arms
+    replays: dict[str, Any] = {}
+    approximate = {n: replay_test.approximate(plan.arms[first].train.loss, plan.arms[n].train.loss) for n in others}
+    if config.ab.replay:
+        base, control = _traces(plan.arms[first]), _traces(plan.replays[CONTROL])
+        for name in others:
+            traces = _traces(plan.replays.get(name, plan.arms[name]))
+            loss = plan.arms[name].train.loss
+            forward = approximate[name] is not None
+            if forward and loss.logits_dtype != plan.arms[first].train.loss.logits_dtype:
+                continue
+            replays[name] = replay_test.judge(config, base, control, traces, forward_only=forward)
+
+    def free(name: str) -> list[dict[str, Any]]:
+        return read_records(Path(plan.free[name].run_dir) / "metrics.jsonl")
+
+    suffixes = ["", *(f".seed{i}" for i in range(1, config.ab.seeds))]
     agree = {
-        name: agreement(config, done[first]["metrics"], done[name]["metrics"], sparse=sparse[first] or sparse[name])
+        name: agreement(
+            config,
+            done[first]["metrics"],
+            done[name]["metrics"],
+            replay=replays.get(name),
+            approximate=approximate[name],
+            control=free(CONTROL) if config.ab.control else None,
+            seeds=[(free(first + s), free(name + s)) for s in suffixes] if config.ab.seeds > 1 else (),
+        )
         for name in others
     }
+    by_arm = {name: ratios(done[first]["summary"], done[name]["summary"]) for name in others}
+    out: dict[str, Any] = {"ratios": by_arm, "agreement": agree}
     if not config.ab.arms:
-        return {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
-    return {"ratios": by_arm, "agreement": agree}
+        out = {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
+    return {**out, "replay": replays}
 
 
 def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]:
@@ -137,66 +147,71 @@ def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]
     # An A/B that was cut short may have one arm without a folder: that one simply starts.
     again = ["--resume"] if resume and (folder / "config.yaml").exists() else []
     command = [sys.executable, "-m", "logitless", "train", "--config", str(file), *again]
+    # A replay has the programs of its arm: what one process has compiled, the others read.
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(Path(arm.warm_start.cache).absolute() / "compiled")}
+    # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
+    environment = {**compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", **os.environ}
     if not arm.ab.parallel:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True)
     with (folder.parent / f"{name}.log").open("ab") as log:  # two progress bars on one terminal are none
-        return subprocess.Popen(command, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say) -> None:
     """Run the arms one after the other, or side by side; stop them all where one fails or a signal asks for it."""
     started: dict[str, subprocess.Popen[bytes]] = {}
-
-    def stop(number: int, _: Any) -> None:
-        for process in started.values():
-            process.send_signal(number)
-
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        for name, arm in arms.items():
-            loss = arm.train.loss
-            sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
-            say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
-            if resume and finished(arm):
-                say(f"arm {name}: complete already")
-                continue
-            started[name] = _start(name, arm, resume)
-            if not parallel:
-                _wait(name, started[name], arm)
-            elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
-                while started[name].poll() is None and not (Path(arm.warm_start.cache) / "warm_start").exists():
-                    time.sleep(0.2)
-        _watch({name: arms[name] for name in started}, started, say)
-        for name, process in started.items():
-            _wait(name, process, arms[name])
+        with held("step of each arm") as hold:
+            for name, arm in arms.items():
+                loss = arm.train.loss
+                sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
+                say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
+                if resume and (Path(arm.run_dir) / "config.yaml").exists() and finished(arm, steps_of(arm)):
+                    say(f"arm {name}: complete already")
+                    continue
+                started[name] = _start(name, arm, resume)
+                if not parallel:
+                    _wait(arms, started, hold, None)
+                elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
+                    cache = Path(arm.warm_start.cache) / "warm_start"
+                    while started[name].poll() is None and not cache.exists() and hold.received is None:
+                        time.sleep(0.2)
+            _wait(arms, started, hold, say)
     finally:
-        signal.signal(signal.SIGTERM, before)
         for process in started.values():
             if process.poll() is None:
                 process.terminate()
                 process.wait()
 
 
-def _watch(arms: dict[str, TrainConfig], started: dict[str, subprocess.Popen[bytes]], say: Say) -> None:
-    """Say how far parallel arms are, until one of them ends."""
+def _wait(
+    arms: dict[str, TrainConfig], started: dict[str, subprocess.Popen[bytes]], hold: Hold, say: Say | None
+) -> None:
+    """Until all arms have ended, or one of them badly. A signal is passed on once, and what they save waited for."""
     begin = last = time.monotonic()
-    while (
-        started
-        and all(p.poll() is None for p in started.values())
-        and time.monotonic() - begin < min(a.ab.timeout_s for a in arms.values())
-    ):
-        time.sleep(0.2)
-        if time.monotonic() - last > 20:
+    passed_on = False
+    while True:
+        codes = {name: process.poll() for name, process in started.items()}
+        running = [name for name, code in codes.items() if code is None]
+        if hold.received is not None and not passed_on:
+            passed_on = True
+            for name in running:
+                started[name].send_signal(hold.received)
+        failed = [name for name, code in codes.items() if code]
+        if failed and not (passed_on and running):
+            log = Path(arms[failed[0]].run_dir).parent / f"{failed[0]}.log"
+            raise ArmFailed(
+                failed[0], codes[failed[0]] or 0, f", see {log}" if log.exists() else ", see its message above"
+            )
+        if not running:
+            break
+        limit = min(arms[name].ab.timeout_s for name in running)
+        if time.monotonic() - begin > limit:
+            raise ArmFailed(running[0], 3, f": stopped after ab.timeout_s = {limit}; continue with --resume")
+        if say is not None and time.monotonic() - last > EVERY_S:
             last = time.monotonic()
-            steps = {n: len(steps_of(read_records(Path(a.run_dir) / "metrics.jsonl"))) for n, a in arms.items()}
-            say(", ".join(f"{n} {done}/{arms[n].train.steps}" for n, done in steps.items()) + " steps")
-
-
-def _wait(name: str, process: subprocess.Popen[bytes], arm: TrainConfig) -> None:
-    seconds, log = arm.ab.timeout_s, Path(arm.run_dir).parent / f"{name}.log"
-    try:
-        code = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise ArmFailed(name, 3, f": stopped after ab.timeout_s = {seconds}; continue with --resume") from None
-    if code:
-        raise ArmFailed(name, code, f", see {log}" if log.exists() else ", see its message above")
+            done = {n: len(training_steps(read_records(Path(arms[n].run_dir) / "metrics.jsonl"))) for n in started}
+            say(", ".join(f"{n} {count}/{steps_of(arms[n])}" for n, count in done.items()) + " steps")
+        time.sleep(0.2)
+    if hold.received is not None:
+        raise Stop(hold.received)

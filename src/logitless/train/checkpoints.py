@@ -65,6 +65,7 @@ def save_tree(folder: Path, tree: Any, notes: dict[str, Any]) -> None:
         _remove(unfinished)
         unfinished.mkdir()
         _write(unfinished.absolute(), arrays, notes)
+        _sync_all(unfinished)
         _remove(folder)
         os.rename(unfinished, folder)
         _sync(folder.parent)
@@ -85,14 +86,21 @@ def _write(folder: Path, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
         checkpointer.save(folder / "arrays", arrays)
         checkpointer.wait_until_finished()
     about = {**notes, "arrays": {name: _describe(x) for name, x in arrays.items()}}
-    with (folder / "about.json").open("w") as file:
-        json.dump(about, file)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _sync_all(folder: Path) -> None:
+    """Every file and folder on disk, before the rename says that they are: a power cut must not leave empty ones."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _sync(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:
-    """The rename itself on disk, where the system can do that for folders."""
+    """A folder's own entries on disk, where the system can do that for folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

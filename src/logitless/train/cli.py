@@ -1,17 +1,20 @@
 """``logitless train`` and ``logitless ab``.
 
-Exit codes: 0 done; 1 the arms of an A/B disagree; 2 bad usage, configuration or data; 3 the run could not go on (losses
-not finite, disk full, no readable checkpoint); 130 and 143 stopped by SIGINT or SIGTERM, with the state saved.
+Exit codes: 0 done (of an A/B: no arm was found to disagree); 1 arms of an A/B disagree; 2 bad usage, configuration or
+data; 3 the run could not go on (losses not finite, disk full, no readable checkpoint); 130 and 143 stopped by SIGINT or
+SIGTERM, with the state saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-EXIT_FAILED = 3
+from logitless import exits, shipped
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -21,8 +24,16 @@ def add_parsers(subparsers: Any) -> None:
         "ab", help="the same training with two or more losses, each in its own process, compared"
     )
     for command in (train, ab):
-        command.add_argument("--config", default=None, help="YAML file (configs/train/); default: the tiny run")
-        command.add_argument("--resume", action="store_true", help="continue the run in run_dir")
+        command.add_argument(
+            "--config", default=None, help="a file, or a name of `logitless configs`; default: the tiny run"
+        )
+        command.add_argument(
+            "--resume",
+            nargs="?",
+            const="",
+            metavar="FOLDER",
+            help="continue the run in FOLDER, with its configuration; without FOLDER, that in run_dir",
+        )
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
 
 
@@ -49,31 +60,47 @@ def _missing(command: str) -> int:
             found = False
         if not found:
             print(f"logitless {command}: needs {name.split('.')[0]}: pip install 'logitless[train]'", file=sys.stderr)
-            return 2
+            return exits.BAD_USAGE
     return 0
+
+
+def _config(args: argparse.Namespace, saved: str) -> Any:
+    """The configuration that the arguments ask for; ``saved`` is where a run of this command keeps its own."""
+    from logitless.train.config import ConfigError, load
+
+    if meant := shipped.mistaken("train", args.overrides):
+        raise ConfigError(meant)
+    if not args.resume:
+        return load(shipped.find("train", args.config), args.overrides)
+    folder = Path(args.resume)
+    if args.config is not None:
+        raise ConfigError(f"--resume {folder} takes the configuration of the run in it; leave out --config")
+    if not (folder / saved).exists():
+        other = {"config.yaml": ("ab.yaml", "ab"), "ab.yaml": ("config.yaml", "train")}[saved]
+        holds = f"an A/B or a run of `logitless {other[1]}`" if (folder / other[0]).exists() else "no run to continue"
+        raise ConfigError(f"--resume: {folder} holds {holds} (no {saved})")
+    return dataclasses.replace(load(folder / saved, args.overrides), run_dir=str(folder))
 
 
 def run_train(args: argparse.Namespace) -> int:
     """``logitless train``."""
     if code := _missing("train"):
         return code
-    from logitless.train import checkpoints, loop
-    from logitless.train.config import load
+    from logitless.train import checkpoints, folder, loop
 
     try:
-        config = load(args.config, args.overrides)
-        summary = loop.run(config, resume=args.resume)
+        config = _config(args, "config.yaml")
+        summary = loop.run(config, resume=args.resume is not None)
     except _user_errors() as error:
         print(f"logitless train: {error}", file=sys.stderr)
-        return 2
+        return exits.BAD_USAGE
     except (checkpoints.CheckpointError, loop.TrainingFailed) as error:
         print(f"logitless train: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return exits.FAILED
     except loop.Stopped as stop:
-        where = "nothing is saved (checkpoint.every is 0)" if stop.saved is None else f"step {stop.saved} is saved"
-        print(f"logitless train: {stop}; {where}; continue with --resume", file=sys.stderr)
+        print(f"logitless train: {stop}; step {stop.saved} is saved; continue with --resume", file=sys.stderr)
         return 128 + stop.number
-    print(describe(summary, loop.run_folder(config)))
+    print(describe(summary, folder.run_folder(config)))
     return 0
 
 
@@ -101,13 +128,10 @@ def _report_errors(command: str, run: Callable[[], int]) -> int:
         return run()
     except _user_errors() as error:
         print(f"logitless {command}: {error}", file=sys.stderr)
-        return 2
+        return exits.BAD_USAGE
     except ab.ArmFailed as error:
         print(f"logitless {command}: {error}", file=sys.stderr)
         return error.code
-    except KeyboardInterrupt:  # the arms have had it too, and save what they have
-        print(f"logitless {command}: stopped; continue with --resume", file=sys.stderr)
-        return 130
 
 
 def run_ab(args: argparse.Namespace) -> int:
@@ -115,11 +139,10 @@ def run_ab(args: argparse.Namespace) -> int:
 
     def run() -> int:
         from logitless.train import ab
-        from logitless.train.config import load
 
-        result = ab.run(load(args.config, args.overrides), resume=args.resume)
+        result = ab.run(_config(args, "ab.yaml"), resume=args.resume is not None)
         print(ab.table(result))
-        return 0 if ab.all_agree(result) else 1
+        return 1 if ab.disagreeing(result) else 0
 
     return _report_errors("ab", run)
 
@@ -128,4 +151,5 @@ def run_demo(args: argparse.Namespace) -> int:
     """``logitless demo`` without ``--quick``."""
     from logitless import demo
 
+    exits.check_folder(args.out.parent)
     return _report_errors("demo", lambda: demo.learn(out=args.out, seed=args.seed))

@@ -17,7 +17,7 @@ from logitless.tiles import platform
 from logitless.tools.config import ConfigError
 from logitless.tools.config import load as load_schema
 
-__all__ = ["NAIVE", "ConfigError", "TrainConfig", "load", "loss_backend", "objective_of", "save"]
+__all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
 
 NAIVE = "naive"
 """The backend that the library does not have: log_softmax and a gather over all logits, to compare with."""
@@ -66,6 +66,7 @@ class Reward:
     kind: str = "exact_match"  # a name of logitless.train.reward, or package.module:function of your own
     weight: float = 1.0
     format_weight: float = 0.0
+    timeout_s: float = 60.0  # of one completion; a reward that takes longer ends the run
 
 
 @dataclasses.dataclass
@@ -78,6 +79,8 @@ class Rollout:
     temperature: float = 1.0
     top_p: float = 1.0
     rows: int = 0  # completions sampled at a time; 0: all of a step
+    record: int = 0  # steps whose completions are kept, with a trace of what the updates made of them
+    replay: str = ""  # a run's folder: update on the completions that it recorded, as long as there are any
 
 
 @dataclasses.dataclass
@@ -176,11 +179,17 @@ class AB:
     kernel: str = ""  # empty: train.loss.backend
     # Name -> keys of train.loss that are its own; the first one is the baseline. Empty: the two arms above.
     arms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    loss_steps: int = 20
-    loss_tolerance: float = 0.0  # 0: 1e-4 in float32, 2e-2 in bfloat16
-    reward_sigmas: float = 3.0
-    reward_tolerance: float = 0.02
-    kl_tolerance: float = 0.05  # of the baseline's mean KL
+    # Replay: all arms, and a second baseline that differs in rounding alone, update on the baseline's completions.
+    replay: bool = True
+    replay_steps: int = 0  # 0: all
+    replay_factor: float = 10.0  # times the second baseline's distance that an arm may be away
+    # Free runs: a second baseline that samples for itself, or several seeds; without, differences are not judged.
+    control: bool = False
+    seeds: int = 1
+    control_factor: float = 5.0  # times the second baseline's distance that an arm's curve may be away
+    confidence: float = 0.99  # of the t-test over seeds
+    reward_tolerance: float = 0.02  # differences below it do not count
+    kl_tolerance: float = 0.05  # the same, as a share of the baseline's mean KL
     timeout_s: int = 7200  # of one arm
     parallel: bool = False  # all arms at the same time: sooner done on a CPU, but their times disturb each other
 
@@ -217,11 +226,16 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     return config
 
 
-def save(config: TrainConfig, path: Path) -> None:
-    """The resolved configuration as YAML that :func:`load` reads back."""
+def as_yaml(config: TrainConfig) -> str:
+    """The resolved configuration as text that :func:`load` reads back."""
     from omegaconf import OmegaConf
 
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def save(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration to a file."""
+    path.write_text(as_yaml(config))
 
 
 def loss_backend(c: TrainConfig) -> str | None:

@@ -42,6 +42,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout.max_prompt_tokens": 1,
     "rollout.max_completion_tokens": 1,
     "rollout.rows": 0,
+    "rollout.record": 0,
     "train.steps": 1,
     "train.prompts_per_step": 1,
     "train.group_size": 1,
@@ -62,21 +63,23 @@ _AT_LEAST: dict[str, float] = {
     "eval.problems": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
-    "ab.loss_steps": 1,
-    "ab.loss_tolerance": 0,
+    "ab.replay_steps": 0,
+    "ab.replay_factor": 1,
+    "ab.control_factor": 1,
+    "ab.seeds": 1,
     "ab.reward_tolerance": 0,
     "ab.kl_tolerance": 0,
     "ab.timeout_s": 1,
 }
 _ABOVE_ZERO = (
     "model.lora.alpha",
+    "reward.timeout_s",
     "rollout.temperature",
     "train.learning_rate",
     "train.clip_norm",
     "train.adam_eps",
     "train.advantage_eps",
     "warm_start.learning_rate",
-    "ab.reward_sigmas",
 )
 
 
@@ -104,6 +107,8 @@ def check(c: TrainConfig) -> None:
         raise ConfigError(f"rollout.top_p: {c.rollout.top_p}, expected a share in (0, 1]")
     if not 0 <= c.warm_start.wrong_fraction <= 1:
         raise ConfigError(f"warm_start.wrong_fraction: {c.warm_start.wrong_fraction}, expected a share in [0, 1]")
+    if not 0.5 <= c.ab.confidence < 1:
+        raise ConfigError(f"ab.confidence: {c.ab.confidence}, expected a share in [0.5, 1)")
     for key in ("train.adam_b1", "train.adam_b2"):
         if not 0 <= _get(c, key) < 1:
             raise ConfigError(f"{key}: {_get(c, key)}, expected a number in [0, 1)")
@@ -155,6 +160,8 @@ def _check_rows(c: TrainConfig) -> None:
 
 
 def _check_task(c: TrainConfig) -> None:
+    if c.rollout.replay and c.rollout.kind != "sample":
+        raise ConfigError("rollout.replay: random rollouts are the same in every run; there is nothing to replay")
     if not c.name or "/" in c.name:
         raise ConfigError(f"name: {c.name!r}, expected a name that can be part of a path")
     if c.data.kind == "reasoning_gym" and not c.data.task:
@@ -224,6 +231,8 @@ def _check_sparse(c: TrainConfig) -> None:
 
 def _check_arms(c: TrainConfig) -> None:
     """Names and keys of ``ab.arms``; what they make of ``train.loss`` is checked for each arm when an A/B is run."""
+    if c.ab.control and c.ab.seeds > 1:
+        raise ConfigError("ab.control and ab.seeds: two tests of the free runs; choose one of them")
     arms = c.ab.arms
     if not arms:
         return

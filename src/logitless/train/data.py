@@ -71,7 +71,7 @@ def gsm8k(path: str | Path, split: str = "train", instruction: str = INSTRUCTION
         where = f"{file}, line {number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not JSON, a number of 5,000 digits; nested too deep
             raise DataError(f"{where}: not JSON: {error}.") from None
         for key in ("question", "answer"):
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():

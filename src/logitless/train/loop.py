@@ -5,6 +5,7 @@
     <run_dir>/samples.jsonl   some completions of each evaluation
     <run_dir>/checkpoints/    see checkpoints.py
     <run_dir>/summary.json    written at the end
+    <run_dir>/rollouts/, trace/   with rollout.record: see recorded.py
 
 A step depends on the state, the seed and its number alone. A resumed run drops the records of steps after its
 checkpoint and computes them again: all that does not come from a clock is the same to the bit.
@@ -15,19 +16,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from logitless.signals import held
 from logitless.tools import timing
 from logitless.tools.tracking import Tracker
-from logitless.train import checkpoints
-from logitless.train.config import ConfigError, TrainConfig, load, save
+from logitless.train import checkpoints, recorded
+from logitless.train.config import ConfigError, TrainConfig
+from logitless.train.folder import (
+    Say,
+    check_folder,
+    keep_records,
+    locked,
+    open_folder,
+    read_records,
+    replace,
+    run_folder,
+)
 from logitless.train.model import num_params
 from logitless.train.programs import device_peak_bytes
 from logitless.train.progress import Progress
@@ -37,12 +47,8 @@ from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State
 from logitless.train.warm_start import warm_start
 
-FREE_ON_RESUME = ("run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache")
-"""Keys that may change between a run and its continuation."""
 CLOCK_PREFIXES = ("time/", "throughput/", "memory/")
 """Metrics that differ from run to run."""
-
-Say = Callable[[str], None]
 
 
 class TrainingFailed(RuntimeError):
@@ -52,7 +58,7 @@ class TrainingFailed(RuntimeError):
 class Stopped(Exception):
     """A signal asked the run to stop; its state is saved."""
 
-    def __init__(self, number: int, saved: int | None):
+    def __init__(self, number: int, saved: int):
         self.number, self.saved = number, saved
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
@@ -61,115 +67,31 @@ def say_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Signals:
-    """Remembers SIGTERM and SIGINT until the step is over; a second SIGINT ends the process at once."""
-
-    def __enter__(self) -> _Signals:
-        self.received: int | None = None
-        self._before = {}
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # not the main thread: whoever started it handles signals
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """Where the run lives."""
-    return Path(config.run_dir or f"runs/{config.name}")
-
-
-def _check_folder(config: TrainConfig, resume: bool, say: Say) -> Path:
-    """The run's folder, refused where it holds another run than the one to go on with."""
-    folder = run_folder(config)
-    earlier = folder / "config.yaml"
-    if earlier.exists():
-        if not resume:
-            raise ConfigError(
-                f"run_dir: {folder} holds a run already; continue it with --resume, or choose another run_dir"
-            )
-        _check_same(load(earlier), config, folder)
-    elif resume:
-        say(f"--resume: no run in {folder} yet, starting one")
-    return folder
-
-
-def finished(config: TrainConfig) -> bool:
-    """Whether the run's folder holds all of this run: another run's folder is refused."""
-    folder = run_folder(config)
-    if not (folder / "config.yaml").exists() or not (folder / "summary.json").exists():
-        return False
-    _check_same(load(folder / "config.yaml"), config, folder)
-    steps = [r for r in read_records(folder / "metrics.jsonl") if "train/loss" in r]
-    return len(steps) == config.train.steps == json.loads((folder / "summary.json").read_text())["steps"]
-
-
-def _open_folder(config: TrainConfig, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save(config, folder / "config.yaml")
-    except OSError as error:
-        raise ConfigError(f"run_dir: {folder} cannot be written ({error})") from None
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
-
-
-def _check_same(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """A continuation has the configuration of its run; else its metrics would be those of neither."""
-    a, b = (_flat(dataclasses.asdict(c)) for c in (before, now))
-    for key in sorted(a.keys() | b.keys()):
-        if a.get(key) != b.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE_ON_RESUME):
-            raise ConfigError(
-                f"{key}: {b.get(key)!r}, but the run in {folder} has {a.get(key)!r}; "
-                f"resume it with --config {folder / 'config.yaml'}, or start another run_dir"
-            )
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a last line that a kill cut off is left out."""
-    records = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return records
-
-
-def _keep_records(path: Path, last_step: int) -> None:
-    """Drop the records of steps after ``last_step``."""
-    kept = [r for r in read_records(path) if r["step"] <= last_step]
-    if path.exists():
-        _replace(path, "".join(json.dumps(r) + "\n" for r in kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)
-
-
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
     """Train as configured and return the summary, which is also in ``summary.json``."""
+    with locked(run_folder(config)):
+        return _run(config, resume, say)
+
+
+def steps_of(config: TrainConfig) -> int:
+    """How many steps the run has: a replay ends with what was recorded."""
+    if not config.rollout.replay:
+        return config.train.steps
+    recorded_steps = recorded.steps_in(Path(config.rollout.replay))
+    if not recorded_steps:
+        raise ConfigError(f"rollout.replay: {config.rollout.replay} has no recorded rollouts (rollout.record)")
+    return min(config.train.steps, recorded_steps)
+
+
+def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
-    folder = _check_folder(config, resume, say)
+    folder = check_folder(config, resume, say)
+    steps = steps_of(config)
+    if config.model.weights:
+        say(f"loading {config.model.weights}")
     task = build_task(config)
     trainer = Trainer(config, task)
-    _open_folder(config, folder)
+    open_folder(config, folder)
     params = task.load_params()
     if config.warm_start.steps:
         params = warm_start(config, task, params, folder, say)
@@ -186,14 +108,15 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             start, state, notes = found
             skipped_in_a_row = notes["skipped_in_a_row"]
             say(f"resumed after step {start}")
-            if start >= config.train.steps and (folder / "summary.json").exists():
+            if start >= steps and (folder / "summary.json").exists():
                 say("the run is complete")
                 return json.loads((folder / "summary.json").read_text())
+    say("compiling")
     compiling = time.perf_counter()
     trainer.compile(state, frozen)
     compile_s = time.perf_counter() - compiling
     for name in ("metrics.jsonl", "samples.jsonl"):
-        _keep_records(folder / name, start if start else -1)
+        keep_records(folder / name, start if start else -1)
     tracker = Tracker(
         folder / "metrics.jsonl",
         mode=config.wandb_mode,
@@ -201,64 +124,90 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         name=config.name,
         config=dataclasses.asdict(config),
     )
-    loop = _Loop(config, trainer, folder, tracker, say)
-    loop.skipped_in_a_row = skipped_in_a_row
-    with _Signals() as signals, Progress(config.train.steps, start) as progress:
-        loop.go(state, frozen, start, signals, progress)
+    loop = _Loop(config, trainer, folder, tracker, say, steps)
+    loop.skipped_in_a_row, loop.last_saved = skipped_in_a_row, start or None
+    with Progress(steps, start, say) as progress:
+        loop.go(state, frozen, start, progress)
     tracker.close()
     summary = loop.summary(parameters, compile_s, time.perf_counter() - begin)
-    _replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 class _Loop:
     """The steps of one process."""
 
-    def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, tracker: Tracker, say: Say):
+    def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, tracker: Tracker, say: Say, steps: int):
+        self.steps = steps
         self.config, self.trainer, self.folder, self.tracker, self.say = config, trainer, folder, tracker, say
         self.recent: deque[float] = deque(maxlen=10)
         self.skipped_in_a_row = 0
         self.last_saved: int | None = None
         self.checkpoint_times: list[float] = []
 
-    def go(self, state: State, frozen: Policy, start: int, signals: _Signals, progress: Progress) -> None:
-        c, total = self.config, self.config.train.steps
+    def go(self, state: State, frozen: Policy, start: int, progress: Progress) -> None:
         if start == 0 and self._evaluates(0):
-            self.tracker.log(self._evaluate(state, frozen, {"step": 0}))
-        for step in range(start + 1, total + 1):
-            state, record, _ = self.trainer.step(state, frozen, step)
-            self._count_skipped(record, step)
-            self.recent.append(record["time/train/step_s"])
-            record["time/train/step_avg_last10_s"] = sum(self.recent) / len(self.recent)
-            record["memory/device_peak_bytes"] = device_peak_bytes()
-            if self._evaluates(step):
-                self._evaluate(state, frozen, record)
-            self.tracker.log(record)
-            progress.step(record)
-            stop = signals.received is not None
-            if c.checkpoint.every and (stop or step == total or step % c.checkpoint.every == 0):
-                self._save(step, state)
-            if stop and step < total:
-                assert signals.received is not None
-                raise Stopped(signals.received, self.last_saved)
+            progress.phase("evaluating")
+            numbers, evaluated = self.trainer.evaluate(state, frozen)
+            self._write_samples(evaluated, 0)
+            self.tracker.log({"step": 0, **numbers})
+        for step in range(start + 1, self.steps + 1):
+            # A step that can be saved is finished and saved when a signal comes; else there is nothing to wait for.
+            with held("step") if self.config.checkpoint.every else contextlib.nullcontext() as hold:
+                state = self._step(state, frozen, step, progress)
+                stop = hold is not None and hold.received is not None
+                every = self.config.checkpoint.every
+                if every and (stop or step == self.steps or step % every == 0):
+                    self._save(step, state)
+            if hold is not None and hold.received is not None and step < self.steps and self.last_saved is not None:
+                raise Stopped(hold.received, self.last_saved)
+
+    def _step(self, state: State, frozen: Policy, step: int, progress: Progress) -> State:
+        state, record, rolled = self.trainer.step(state, frozen, step)
+        self._count_skipped(record, step)
+        self.recent.append(record["time/train/step_s"])
+        record["time/train/step_avg_last10_s"] = sum(self.recent) / len(self.recent)
+        record["memory/device_peak_bytes"] = device_peak_bytes()
+        numbers: dict[str, Any] = {}
+        evaluated: Rollouts | None = None
+        if self._evaluates(step):
+            progress.phase("evaluating")
+            numbers, evaluated = self.trainer.evaluate(state, frozen)
+        try:
+            self._trace(state, rolled, step)
+            if evaluated is not None:
+                self._write_samples(evaluated, step)
+            self.tracker.log({**record, **numbers})
+        except OSError as error:  # a full disk, most often
+            raise TrainingFailed(
+                f"{self.folder}: step {step} could not be recorded ({error.strerror or error}); "
+                + (f"the checkpoint of step {self.last_saved} is whole" if self.last_saved else "nothing is saved yet")
+                + "; make room and continue with --resume"
+            ) from error
+        progress.step(record)
+        return state
 
     def _evaluates(self, step: int) -> bool:
         every = self.config.eval.every
         if not every or self.config.rollout.kind == "random":
             return False
-        return step % every == 0 or step == self.config.train.steps
+        return step % every == 0 or step == self.steps
 
-    def _evaluate(self, state: State, frozen: Policy, record: dict[str, Any]) -> dict[str, Any]:
-        numbers, rolled = self.trainer.evaluate(state, frozen)
-        record.update(numbers)
-        self._write_samples(rolled, record["step"])
-        return record
+    def _trace(self, state: State, rolled: Rollouts, step: int) -> None:
+        """Keep what another loss can be compared by (recorded.py), where the run is asked for it."""
+        if not self.trainer.traced(step):
+            return
+        if not self.config.rollout.replay:
+            recorded.save_rollouts(self.folder, step, rolled)
+        recorded.save_trace(self.folder, step, rolled, self.trainer.sample_weights(state.trained))
 
     def _write_samples(self, rolled: Rollouts, step: int) -> None:
+        lines = []
+        for i, problem in enumerate(self.trainer.task.held_out[: self.config.samples]):
+            row = dict(step=step, prompt=problem.prompt, answer=problem.answer, completion=rolled.texts[i])
+            lines.append(json.dumps({**row, "reward": float(rolled.rewards[i])}) + "\n")
         with (self.folder / "samples.jsonl").open("a") as file:
-            for i, problem in enumerate(self.trainer.task.held_out[: self.config.samples]):
-                row = dict(step=step, prompt=problem.prompt, answer=problem.answer, completion=rolled.texts[i])
-                file.write(json.dumps({**row, "reward": float(rolled.rewards[i])}) + "\n")
+            file.write("".join(lines))
 
     def _count_skipped(self, record: dict[str, Any], step: int) -> None:
         if not record["train/skipped"]:

@@ -33,6 +33,9 @@ Params = dict[str, Any]
 """``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` where it is not tied."""
 
 
+MOST_LAYERS = 10_000  # a file that says more is broken, and a list of its tensors' names would fill the memory
+
+
 class ModelError(ValueError):
     """A model that cannot be built, read or run as asked; the message is for the person who asked."""
 
@@ -60,6 +63,10 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ModelError(f"ModelConfig: {field.name} is {value!r}, expected a positive integer.")
+            if field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ModelError(f"ModelConfig: {field.name} is {value!r}, expected a positive number.")
+        if self.num_layers > MOST_LAYERS:
+            raise ModelError(f"ModelConfig: num_layers is {self.num_layers}, expected at most {MOST_LAYERS}.")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"ModelConfig: {self.num_heads} heads over {self.num_kv_heads} key-value heads, expected a multiple."

@@ -1,16 +1,30 @@
-"""The progress bar: on standard error, and only where somebody is looking."""
+"""How far a run is, on standard error: a bar where somebody is looking, a line every so often where nobody is."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
+
+EVERY_S = 20.0
+"""Seconds between two lines."""
+
+
+def duration(seconds: float) -> str:
+    """``"40 s"``, ``"3 min"``, ``"2.5 h"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Progress:
-    """A bar of steps by ``rich``; silent where standard error is no terminal or rich is not installed."""
+    """Steps of a run: a bar by ``rich``; without a terminal or rich, lines through ``say``."""
 
-    def __init__(self, total: int, done: int):
+    def __init__(self, total: int, done: int, say: Callable[[str], None]):
         self._bar: Any = None
+        self._total, self._done, self._say = total, done, say
+        self._last = time.monotonic()
         if not sys.stderr.isatty():
             return
         try:
@@ -21,7 +35,7 @@ class Progress:
             return
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self._bar = Bar(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task("compiling", total=total, completed=done)
+        self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -32,11 +46,23 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def phase(self, name: str) -> None:
+        """Something other than a step begins."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=name)
+        elif time.monotonic() - self._last >= EVERY_S:
+            self._last = time.monotonic()
+            self._say(name)
+
     def step(self, record: dict[str, Any]) -> None:
         """One step is done."""
-        if self._bar is None:
-            return
-        loss = record["train/loss"]
+        self._done += 1
+        loss, seconds = record["train/loss"], record["time/train/step_avg_last10_s"]
         text = f"reward {record['train/reward']:.3f}  loss {'skipped' if loss is None else format(loss, '.4f')}"
-        text += f"  {record['time/train/step_avg_last10_s']:.2f} s/step"
-        self._bar.update(self._task, advance=1, description=text)
+        text += f"  {seconds:.2f} s/step"
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=text)
+        elif time.monotonic() - self._last >= EVERY_S:
+            self._last = time.monotonic()
+            left = duration((self._total - self._done) * seconds)
+            self._say(f"step {self._done}/{self._total}  {text}  about {left} left")

@@ -34,6 +34,7 @@ class Rollouts:
     rewards: np.ndarray  # [B]
     parts: dict[str, float]  # mean of each part of the reward
     texts: list[str]
+    trainer_logp: np.ndarray | None = None  # [B, C], before the step's updates; only where the run is traced
 
 
 def step_record(
@@ -48,6 +49,7 @@ def step_record(
         "train/loss": float(np.mean([u["loss"] for u in updates])),
         "train/losses": [float(u["loss"]) for u in updates],
         "train/grad_norm": float(np.mean([u["grad_norm"] for u in updates])),
+        "train/grad_norms": [float(u["grad_norm"]) for u in updates],
         "train/skipped": sum(not u["finite"] for u in updates),
         "train/reward": float(rolled.rewards.mean()),
         "train/ratio_first": first["ratio"],

@@ -17,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from logitless.train.bounds import TooLong, time_limit
 from logitless.train.data import Problem
 
 Reward = Callable[[str, Problem], float]
@@ -121,6 +122,7 @@ def load_reward(spec: str) -> Reward:
         raise RewardError(f"reward {spec!r}: cannot be called as {name}(completion, problem): {error}.") from None
 
     def checked(completion: str, problem: Problem) -> float:
+        """The function's number; what it raises is for :func:`score` to name."""
         value = function(completion, problem)
         try:
             number = float(value)
@@ -131,6 +133,20 @@ def load_reward(spec: str) -> Reward:
         return number
 
     return checked
+
+
+def score(name: str, reward: Reward, completion: str, problem: Problem, timeout_s: float) -> float:
+    """What a completion earns; a reward that raises, or takes too long, is named with the sample that did it."""
+    try:
+        with time_limit(timeout_s):
+            return reward(completion, problem)
+    except RewardError as error:
+        reason = str(error)
+    except TooLong:
+        reason = f"reward {name!r} took longer than reward.timeout_s = {timeout_s:g} s"
+    except Exception as error:
+        reason = f"reward {name!r} raised {type(error).__name__}: {error}"
+    raise RewardError(f"{reason} (completion {completion[:80]!r}, problem {problem.prompt[:80]!r})")
 
 
 def _module(spec: str, name: str) -> Any:

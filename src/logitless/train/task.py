@@ -15,7 +15,7 @@ from logitless.train import architectures, data, model
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.data import Problem
 from logitless.train.model import ModelConfig, Params
-from logitless.train.reward import format_reward, load_reward
+from logitless.train.reward import format_reward, load_reward, score
 from logitless.train.rollout import Completions
 from logitless.train.tokenizer import TextTokenizer, load_tokenizer
 from logitless.train.weights import load_model
@@ -84,7 +84,8 @@ class Task:
     def rewards(self, texts: Sequence[str], problems: Sequence[Problem]) -> tuple[np.ndarray, dict[str, float]]:
         """The reward of each completion, and the mean of each of its parts."""
         r = self.config.reward
-        main = np.array([self._reward(t, p) for t, p in zip(texts, problems, strict=True)], np.float32)
+        scored = (score(r.kind, self._reward, t, p, r.timeout_s) for t, p in zip(texts, problems, strict=True))
+        main = np.fromiter(scored, np.float32, len(texts))
         total, parts = r.weight * main, {"answer": float(main.mean())}
         if r.format_weight:
             form = np.array([format_reward(t, p) for t, p in zip(texts, problems, strict=True)], np.float32)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from logitless.train.bounds import TooLong, memory_limit, time_limit
 from logitless.train.model import ModelError
 
 SYSTEM_PROMPTS = (
@@ -20,6 +21,8 @@ SYSTEM_PROMPTS = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
 )
 """Default system messages of Qwen2.5 and of SmolLM2; both write chats as ChatML."""
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 5.0, 256 << 20
+"""What rendering one chat may take."""
 Messages = Sequence[dict[str, str]]
 """A chat: ``{"role": "system" | "user" | "assistant", "content": text}`` each."""
 
@@ -74,9 +77,12 @@ class Tokenizer:
         settings = _json(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         if template.is_file():
-            settings["chat_template"] = template.read_text()
-        stop = _json(folder / "generation_config.json").get("eos_token_id", [])
-        return cls(backend, settings, str(folder), [stop] if isinstance(stop, int) else stop)
+            settings["chat_template"] = template.read_text(errors="replace")
+        stop = _json(folder / "generation_config.json").get("eos_token_id") or []
+        stop = stop if isinstance(stop, list) else [stop]
+        if not all(isinstance(i, int) for i in stop):
+            raise ModelError(f"{folder / 'generation_config.json'}: eos_token_id is {stop}, expected ids.")
+        return cls(backend, settings, str(folder), stop)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
@@ -173,9 +179,11 @@ def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> T
     if str(source) == "char":
         return CharTokenizer()
     from logitless.train.fetch import local_source
+    from logitless.train.weights import untrusted
 
     path = local_source(source, cache_dir)
-    return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
+    with untrusted(path):
+        return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
 
 
 def chatml(messages: Messages, default_system: str | None, add_generation_prompt: bool = True) -> str:
@@ -187,8 +195,7 @@ def chatml(messages: Messages, default_system: str | None, add_generation_prompt
 
 
 def render(template: str, messages: Messages, add_generation_prompt: bool, special: dict[str, str]) -> str:
-    """A chat by a jinja2 template, in jinja2's sandbox: templates come with weights, from strangers."""
-    import jinja2
+    """A chat by a jinja2 template, in jinja2's sandbox and within bounds: templates come from strangers."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
@@ -198,11 +205,17 @@ def render(template: str, messages: Messages, add_generation_prompt: bool, speci
     environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = raise_exception
     try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=add_generation_prompt, **special
-        )
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template cannot be rendered: {error}") from None
+        with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
+            return environment.from_string(template).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **special
+            )
+    except ModelError:
+        raise
+    except TooLong:
+        raise ModelError(f"the chat template is not rendered after {TEMPLATE_SECONDS:g} s; it may be a loop") from None
+    except Exception as error:  # whatever a template divides by, asks for or nests
+        detail = " ".join(str(error).split())[:200]
+        raise ModelError(f"the chat template cannot be rendered: {type(error).__name__}: {detail}") from None
 
 
 def _default_template(template: Any) -> str | None:
@@ -222,7 +235,6 @@ def _tokenizers() -> Any:
 
 def _json(path: Path) -> dict[str, Any]:
     """A folder's optional settings; empty where the file is not there."""
-    try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}") from None
+    from logitless.train.weights import read_json
+
+    return read_json(path) if path.is_file() else {}

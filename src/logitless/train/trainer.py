@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,9 +24,11 @@ from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend
 from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
 from logitless.train.programs import Program
+from logitless.train.random_rollouts import random_rollouts
+from logitless.train.recorded import load_rollouts, sample_weights
 from logitless.train.records import Rollouts, step_record
-from logitless.train.rollout import Completions, Sampling, generate, in_compute_dtype
-from logitless.train.task import Prompts, Task
+from logitless.train.rollout import Sampling, generate, in_compute_dtype
+from logitless.train.task import Task
 from logitless.train.update import (
     Batch,
     Policy,
@@ -73,6 +76,7 @@ class Trainer:
         updates = config.train.inner_epochs * config.train.minibatches
         self._needs_old = updates > 1
         self._needs_ref = self.objective.beta is not None or config.train.kl_report
+        self.sample_weights = jax.jit(sample_weights)
 
     def _backend_name(self) -> str:
         """Which backend the losses of this run take, ``auto`` resolved; what the library cannot do is said here."""
@@ -92,6 +96,10 @@ class Trainer:
             ).backend
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"train.loss: {error}") from None
+
+    def traced(self, step: int) -> bool:
+        """Whether the step is kept for a comparison with another loss (recorded.py)."""
+        return step <= self.config.rollout.record or bool(self.config.rollout.replay)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -144,14 +152,14 @@ class Trainer:
             )
 
         sampled = r.kind == "sample"
-        if sampled:
+        if sampled and not r.replay:
             at_once = (r.rows or rows) // t.group_size
             key = jax.ShapeDtypeStruct(self.key.shape, self.key.dtype)
             shape, first = (at_once, r.max_prompt_tokens), jax.ShapeDtypeStruct((), jnp.int32)
             prompts = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
             jobs.append((self.rollout_program, params, lora, *prompts, key, first))
         scored = batch(rows, rollout_logp=sampled)
-        if self._needs_old:
+        if self._needs_old or self.traced(1):
             jobs.append((self.score_program, params, lora, scored))
         if self._needs_ref:
             jobs.append((self.score_program, frozen.params, None, scored))
@@ -176,7 +184,13 @@ class Trainer:
         """A step's problems with their completions and rewards; the same for the same state, seed and step."""
         c = self.config
         if c.rollout.kind == "random":
-            return self._random_rollouts(step)
+            with self._timed("rollout"):
+                return random_rollouts(c, self.task.model.vocab_size, step)
+        if c.rollout.replay:
+            widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
+            with self._timed("rollout"):
+                wanted = c.train.prompts_per_step * c.train.group_size
+                return load_rollouts(Path(c.rollout.replay), step, wanted, widths)
         problems = self.task.problems(c.seed, step, c.train.prompts_per_step)
         prompts = self.task.encode(problems)
         params, lora = whole_policy(state.trained, frozen)
@@ -195,25 +209,6 @@ class Trainer:
             texts = self.task.decode(completions)
             rewards, shares = self.task.rewards(texts, [p for p in problems for _ in range(c.train.group_size)])
         return Rollouts(prompts.repeat(c.train.group_size), completions, rewards, shares, texts)
-
-    def _random_rollouts(self, step: int) -> Rollouts:
-        """Random tokens and rewards, for measuring time and memory without a task.
-
-        Of the kind that RL makes (``bench.shapes.rl_batch``): lognormal lengths, and every third group's rewards equal.
-        """
-        c, rng = self.config, np.random.default_rng((self.config.seed, step))
-        rows, width = c.train.prompts_per_step * c.train.group_size, c.rollout.max_completion_tokens
-        with self._timed("rollout"):
-            vocab = self.task.model.vocab_size
-            prompt = rng.integers(0, vocab, (rows // c.train.group_size, c.rollout.max_prompt_tokens), dtype=np.int32)
-            tokens = rng.integers(0, vocab, (rows, width), dtype=np.int32)
-            lengths = np.clip(rng.lognormal(np.log(width * 0.4), 0.6, (rows, 1)).astype(int), 1, width)
-            mask = np.arange(width) < lengths
-            prompts = Prompts(prompt, np.ones(prompt.shape, bool)).repeat(c.train.group_size)
-            completions = Completions(np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32))  # type: ignore[arg-type]
-            rewards = rng.integers(0, 2, rows).astype(np.float32)
-            rewards[np.arange(rows) // c.train.group_size % 3 == 2] = 1.0
-        return Rollouts(prompts, completions, rewards, {}, [])
 
     def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
         """Step number ``step`` (from 1): the new state, its record, and the completions behind it."""
@@ -238,13 +233,16 @@ class Trainer:
                 reference = frozen.params if frozen.params is not None else params
                 batch = batch.with_logp(ref_logp=self.score_program(reference, None, batch))
             jax.block_until_ready((old, batch.ref_logp))
+        if self.traced(step):
+            with self._timed("trace"):  # no part of the step's time: other runs do without
+                rolled.trainer_logp = np.asarray(self.score_program(params, lora, batch) if old is None else old)
         if old is not None and c.rollout.kind == "sample" and self.objective.temperature_on == "logits":
             gap = np.abs(np.where(done.mask, np.asarray(old) - done.logp, 0.0))
             record["rollout/logp_gap_max"] = float(gap.max())
         state, updates = self._updates(state, frozen, batch, old)
         record.update(step_record(rolled, updates, t.group_size, self.task.eos_ids))
         record["train/learning_rate"] = float(self._rate(np.int32((step - 1) * len(updates))))
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin - self.times.pop("trace", 0.0)
         compiled = self._compile_seconds() - compiled
         for phase, value in self.times.items():
             record[f"time/{phase}_s"] = value

@@ -99,7 +99,7 @@ def assemble(
 def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
     """The model of a hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
     folder = Path(folder)
-    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
     with _open_shards(folder) as tensors:
         params = assemble(str(folder), config, HF_NAMES, tensors, lambda name: tensors[name].get_tensor(name), dtype)
     return config, params
@@ -151,11 +151,22 @@ def load_model(
     from logitless.train.gguf import load_gguf
 
     path = local_source(source, cache_dir)
-    if path.suffix == ".gguf":
-        return load_gguf(path, dtype, tie_head)
-    if tie_head:
+    if tie_head and path.suffix != ".gguf":
         raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
-    return load_safetensors(path, dtype)
+    with untrusted(path):
+        return load_gguf(path, dtype, tie_head) if path.suffix == ".gguf" else load_safetensors(path, dtype)
+
+
+@contextlib.contextmanager
+def untrusted(path: Path) -> Iterator[None]:
+    """Reading a file from elsewhere: whatever its bytes make the readers raise is an error of the file, by its name."""
+    try:
+        yield
+    except (ModelError, OSError):
+        raise
+    except Exception as error:
+        detail = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path}: not readable as a model: {type(error).__name__}: {detail}") from error
 
 
 def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
@@ -189,7 +200,7 @@ def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
     safe_open = _safetensors().safe_open
     index, single = folder / _INDEX, folder / _SINGLE
     if index.exists():
-        where = _read_json(index).get("weight_map", {})
+        where = _weight_map(index)
     elif single.exists():
         where = None
     else:
@@ -215,6 +226,17 @@ def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
         yield {name: files[file_name] for name, file_name in where.items()}
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor names and the files beside the index that hold them."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ModelError(f"{index}: weight_map is not an object of tensor names and file names.")
+    for name, file in found.items():
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ModelError(f"{index}: {name!r} is in {file!r}, which is not a file of this folder.")
+    return found
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.numpy
@@ -223,12 +245,13 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A model folder's JSON file, which must hold an object."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # broken, not UTF-8, a number of 5,000 digits; nested too deep
         raise ModelError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds {type(content).__name__}, expected a JSON object.")

@@ -1,0 +1,64 @@
+"""How a command ends: one line and an exit code for what a user, a disk or a signal can cause.
+
+0 done, all gates met     1 a gate missed, or arms that disagree     2 bad usage, configuration, data or place
+3 the work could not go on (disk full, losses not finite)            128 + n: ended by signal n; 141: a closed pipe
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from logitless import signals
+
+BAD_USAGE, FAILED = 2, 3
+_OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM)
+
+
+def run(name: str, command: Callable[[], int]) -> int:
+    """Run a command; its exit code."""
+
+    def say(text: object) -> None:
+        print(f"logitless {name}: {text}", file=sys.stderr, flush=True)
+
+    with signals.heard(name):
+        try:
+            code = command()
+            sys.stdout.flush()
+            return code
+        except signals.Stop as stop:
+            say(stop)
+            return 128 + stop.number
+        except KeyboardInterrupt:
+            say("stopped by SIGINT")
+            return 130
+        except BrokenPipeError:
+            # Whoever read the output has gone; what is still in the buffer would raise again when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            say(f"{where}{error.strerror or error}")
+            return FAILED if error.errno in _OUT_OF_ROOM else BAD_USAGE
+
+
+def check_file(path: Path) -> None:
+    """Raise the ``OSError`` that writing ``path`` would meet, before the work whose result goes there."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder, expected the name of a file", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    there = path.exists()
+    with path.open("ab"):
+        pass
+    if not there:
+        path.unlink()
+
+
+def check_folder(path: Path) -> None:
+    """The same of a folder that files are to be written to; it is made."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "cannot be written", str(path))

@@ -1,0 +1,126 @@
+"""The result of an A/B as text for a terminal: a table, the verdict with the test that decided, and the curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from logitless.train.compare import CURVES, agreements, steps_of
+from logitless.train.replay import QUANTITIES
+
+ROWS = (
+    ("sampled reward, first 10 steps", "train/reward_first10", 1, ".3f"),
+    ("sampled reward, last 10 steps", "train/reward_last10", 1, ".3f"),
+    ("held-out reward at the end", "eval/last", 1, ".3f"),
+    ("KL, last 10 steps", "train/kl_last10", 1, ".4f"),
+    ("left-out mass, last 10 steps", "train/left_out_mass_last10", 1, ".1e"),
+    ("left-out mass of a token, largest", "train/left_out_mass_max", 1, ".1e"),
+    ("step, mean of the last 10 (s)", "time/train/step_avg_last10_s", 1, ".3f"),
+    ("update phase, last 10 (s)", "time/update_s/last10", 1, ".3f"),
+    ("update's temporaries (MiB)", "memory/update_temporaries_bytes", 2**20, ",.1f"),
+    ("device peak (MiB)", "memory/device_peak_bytes", 2**20, ",.1f"),
+)
+"""Label, key of the summary, unit and format of the table's rows."""
+
+
+def table(result: dict[str, Any]) -> str:
+    """The comparison as text."""
+    summaries = {name: arm["summary"] for name, arm in result["arms"].items()}
+    first, *others = summaries
+    heads = [f"{name} ({s['loss_backend']})" for name, s in summaries.items()]
+    marks = ["ratio"] if len(others) == 1 else [f"{name}/{first}" for name in others]
+    widths = [max(len(h) + 2, 14) for h in heads]
+    lines = [f"{result['name']:36s}" + "".join(f"{h:>{w}s}" for h, w in zip(heads, widths, strict=True))]
+    lines[0] += "".join(f"{m:>{len(m) + 2}s}" for m in marks)
+    for label, key, unit, form in ROWS:
+        values = [s.get(key) for s in summaries.values()]
+        if all(v is None for v in values):
+            continue
+        cells = ["-" if v is None else format(v / unit, form) for v in values]
+        shares = [f"{v / values[0]:.3f}" if v and values[0] else "" for v in values[1:]]
+        line = f"{label:36s}" + "".join(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))
+        lines.append((line + "".join(f"{x:>{len(m) + 2}s}" for x, m in zip(shares, marks, strict=True))).rstrip())
+    if result.get("parallel"):
+        lines.append("times: not compared, for the arms ran at the same time (ab.parallel)")
+    for name, a in agreements(result).items():
+        lines += _agreement_lines(a, f"{name} against {first}: ")
+    lines += [f"{name} against {first}: {a['verdict']}" for name, a in agreements(result).items()]
+    lines.append(verdict(result))
+    return "\n".join(lines)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """One line: do the arms agree, and which tests said so."""
+    found = agreements(result).values()
+    by = " and ".join(sorted({a["decided_by"] for a in found if a["agree"] is not None}))
+    if any(a["agree"] is False for a in found):
+        return f"THE ARMS DISAGREE (decided by {by})"
+    if all(a["agree"] for a in found):
+        return f"the arms agree (decided by {by})"
+    return "NOT JUDGED: see above" + (f" (what could be judged agrees, by {by})" if by else "")
+
+
+def _agreement_lines(a: dict[str, Any], heading: str) -> list[str]:
+    def within(agree: bool) -> str:
+        return "within" if agree else "ABOVE"
+
+    lines = [f"{heading}test: {a['test']}"]
+    if a["replay_agree"] is not None:
+        lines.append(f"  replay, {a['replay_steps']} steps; the largest deviation from the baseline for its limit:")
+        for key in QUANTITIES:
+            step, deviation, control, limit = (
+                a[f"replay_{key}_{k}"] for k in ("step", "deviation", "control", "limit")
+            )
+            if deviation is None:
+                lines.append(f"    {key:10s} not finite in one of the two, step {step}")
+                continue
+            lines.append(
+                f"    {key:10s} {deviation:.1e}, second baseline {_form(control)} (step {step}: "
+                f"{within(deviation <= limit)} {limit:.1e})"
+            )
+    split = a["first_difference"]
+    lines.append(
+        "  free runs: " + ("the same tokens throughout" if split is None else f"other tokens from step {split} on")
+    )
+    for name in CURVES:
+        if f"{name}_difference" in a:
+            lines.append("    " + _curve_line(a, name))
+    return lines
+
+
+def _form(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"
+
+
+def _curve_line(a: dict[str, Any], name: str) -> str:
+    difference = a[f"{name}_difference"]
+    if difference is None:
+        return f"{name:10s} measured in one of the two alone"
+    text = f"{name:10s} mean difference {difference:+.4f}"
+    if f"{name}_standard_error" in a:
+        text += f" +- {a[f'{name}_standard_error']:.4f} over seeds"
+    if f"{name}_distance" in a:
+        text += f", distance {a[f'{name}_distance']:.4f}"
+    if f"{name}_control_distance" in a:
+        text += f", second baseline's {a[f'{name}_control_distance']:.4f}"
+    if f"{name}_limit" not in a:
+        return text + " (not judged)"
+    return text + f" ({'within' if a[f'{name}_agree'] else 'ABOVE'} {a[f'{name}_limit']:.4f})"
+
+
+def curve(result: dict[str, Any], width: int = 10) -> str:
+    """Curves of reward, and of KL and left-out mass where there are any: the mean of every ``width`` steps."""
+    lines = []
+    for label, key, form in (
+        ("sampled reward", "train/reward", "7.3f"),
+        ("KL", "train/kl", "9.4f"),
+        ("left-out mass", "train/left_out_mass", "9.1e"),
+    ):
+        curves = {n: [r.get(key) for r in steps_of(arm["metrics"])] for n, arm in result["arms"].items()}
+        curves = {n: values for n, values in curves.items() if any(v is not None for v in values)}
+        if curves:
+            lines.append(f"{label}, mean of every {width} steps:")
+        for name, values in curves.items():
+            blocks = [[v for v in values[i : i + width] if v is not None] for i in range(0, len(values), width)]
+            cells = (format(sum(b) / len(b), form) if b else "-".rjust(int(form.split(".")[0])) for b in blocks)
+            lines.append(f"  {name:10s}" + "".join(cells))
+    return "\n".join(lines)

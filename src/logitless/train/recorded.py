@@ -1,0 +1,134 @@
+"""What a run keeps of each step so that another loss can be held against it, and how it is read back.
+
+    <run_dir>/rollouts/step_00000001.npz   prompts, completions and rewards, for another run (rollout.replay)
+    <run_dir>/trace/step_00000001.npz      log-probabilities of the tokens before the updates, weights after them
+
+Of the weights a fixed sample is kept, every n-th number of each array with n odd: a distance over it is that of all
+weights to about a percent, at 64 KiB a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from logitless.train.config import ConfigError
+from logitless.train.records import Rollouts
+from logitless.train.rollout import Completions
+from logitless.train.task import Prompts
+
+SAMPLE = 2**14
+"""Weights in a trace, about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One step of a run, as far as two losses can differ in it."""
+
+    losses: np.ndarray
+    """Of each update; NaN where it was not finite."""
+    grad_norms: np.ndarray
+    logp: np.ndarray
+    """Of the live completion tokens, before the step's updates."""
+    weights: np.ndarray
+    """The sample of the trained weights, after them."""
+
+
+def sample_weights(trained: Any) -> Array:
+    """About ``SAMPLE`` of the numbers in a tree of weights, float32 ``[n]``; the same ones for the same shapes."""
+    leaves = jax.tree.leaves(trained)
+    # An odd stride walks through all columns of a matrix whose width is a power of two.
+    stride = max(sum(x.size for x in leaves) // SAMPLE, 1) | 1
+    return jnp.concatenate([x.reshape(-1)[::stride].astype(jnp.float32) for x in leaves])
+
+
+def _file(folder: Path, kind: str, step: int) -> Path:
+    return folder / kind / f"step_{step:08d}.npz"
+
+
+def _write(file: Path, **arrays: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
+    with beside.open("wb") as out:
+        np.savez(out, **arrays)
+    os.replace(beside, file)
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{file}: not readable as a recorded step ({error})") from None
+
+
+def steps_in(folder: Path) -> int:
+    """Steps whose rollouts are in the run's folder, counted from the first."""
+    n = 0
+    while _file(folder, "rollouts", n + 1).exists():
+        n += 1
+    return n
+
+
+def save_rollouts(folder: Path, step: int, rolled: Rollouts) -> None:
+    """Keep a step's completions."""
+    done = rolled.completions
+    _write(
+        _file(folder, "rollouts", step),
+        prompt=rolled.prompts.tokens,
+        prompt_valid=rolled.prompts.valid,
+        completion=done.tokens,
+        mask=done.mask,
+        logp=done.logp,
+        rewards=rolled.rewards,
+        parts=np.array(json.dumps(rolled.parts)),
+    )
+
+
+def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int]) -> Rollouts:
+    """A step's completions from another run; ``rows`` and the ``widths`` of prompt and completion must be its own."""
+    file = _file(folder, "rollouts", step)
+    found = _read(file)
+    given, expected = (found["prompt"].shape, found["completion"].shape), ((rows, widths[0]), (rows, widths[1]))
+    if given != expected:
+        raise ConfigError(
+            f"rollout.replay: {file} has prompts and completions of {given[0]} and {given[1]} tokens, expected "
+            f"{expected[0]} and {expected[1]}; replay with the configuration of the run that recorded them"
+        )
+    return Rollouts(
+        Prompts(found["prompt"], found["prompt_valid"]),
+        Completions(found["completion"], found["mask"], found["logp"]),  # type: ignore[arg-type]
+        found["rewards"],
+        json.loads(str(found["parts"])),
+        [],
+    )
+
+
+def save_trace(folder: Path, step: int, rolled: Rollouts, weights: Array) -> None:
+    """Keep what a step did; ``rolled.trainer_logp`` must have been measured."""
+    assert rolled.trainer_logp is not None
+    live = np.asarray(rolled.trainer_logp)[np.asarray(rolled.completions.mask)]
+    _write(_file(folder, "trace", step), logp=live, weights=np.asarray(weights))
+
+
+def load_traces(folder: Path, records: list[dict[str, Any]]) -> list[Trace]:
+    """The steps of a run from its first on, as far as they were traced; ``records`` are its metrics."""
+    out: list[Trace] = []
+    for record in records:
+        file = _file(folder, "trace", record.get("step", 0))
+        if "train/losses" in record and file.exists():
+            arrays = _read(file)
+            losses, norms = (
+                np.array([np.nan if v is None else v for v in record[key]], np.float64)
+                for key in ("train/losses", "train/grad_norms")
+            )
+            out.append(Trace(losses, norms, arrays["logp"], arrays["weights"]))
+    return out

@@ -1,0 +1,232 @@
+"""Replay: two losses on the same completions. Honest arms are never told apart, faults always are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless.train import recorded, replay, update
+from logitless.train.config import ConfigError, TrainConfig, load
+from logitless.train.head_calls import make_head_loss
+from logitless.train.model import init
+from logitless.train.recorded import Trace
+from logitless.train.task import build_task
+from logitless.train.trainer import Trainer
+from train_micro import MICRO, compile_cache, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+STEPS = 10
+SETTINGS = ["train.prompts_per_step=8", "train.inner_epochs=2", "rollout.record=1000", f"train.steps={STEPS}"]
+
+
+def too_large(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The right value with a gradient that is 2 % too large."""
+
+    def wrong(*args: Any, **arrays: Any) -> Any:
+        value, metrics = loss(*args, **arrays)
+        return value + 0.02 * (value - jax.lax.stop_gradient(value)), metrics
+
+    return wrong
+
+
+def one_in_fifty(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Every fiftieth slot of the batch is forgotten."""
+
+    def wrong(*args: Any, mask: Any, **arrays: Any) -> Any:
+        forgotten = jnp.arange(mask.size).reshape(mask.shape) % 50 == 0
+        return loss(*args, mask=mask & ~forgotten, **arrays)
+
+    return wrong
+
+
+def trainer_of(config: TrainConfig, fault: Callable[..., Any] | None = None) -> Trainer:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(update, "make_head_loss", lambda *args: fault(make_head_loss(*args)))
+        return Trainer(config, build_task(config))
+
+
+class Lab:
+    """Trainers that were compiled once, run in step over one trainer's completions."""
+
+    def __init__(self, settings: list[str]):
+        self.config = load(None, [*settings, *SETTINGS, "train.loss.backend=reference"])
+        chunks = ["train.loss.backend=chunked", "train.loss.chunk_size=20"]
+        kernel = load(None, [*settings, *SETTINGS, *chunks])
+        self.baseline = trainer_of(self.config)
+        self.others = {
+            "control": trainer_of(replay.control_of(self.config)),
+            "kernel": trainer_of(kernel),
+            "too_large": self.faulty(too_large),
+            "one_in_fifty": self.faulty(one_in_fifty),
+        }
+
+    def faulty(self, fault: Callable[..., Any]) -> Trainer:
+        """The baseline with a fault in the first update of a step; the rest is the baseline's, compiled already."""
+        made = trainer_of(self.config, fault)
+        wrong = made.update_program
+
+        def update_program(state: Any, base: Any, part: Any) -> Any:
+            return (wrong if part.old_logp is None else self.baseline.update_program)(state, base, part)
+
+        update_program.compile_s = 0.0  # type: ignore[attr-defined]
+        made.update_program, made.score_program = update_program, self.baseline.score_program  # type: ignore[assignment]
+        return made
+
+    def traces(self, seed: int, steps: int, *names: str) -> dict[str, list[Trace]]:
+        """The baseline's steps from random weights of this seed, and those of other arms on its completions."""
+        trainers = {"baseline": self.baseline, **{n: self.others[n] for n in ("control", *names)}}
+        params = init(MICRO, jax.random.key(100 + seed))
+        states = {}
+        for name, trainer in trainers.items():
+            trainer.config, trainer.key = dataclasses.replace(trainer.config, seed=seed), jax.random.key(seed)
+            states[name] = trainer.initial(params)
+        out: dict[str, list[Trace]] = {name: [] for name in trainers}
+        for step in range(1, steps + 1):
+            rolled: Any = None
+            for name, trainer in trainers.items():
+                if rolled is not None:
+                    trainer.rollouts = lambda *_, r=rolled: dataclasses.replace(r)  # type: ignore[method-assign]
+                state, record, done = trainer.step(*states[name], step)
+                rolled = rolled or done
+                states[name] = (state, states[name][1])
+                live = done.trainer_logp[np.asarray(done.completions.mask)]  # type: ignore[index]
+                numbers = (np.array(record[k]) for k in ("train/losses", "train/grad_norms"))
+                out[name].append(Trace(*numbers, live, np.asarray(trainer.sample_weights(state.trained))))
+        return out
+
+    def judge(self, found: dict[str, list[Trace]], name: str) -> dict[str, Any]:
+        return replay.judge(self.config, found["baseline"], found["control"], found[name])
+
+
+@pytest.fixture(scope="module")
+def lab(micro: list[str], compile_cache: Any) -> Lab:  # noqa: F811
+    return Lab(micro)
+
+
+@pytest.mark.parametrize("repeats", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_honest_arms_are_not_told_apart(lab: Lab, repeats: int) -> None:
+    verdicts, nearest = [], 0.0
+    for seed in range(repeats):
+        found = lab.traces(seed, STEPS, "kernel")
+        result = lab.judge(found, "kernel")
+        verdicts.append(result["agree"])
+        nearest = max(nearest, *(w["deviation"] / w["limit"] for w in result["worst"].values()))
+        assert result["steps"] == STEPS and len(result["course"]["logp"]["arm"]) == STEPS
+        # Something was trained and something was rounded: the test had a difference to look at.
+        assert replay.deviations(found["baseline"][0], found["baseline"][-1])["weights"] > 1e-3
+        assert result["worst"]["weights"]["deviation"] > 0 and result["worst"]["weights"]["control"] > 0
+    assert verdicts == [True] * repeats
+    assert nearest < 0.7  # and none was close to it
+
+
+@pytest.mark.parametrize("fault", ["too_large", "one_in_fifty"])
+def test_planted_faults_are_caught_in_the_first_step(lab: Lab, fault: str) -> None:
+    result = lab.judge(lab.traces(0, 2, fault), fault)
+    assert not result["agree"] and result["first"] == 1
+    worst = result["worst"]["grad_norm"]
+    assert worst["deviation"] > 100 * worst["limit"]
+
+
+def test_a_fault_that_comes_late_is_caught_too(lab: Lab) -> None:
+    found = lab.traces(0, STEPS, "kernel")
+    last = found["kernel"][-1]
+    found["kernel"][-1] = dataclasses.replace(last, grad_norms=last.grad_norms * 1.2)
+    result = lab.judge(found, "kernel")
+    assert not result["agree"] and result["first"] == STEPS
+
+
+def fake(n: int = 1000, **fields: Any) -> Trace:
+    given = dict(losses=np.zeros(1), grad_norms=np.ones(1), logp=-np.ones(n), weights=np.ones(4))
+    return Trace(**{**given, **{k: np.asarray(v, float) for k, v in fields.items()}})
+
+
+def test_the_limit_is_what_the_docstring_says() -> None:
+    c = load(None, ["ab.replay_factor=10"])
+    base, control = [fake(), fake()], [fake(grad_norms=[1 + 1e-4]), fake()]
+    eps = float(np.finfo(np.float32).eps)
+    result = replay.judge(c, base, control, [fake(grad_norms=[1 + 9e-4]), fake(grad_norms=[1 + 9e-4])])
+    assert result["agree"]
+    # The control's largest deviation so far counts; from the second step on, so does a token's decision.
+    early = replay.judge(c, base, control[::-1], [fake(grad_norms=[1 + 9e-4]), fake()])
+    assert not early["agree"] and early["first"] == 1
+    assert early["worst"]["grad_norm"]["limit"] == pytest.approx(8 * eps)
+    late = replay.judge(c, base, control, [fake(), fake(grad_norms=[1 + 6e-3])])
+    assert not late["agree"] and late["worst"]["grad_norm"]["limit"] == pytest.approx(1e-3 + 8 * eps + 4 / 1000)
+    assert replay.judge(c, base, control, [fake(), fake(grad_norms=[1 + 4e-3])])["agree"]
+    bfloat = load(None, ["ab.replay_factor=10", "model.compute_dtype=bfloat16"])
+    limits = replay.judge(bfloat, base, base, base)["worst"]
+    assert limits["logp"]["limit"] == pytest.approx(8 * 2**-7) and limits["weights"]["limit"] == pytest.approx(8 * eps)
+    # 1000 tokens: rounding averages out of a norm, and two percent are seen in bfloat16 as well.
+    assert limits["grad_norm"]["limit"] == pytest.approx(8 * 2**-7 / 1000**0.5) and limits["grad_norm"]["limit"] < 0.003
+
+
+def test_each_quantity_counts() -> None:
+    c, base = load(None), [fake(), fake()]
+    for key, other in {
+        "loss": fake(losses=[1e-3]),
+        "grad_norm": fake(grad_norms=[1.001]),
+        "logp": fake(logp=-1.001 * np.ones(1000)),
+        "weights": fake(weights=[1, 1, 1, 1.001]),
+    }.items():
+        result = replay.judge(c, base, base, [other, fake()])
+        assert not result["agree"] and result["first"] == 1
+        over = [k for k, w in result["worst"].items() if w["deviation"] > w["limit"]]
+        assert over == [key]
+
+
+def test_what_is_not_finite_or_does_not_fit_is_a_difference() -> None:
+    c, base = load(None), [fake(), fake()]
+    for other in (fake(losses=[np.nan]), fake(logp=-np.ones(999)), fake(weights=[1, 1, np.inf, 1])):
+        assert not replay.judge(c, base, base, [fake(), other])["agree"]
+    both = [fake(losses=[np.nan]), fake()]
+    assert replay.judge(c, both, both, both)["agree"]
+    # A control that went wrong allows nothing.
+    assert not replay.judge(c, base, [fake(losses=[np.nan]), fake()], [fake(losses=[0.1]), fake()])["agree"]
+    with pytest.raises(ConfigError, match="do not cover the same steps: baseline 2, control 2, arm 1"):
+        replay.judge(c, base, base, base[:1])
+
+
+def test_an_arm_that_is_approximate_by_design_is_judged_by_its_forward() -> None:
+    c, base = load(None), [fake(), fake()]
+    other = [fake(grad_norms=[1.1]), fake(grad_norms=[1.1], logp=-1.1 * np.ones(1000))]
+    assert not replay.judge(c, base, base, other)["agree"]
+    assert replay.judge(c, base, base, other, forward_only=True)["agree"]
+    wrong = [fake(logp=-1.1 * np.ones(1000)), fake()]
+    assert not replay.judge(c, base, base, wrong, forward_only=True)["agree"]
+    loss = c.train.loss
+    assert replay.approximate(loss, dataclasses.replace(loss, backend="chunked", chunk_size=8)) is None
+    for change in ({"sparse_backward": 0.01}, {"logits_dtype": "bfloat16"}, {"head_grad_dtype": "param"}):
+        assert replay.approximate(loss, dataclasses.replace(loss, **change)) is not None
+
+
+def test_the_control_is_the_baseline_with_another_split() -> None:
+    c = load(None)
+    control = replay.control_of(c)
+    assert control.train.microbatch == 256 and dataclasses.replace(control, train=c.train) == c
+    assert replay.control_of(load(None, ["train.microbatch=8"])).train.microbatch == 4
+    assert replay.control_of(load(None, ["train.microbatch=8", "mesh.data=4"])).train.microbatch == 4
+    for settings in (
+        ["train.microbatch=1"],
+        ["train.objective.top_entropy=0.5"],
+        ["train.microbatch=4", "mesh.data=4"],
+    ):
+        with pytest.raises(ConfigError, match=r"second baseline.*ab\.replay=false"):
+            replay.control_of(load(None, settings))
+
+
+def test_the_sample_of_the_weights_reaches_every_array() -> None:
+    tree = {"small": jnp.ones(3), "wide": jnp.arange(2.0**16).reshape(256, 256), "bf": jnp.ones(5, jnp.bfloat16)}
+    sample = np.asarray(recorded.sample_weights(tree))
+    assert recorded.SAMPLE * 0.5 < sample.size < recorded.SAMPLE * 1.1 and sample.dtype == np.float32
+    columns = sample[sample > 1] % 256
+    assert len(set(columns.tolist())) == 256
+    changed = recorded.sample_weights(tree | {"small": jnp.zeros(3)})
+    assert np.any(np.asarray(changed) != sample)

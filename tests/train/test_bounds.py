@@ -1,0 +1,139 @@
+"""Files and functions from elsewhere: what is wrong with them ends in one line, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from logitless import cli
+from logitless.train import bounds, tokenizer
+from logitless.train.config import ConfigError, load
+from logitless.train.data import DataError, Problem, gsm8k
+from logitless.train.model import ModelError, init
+from logitless.train.reward import RewardError, load_reward, score
+from logitless.train.tokenizer import render
+from logitless.train.weights import load_safetensors, save_safetensors
+from train_micro import MICRO
+
+SUM = Problem("1+1=", "2")
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"question": ' + "9" * 5000 + "}", '{"question": 1e999999}', "\x00", '"text"']
+)
+def test_bad_lines_of_problems_are_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "#### 2"}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"train\.jsonl, line 2"):
+        gsm8k(file)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "a: [1, 2\n", "? : :\n", "[" * 5000])
+def test_bad_configuration_files_end_in_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load(file)
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], "expected a JSON object"),
+        ({"weight_map": ["a"]}, "weight_map is not an object"),
+        ({}, "weight_map is not an object"),
+        ({"weight_map": {"model.norm.weight": 3}}, "weight_map is not an object"),
+        ({"weight_map": {"model.norm.weight": "../outside.safetensors"}}, "not a file of this folder"),
+        ({"weight_map": {"model.norm.weight": "/etc/passwd"}}, "not a file of this folder"),
+        ({"weight_map": {"model.norm.weight": ".."}}, "not a file of this folder"),
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
+    ],
+)
+def test_a_malformed_index_of_weights_is_refused(tmp_path: Path, index: Any, message: str) -> None:
+    save_safetensors(tmp_path / "m", MICRO, init(MICRO, jax.random.key(0)))
+    (tmp_path / "outside.safetensors").write_bytes((tmp_path / "m" / "model.safetensors").read_bytes())
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=message):
+        load_safetensors(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: not readable as JSON"):
+        load_safetensors(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // 0 }}",
+        "{{ 'a' * 30000000000000 }}",
+        "{{ ('a' * 2000000000) | length }}",
+        "{% set ns = namespace(s='aaaaaaaaaa') %}"
+        "{% for i in range(14) %}{% set ns.s = ns.s.replace('a', 'aaaaaaaaaa') %}{% endfor %}{{ ns.s | length }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ messages[0].content.nothing.at_all }}",
+        "{% if %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
+    start = time.monotonic()
+    with pytest.raises(ModelError, match="the chat template"):
+        render(template, CHAT, True, {})
+    assert time.monotonic() - start < 30
+    assert render("{{ messages[0].content }}!", CHAT, True, {}) == "hi!"
+
+
+def test_a_time_limit_cannot_be_caught_by_what_it_cuts_short() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                pass
+
+    with pytest.raises(bounds.TooLong), bounds.time_limit(0.1):
+        stubborn()
+    with bounds.time_limit(0.05):
+        pass
+    time.sleep(0.1)  # the alarm is off
+
+
+REWARDS = """
+import re
+def raises(completion, problem):
+    return {}[completion]
+def hangs(completion, problem):
+    while True: pass
+def backtracks(completion, problem):
+    return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
+def texts(completion, problem):
+    return "much"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"raises' raised KeyError: '12' \(completion '12', problem '1\+1='\)"),
+        ("hangs", r"hangs' took longer than reward.timeout_s = 0.2 s \(completion '12'"),
+        ("backtracks", r"backtracks' took longer than reward.timeout_s = 0.2 s"),
+        ("texts", r"texts' returned 'much', expected a finite number. \(completion '12'"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_its_sample(tmp_path: Path, name: str, message: str) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    spec = f"{file}:{name}"
+    with pytest.raises(RewardError, match=message):
+        score(spec, load_reward(spec), "12", SUM, 0.2)
+    assert score("exact_match", load_reward("exact_match"), "2", SUM, 0.2) == 1.0
