@@ -46,7 +46,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over
 
 
 def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over) -> int:
-    from logitless.bench import case, microbench, results, suites
+    from logitless import exits
+from logitless.bench import case, microbench, results, suites
     from logitless.tools.config import ConfigError
 
     if args.overrides[:1] == ["compare"]:
@@ -63,6 +64,7 @@ def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Ove
         if args.config:
             raise ConfigError("--suite takes no configuration; its cases are declared")
         out = args.out or Path(f"runs/bench_{args.suite}.json")
+        exits.check_file(out)
         result = suites.run(args.suite, out, say, show, args.only, args.overrides, how)
         print(f"{out}: {len(result['records'])} cases in {result['seconds']:.0f} s")
         return 0 if result["passed"] else 1
