@@ -30,10 +30,10 @@ def test_a_signal_waits_for_what_is_held_and_a_second_one_does_not(capsys: pytes
             time.sleep(0.01)
             assert hold.received == signal.SIGTERM
             assert capsys.readouterr().err == "stopping after this step; again to stop now\n"
-            with pytest.raises(signals.Stop):
+            with pytest.raises(signals.Stop):  # noqa: PT012  (the signal comes while it waits)
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(1)
-        with pytest.raises(signals.Stop, match="stopped by SIGTERM"):
+        with pytest.raises(signals.Stop, match="stopped by SIGTERM"):  # noqa: PT012  (as above)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
     with signals.held("step") as hold:  # without a command around it: in a notebook

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over
 
 def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over) -> int:
     from logitless import exits
-from logitless.bench import case, microbench, results, suites
+    from logitless.bench import case, microbench, results, suites
     from logitless.tools.config import ConfigError
 
     if args.overrides[:1] == ["compare"]:
