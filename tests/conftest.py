@@ -24,7 +24,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 # Most of the suite's time is XLA compiling. Programs are kept: for the other worker of this run, for processes
 # that a test starts, and for the next run. The key is the program with its compiler and options, so nothing is stale.
-COMPILED = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parents[1] / ".jax_cache"))
+OWN_FOLDER = Path(__file__).parents[1] / ".jax_cache"
+COMPILED = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", OWN_FOLDER))
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 CHILD_ENVIRONMENT = {
@@ -37,9 +38,9 @@ CHILD_ENVIRONMENT = {
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compiled programs leave the folder after a week."""
+    """Compiled programs leave the repository's folder after a week."""
     if not hasattr(session.config, "workerinput"):
-        for program in COMPILED.glob("*"):
+        for program in OWN_FOLDER.glob("*"):
             if time.time() - program.stat().st_mtime > 7 * 24 * 3600:
                 program.unlink(missing_ok=True)
 
@@ -162,13 +163,24 @@ def token_stats(logp: Any, entropy: Any) -> TokenStats:
     return TokenStats(**dict(unread, logp=logp, entropy=entropy, is_top1=jnp.zeros(logp.shape, bool)))
 
 
-def evaluate(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> Evaluation:
-    """``logitless.policy_loss`` and its gradients by ``logp`` and ``entropy``."""
-
+def _with_gradients(objective: Objective, logp: jax.Array, entropy: jax.Array, inputs: dict[str, Any]) -> Any:
     def loss(lp: jax.Array, h: jax.Array) -> Any:
         return policy_loss(token_stats(lp, h), objective=objective, **inputs)
 
-    (value, metrics), (dlogp, dentropy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
-    )
-    return Evaluation(np.asarray(value), np.asarray(dlogp), np.asarray(dentropy), metrics)
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(logp, entropy)
+
+
+def evaluate(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> Evaluation:
+    """``logitless.policy_loss`` and its gradients by ``logp`` and ``entropy``."""
+    statistics = jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
+    (value, metrics), gradients = _with_gradients(objective, *statistics, inputs)
+    return Evaluation(np.asarray(value), *map(np.asarray, gradients), metrics)
+
+
+def evaluate_each(objective: Objective, batches: list[tuple[Any, Any, dict[str, Any]]]) -> list[Evaluation]:
+    """:func:`evaluate` for batches ``(logp, entropy, inputs)`` of one shape, side by side: in the time of one."""
+    logp, entropy, inputs = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(a) for a in x]), *batches)
+    each = jax.vmap(lambda *batch: _with_gradients(objective, *batch))
+    (value, metrics), (dlogp, dentropy) = each(logp.astype(jnp.float32), entropy.astype(jnp.float32), inputs)
+    host = jax.tree.map(np.asarray, Evaluation(value, dlogp, dentropy, metrics).__dict__)
+    return [Evaluation(**jax.tree.map(lambda x, i=i: x[i], host)) for i in range(len(batches))]

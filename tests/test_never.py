@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of, random_batch
+from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
 from logitless import Objective, oracle
 
 EVERYTHING: dict[str, Any] = {
@@ -39,8 +39,11 @@ def test_a_batch_with_nothing_unmasked(policy: str, level: str, aggregation: str
     inputs["advantages"] = np.full_like(inputs["advantages"], np.inf)
     o = objective_of(policy, level, aggregation, **EVERYTHING)
     # As a micro-batch of a larger batch, on its own, and in a world where every micro-batch is empty.
-    for denominator in (10.0, None, jnp.float32(0.0)):
-        got = evaluate(o, junk, junk, denominator=denominator, entropy_denominator=denominator, **inputs)
+    denominators = [dict(denominator=np.float32(d), entropy_denominator=np.float32(d)) for d in (10.0, 0.0)]
+    for got in (
+        evaluate(o, junk, junk, **inputs),
+        *evaluate_each(o, [(junk, junk, {**inputs, **d}) for d in denominators]),
+    ):
         assert got.loss == 0.0 and not got.dlogp.any() and not got.dentropy.any()
         assert not any(np.isnan(float(x)) for m in got.metrics.values() for x in m)
 
@@ -97,14 +100,16 @@ def test_masked_positions_change_nothing(policy: str, level: str, layout: str) -
     """To the bit, for junk of every kind in every input, segment ids included where no valid token carries them."""
     logp, entropy, inputs = random_batch(1, layout=layout)
     o = objective_of(policy, level, **EVERYTHING)
-    clean = evaluate(o, logp, entropy, **inputs)
     dead = ~inputs["mask"]
-    assert dead.any() and clean.loss != 0
+    batches = [(logp, entropy, inputs)]
     for junk in (np.nan, np.inf, -np.inf, 1e38):
         dirty = {k: np.where(dead, np.float32(junk), v) if v.dtype == np.float32 else v for k, v in inputs.items()}
         if layout == "scattered":
             dirty["segment_ids"] = np.where(dead, 77, inputs["segment_ids"])
-        got = evaluate(o, np.where(dead, junk, logp), np.where(dead, junk, entropy), **dirty)
+        batches.append((np.where(dead, junk, logp), np.where(dead, junk, entropy), dirty))
+    clean, *others = evaluate_each(o, batches)
+    assert dead.any() and clean.loss != 0
+    for got in others:
         assert got.loss == clean.loss
         np.testing.assert_array_equal(got.dlogp, clean.dlogp)
         np.testing.assert_array_equal(got.dentropy, clean.dentropy)
