@@ -28,7 +28,7 @@ test: lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow || [ $$? -eq 5 ]  # 5: there are none yet
 
-mutants: $(STAMP)  # an hour: faults planted one at a time, and the tests that must see them
+mutants: $(STAMP)  # faults planted one at a time, and the tests that must see them
 	$(BIN)/python tests/mutants
 
 docs: $(STAMP)

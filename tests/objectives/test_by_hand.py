@@ -188,6 +188,14 @@ def test_the_off_policy_mask_measures_from_rollout_or_old_and_drops_nothing_with
     assert kept(o, **without) == kept(o.replace(off_policy_threshold=-3.0), **without) == [True, True]
 
 
+def test_the_off_policy_mask_keeps_a_token_without_an_advantage() -> None:
+    """Only negative advantages are dropped: of two rows that drifted, the one with A = 0 is counted as kept."""
+    logp = np.float32([[-2.0], [-2.0]])
+    inputs = {"advantages": np.float32([0.0, -1.0]), "rollout_logp": logp + 1, "old_logp": logp}
+    kept = evaluate(Objective(off_policy_threshold=0.5), logp, logp, **inputs).metrics["kept_tokens"]
+    assert (float(kept.sum), float(kept.count)) == (1, 2)
+
+
 def test_a_correction_without_bounds() -> None:
     """exp(old - rollout) = exp(3) as it is."""
     o = Objective(correction="token", correction_max=None)
@@ -275,6 +283,23 @@ def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
             head
         )
         np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
+
+
+def test_an_entropy_bonus_alone_moves_the_head() -> None:
+    """Without an advantage or a KL: a sweep that skips what cannot move must not skip these tokens."""
+    rng = np.random.default_rng(5)
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
+    targets, advantages = rng.integers(0, 7, (2, 3)), jnp.zeros(2)
+    gradients = [
+        jax.grad(
+            lambda w, b=backend: logitless.linear_grpo_loss(
+                hidden, w, targets, advantages=advantages, objective=Objective(entropy_coef=0.1), backend=b
+            )[0]
+        )(head)
+        for backend in ("reference", "chunked")
+    ]
+    assert np.abs(gradients[0]).max() > 1e-3
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
 
 
 def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> None:
