@@ -260,7 +260,7 @@ MUTANTS = [
     m(
         "objectives/loss",
         "loss = jnp.where(keep, loss, 0.0)",
-        "loss = loss * keep",
+        "loss = loss * jnp.where(keep, 1.0, 0.0)",
         f"{FAMILY}::test_a_dropped_token_is_dropped_even_where_its_loss_is_infinite",
     ),
     m(

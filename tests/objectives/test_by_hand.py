@@ -113,9 +113,10 @@ def test_token_weights_of_a_row_are_those_of_its_tokens() -> None:
         shapes = [rows, rows[:, None], np.broadcast_to(rows[:, None], (4, 6))]
         losses = {float(evaluate(o, logp, entropy, token_weights=w, **inputs).loss) for w in shapes}
         assert len(losses) == 1 and losses != {float(evaluate(o, logp, entropy, **inputs).loss)}
-        on_policy = dict(inputs, old_logp=None, token_weights=rows)
-        got = evaluate(o, logp, entropy, **on_policy)
-        np.testing.assert_allclose(got.loss, oracle.policy_loss(logp, entropy, objective=o, **on_policy), rtol=1e-5)
+        for old in (inputs["old_logp"], None):
+            own = dict(inputs, old_logp=old, token_weights=rows)
+            got = evaluate(o, logp, entropy, **own)
+            np.testing.assert_allclose(got.loss, oracle.policy_loss(logp, entropy, objective=o, **own), rtol=1e-5)
 
 
 def test_vespo_folds_token_weights_in() -> None:
