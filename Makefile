@@ -51,7 +51,7 @@ quick: style
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
-mutants: $(STAMP)  # an hour: faults planted one at a time, and the tests that must see them
+mutants: $(STAMP)  # faults planted one at a time, and the tests that must see them
 	$(BIN)/python tests/mutants
 
 docs: $(STAMP)

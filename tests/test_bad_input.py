@@ -165,7 +165,6 @@ CASES: list[Case] = [
     # -- options
     (STATS, {"temperature": 0.0}, ValueError, ("temperature=0.0", "expected a number > 0")),
     (STATS, {"temperature": np.float32(0)}, ValueError, ("temperature=0.0", "expected a number > 0")),
-    (STATS, {"temperature": np.array(-1.0)}, ValueError, ("temperature=-1.0", "expected a number > 0")),
     (STATS, {"temperature": "hot"}, TypeError, ("temperature is 'hot'", "expected a number")),
     (STATS, {"temperature": zeros(T)}, ValueError, ("temperature has shape (3,)", "one value per token, (2, 3)")),
     (FOUR, {"softcap": -1.0}, ValueError, ("softcap=-1.0", "expected a number > 0")),
