@@ -11,6 +11,7 @@ import pytest
 from bench_fakes import prepared, scripted, turn
 from logitless.bench import microbench, ratios, results
 from logitless.bench.case import Arm, BenchConfig, arms, reference_of, twin
+from logitless.tools.config import ConfigError
 
 CASE = dict(tokens=16, rows=2, hidden=16, vocab=64, dtype="float32", verify=False)
 
@@ -287,6 +288,11 @@ def test_only_some_arms_and_what_they_are_compared_with(monkeypatch: pytest.Monk
     c = BenchConfig(**{**CASE, "dtype": "bfloat16"}, logits_dtype="bfloat16", rounds=1)
     assert list(microbench.run(c, how=microbench.How(only=("kernel",)))["arms"]) == ["strong", "kernel"]
     assert list(microbench.run(c, how=microbench.How(only=("default",)))["arms"]) == ["strong/f32", "default"]
+    assert list(microbench.run(c, how=microbench.How(only=("ker",)))["arms"]) == ["strong", "kernel"]
+    c.arms = {"kernel, frozen": dict(of="kernel", frozen_head=True)}
+    assert "kernel, frozen" not in microbench.run(c, how=microbench.How(only=("kernel",)))["arms"]  # that name is one's
+    with pytest.raises(ConfigError, match=r"--arms best: expected .* of naive, strong"):
+        microbench.run(c, how=microbench.How(only=("best",)))
 
 
 def test_like_is_compared_with_like() -> None:

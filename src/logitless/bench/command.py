@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], help="YAML file (configs/bench/); may be repeated")
     parser.add_argument("--suite", help="run the lot into one JSON file: cpu, h200, gpu-head, gpu-sparse or gpu-logits")
     parser.add_argument("--only", default="", help="of a suite, only cases with (one of) this in their name")
-    parser.add_argument("--arms", default="", help="only arms with (one of) this in their name, and their baselines")
+    parser.add_argument(
+        "--arms", default="", help="only arms of these names, or with this in them, and their baselines"
+    )
     parser.add_argument("--out", type=Path, default=None, help="a suite's file (default runs/bench_SUITE.json)")
     parser.add_argument(
         "--against",

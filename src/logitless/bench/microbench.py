@@ -22,6 +22,7 @@ from logitless.bench.verification import Verified
 from logitless.planning.chips import chip_of_kind, roofline_seconds
 from logitless.tools import records, timing
 from logitless.tools.child import OUT_OF_MEMORY
+from logitless.tools.config import ConfigError
 
 Say = Callable[[str], None]
 NO_SLOWER = 1.02
@@ -34,14 +35,18 @@ NOT_HERE = "not here: "
 class How:
     """What a command line adds to a configuration."""
 
-    only: tuple[str, ...] = ()  # arms with one of these in their name, and those that they are compared with
+    only: tuple[str, ...] = ()  # arms of these names, or with one of these in them, and what they are compared with
     against: str = ""  # another tree's src
     peers: str | None = None  # PyTorch's arms, too; a folder of unpacked wheels, or empty: as installed
     verified: Verified = dataclasses.field(default_factory=dict)  # by earlier cases
 
 
 def _chosen(all_arms: dict[str, Arm], only: tuple[str, ...]) -> dict[str, Arm]:
-    wanted = {k for k in all_arms if not only or any(text in k for text in only)}
+    wanted = set(all_arms) if not only else set()
+    for text in only:
+        wanted |= {text} if text in all_arms else {k for k in all_arms if text in k}
+    if not wanted:
+        raise ConfigError(f"--arms {','.join(only)}: expected (parts of) some of {', '.join(all_arms)}")
     wanted |= {r for k in wanted if (r := reference_of(k, all_arms)) is not None}
     wanted |= {twin(k) for k in wanted if twin(k) in all_arms}
     return {k: a for k, a in all_arms.items() if k in wanted}

@@ -22,13 +22,21 @@ MOST_KERNELS = 12
 def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
     """One turn of an arm: milliseconds of each call by every clock there is (``back_to_back_ms`` is one number), and
     on a GPU the kernels of one call."""
-    for _ in range(warmup):
-        jax.block_until_ready(f(*args))
+    _warm_up(f, args, warmup)
     out: dict[str, Any] = dict(wall_ms=wall_times(f, *args, repeats=repeats))
     out["back_to_back_ms"] = back_to_back(f, *args, repeats=repeats)
-    if jax.default_backend() in ("gpu", "cuda"):
+    if _on_gpu():
         out |= profile(f, *args, repeats=repeats)
     return out
+
+
+def _warm_up(f: Callable[..., Any], args: tuple[Any, ...], calls: int) -> None:
+    for _ in range(calls):
+        jax.block_until_ready(f(*args))
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() in ("gpu", "cuda")
 
 
 def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
@@ -55,8 +63,9 @@ def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
 
 def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 2) -> list[float]:
     """Milliseconds of each of ``repeats`` calls: by CUPTI where there is one, by the host's clock elsewhere."""
-    found = turn(f, *args, repeats=repeats, warmup=warmup)
-    return found.get("device_ms", found["wall_ms"])
+    _warm_up(f, args, warmup)
+    seen = profile(f, *args, repeats=repeats) if _on_gpu() else {}
+    return seen.get("device_ms") or wall_times(f, *args, repeats=repeats)
 
 
 def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[float]:
