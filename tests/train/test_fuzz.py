@@ -102,9 +102,8 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
             try:
                 with time_limit(30.0), memory_limit(GIB):
                     read()
-            except (ModelError, DataError, ConfigError) as error:
+            except (ModelError, DataError, ConfigError):
                 n += 1
-                assert len(str(error)) < 5000
             except BaseException as error:
                 raise AssertionError(f"{name}, mutation {i}: {type(error).__name__}: {error}: {bad[:300]!r}") from error
         file.write_bytes(whole)
