@@ -251,7 +251,12 @@ REFUSED: list[tuple[Callable[..., Objective], dict[str, Any], type[Exception], s
     (Objective.from_tunix, {"sampler_is": "sequence"}, ValueError, "sampler_is='sequence' is not known"),
     (Objective.from_tunix, {"num_iterations": 2}, TypeError, "num_iterations does not concern the loss"),
     (Objective.from_tunix, {"config": "grpo"}, TypeError, "the config is the string 'grpo'"),
-    (Objective.from_tunix, {"config": NotImplemented}, TypeError, "NotImplementedType has none of the settings of Tunix's loss"),
+    (
+        Objective.from_tunix,
+        {"config": NotImplemented},
+        TypeError,
+        "NotImplementedType has none of the settings of Tunix's loss",
+    ),
     (Objective.from_trl, {"config": {"loss_typ": "grpo"}}, ValueError, "loss_typ='grpo' is not a setting of TRL"),
 ]
 

@@ -100,6 +100,8 @@ def test_replay_decides_where_it_is_on() -> None:
     bad = {**fine, "agree": False, "first": 2}
     near = agreement(c, base, run(1), replay=bad, control=run(2))
     assert near["agree"] is False and near["verdict"] == "DISAGREES, by replay" and near["replay_first"] == 2
+    idle = agreement(load(None), base, run(1), replay={**fine, "agree": None})
+    assert idle["agree"] is None and "no step of the replay had a gradient" in idle["verdict"]
     # An arm that is approximate by design: the control has the last word, unless its very forward is off.
     why = "a sparse backward leaves a little out of the gradients"
     assert agreement(c, base, run(1), replay=fine, control=run(2), approximate=why)["decided_by"] == "control"

@@ -194,6 +194,14 @@ def test_what_is_not_finite_or_does_not_fit_is_a_difference() -> None:
         replay.judge(c, base, base, base[:1])
 
 
+def test_steps_without_a_gradient_prove_nothing() -> None:
+    c = load(None)
+    idle = [fake(grad_norms=[0.0]), fake(grad_norms=[0.0])]
+    assert replay.judge(c, idle, idle, idle)["agree"] is None
+    assert replay.judge(c, idle, idle, [fake(grad_norms=[1.0]), fake()])["agree"] is False
+    assert replay.judge(c, [idle[0], fake()], [idle[0], fake()], [idle[0], fake()])["agree"] is True
+
+
 def test_an_arm_that_is_approximate_by_design_is_judged_by_its_forward() -> None:
     c, base = load(None), [fake(), fake()]
     other = [fake(grad_norms=[1.1]), fake(grad_norms=[1.1], logp=-1.1 * np.ones(1000))]

@@ -64,7 +64,7 @@ def _agreement_lines(a: dict[str, Any], heading: str) -> list[str]:
         return "within" if agree else "ABOVE"
 
     lines = [f"{heading}test: {a['test']}"]
-    if a["replay_agree"] is not None:
+    if "replay_steps" in a:
         lines.append(f"  replay, {a['replay_steps']} steps; the largest deviation from the baseline for its limit:")
         for key in QUANTITIES:
             step, deviation, control, limit = (

@@ -144,9 +144,11 @@ def agreement(
     free = over_seeds(config, seeds) if len(seeds) > 1 else free_runs(config, a, b, control)
     judged = [free[k] for k in (f"{name}_agree" for name in CURVES) if k in free]
     free_agree = all(judged) if judged else None
-    by_replay = replay is not None and (approximate is None or not replay["agree"])
+    said = None if replay is None else replay["agree"]
+    by_replay = said is False or (said is True and approximate is None)
     decided = "replay" if by_replay else ("seeds" if len(seeds) > 1 else "control") if judged else "nothing"
-    agree = replay["agree"] if by_replay and replay is not None else free_agree
+    agree = said if by_replay else free_agree
+    idle = replay is not None and said is None
     split = next(
         (
             x["step"]
@@ -158,7 +160,7 @@ def agreement(
     return {
         "agree": agree,
         "decided_by": decided,
-        "verdict": _verdict(agree, decided, approximate),
+        "verdict": _verdict(agree, decided, "no step of the replay had a gradient" if idle else approximate),
         "test": _test(config, decided, replay, len(seeds), approximate),
         "first_difference": split,
         **_flat_replay(replay),
@@ -167,9 +169,9 @@ def agreement(
     }
 
 
-def _verdict(agree: bool | None, decided: str, approximate: str | None) -> str:
+def _verdict(agree: bool | None, decided: str, reason: str | None) -> str:
     if agree is None:
-        why = f"{approximate}, and a" if approximate else "a"
+        why = f"{reason}, and a" if reason else "a"
         return f"cannot be judged: {why} difference of free runs needs ab.control or ab.seeds to be held against"
     return f"{'agrees' if agree else 'DISAGREES'}, by {decided}"
 

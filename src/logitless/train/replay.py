@@ -143,9 +143,10 @@ def judge(
 ) -> dict[str, Any]:
     """The test of the module's docstring; ``forward_only`` judges no more than the log-probabilities of step 1.
 
-    ``agree``; ``steps``; ``worst``: of each quantity the step where the arm is nearest to, or furthest over its limit,
-    with deviation, control's deviation, limit; ``first``: the first step over a limit; ``course``: the deviations of
-    all steps, for a chart.
+    ``agree``, which is ``None`` where no step had a gradient, for then nothing of a backward was seen; ``steps``;
+    ``worst``: of each quantity the step where the arm is nearest to its limit, or furthest over it, with deviation,
+    control's deviation and limit; ``first``: the first step over a limit; ``course``: the deviations of all steps, for
+    a chart.
     """
     if not len(baseline) == len(control) == len(arm) or not baseline:
         raise ConfigError(
@@ -154,6 +155,7 @@ def judge(
         )
     scales, ways = _scales(baseline), _ways(baseline)
     tokens = [t.logp.size for t in baseline]
+    trained = any(np.any(t.grad_norms > 0) for t in baseline)
     eps = [_resolution(config, n) for n in tokens]
     of_control = [deviations(a, c) for a, c in zip(baseline, control, strict=True)]
     of_arm = [deviations(a, x) for a, x in zip(baseline, arm, strict=True)]
@@ -173,7 +175,7 @@ def judge(
         judged = rows[: 1 if key == "logp" else 0] if forward_only else rows
         overs += [int(r["step"]) for r in judged if r["deviation"] > r["limit"]]
     return {
-        "agree": not overs,
+        "agree": False if overs else True if forward_only or trained else None,
         "steps": len(baseline),
         "factor": config.ab.replay_factor,
         "first": min(overs, default=None),
