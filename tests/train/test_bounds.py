@@ -97,11 +97,7 @@ def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_time_limit_cannot_be_caught_by_what_it_cuts_short() -> None:
     def stubborn() -> None:
         while True:
-<<<<<<< HEAD
-            try:  # noqa: SIM105  (what is to be outlasted)
-=======
             with contextlib.suppress(Exception):
->>>>>>> refs/heads/ab
                 time.sleep(0.01)
 
     with pytest.raises(bounds.TooLong), bounds.time_limit(0.1):

@@ -104,10 +104,6 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
                     read()
             except (ModelError, DataError, ConfigError):
                 n += 1
-<<<<<<< HEAD
-                assert len(str(error)) < 5000  # noqa: PT017  (one of ten thousand tries)
-=======
->>>>>>> refs/heads/ab
             except BaseException as error:
                 raise AssertionError(f"{name}, mutation {i}: {type(error).__name__}: {error}: {bad[:300]!r}") from error
         file.write_bytes(whole)

@@ -35,19 +35,10 @@ def test_a_signal_waits_for_what_is_held_and_a_second_one_does_not(capsys: pytes
             stop_me()
             assert hold.received == signal.SIGTERM
             assert capsys.readouterr().err == "stopping after this step; again to stop now\n"
-<<<<<<< HEAD
-            with pytest.raises(signals.Stop):  # noqa: PT012  (the signal comes while it waits)
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1)
-        with pytest.raises(signals.Stop, match="stopped by SIGTERM"):  # noqa: PT012  (as above)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-=======
             with pytest.raises(signals.Stop):
                 stop_me()
         with pytest.raises(signals.Stop, match="stopped by SIGTERM"):
             stop_me()
->>>>>>> refs/heads/ab
     with signals.held("step") as hold:  # without a command around it: in a notebook
         stop_me()
     assert hold.received == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
