@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from logitless import vjp
 from logitless.arguments import Bound, bind
 from logitless.mesh.spec import Sharding
-from logitless.objectives.api import loss_of_stats, metrics_of
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.metrics import Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 from logitless.problem import Layout, Loss, flat_tokens
 from logitless.stats import TokenStats

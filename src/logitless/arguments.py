@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import validation
-from logitless.objectives.api import loss_inputs, statistics_temperature
+from logitless.objectives.inputs import loss_inputs, statistics_temperature
 from logitless.problem import Call, Head, Layout, LogitsProblem, Loss, Problem, flat_tokens
 from logitless.route import Route, decide
 from logitless.transform import LogitTransform, transform_of

@@ -18,7 +18,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import LogitsProblem, Problem
-from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats, dz, empty_sums, finish, merge, row_sums
+from logitless.stats import (
+    NEG_INF,
+    RowSums,
+    StatCotangents,
+    TokenStats,
+    dz,
+    empty_sums,
+    finish,
+    merge,
+    row_sums,
+    valid_targets,
+)
 from logitless.tiles import column_tile
 from logitless.transform import LogitTransform, forward, pull_back
 
@@ -33,11 +44,6 @@ def column_ids(width: int) -> Array:
 def transformed(x: Array, transform: LogitTransform, vocab_size: int, ids: Array) -> Array:
     """``z`` in float32 from the raw logits of the columns ``ids``; padded columns at ``-inf``."""
     return jnp.where(ids < vocab_size, forward(x, transform), NEG_INF)
-
-
-def valid_targets(targets: Array, vocab_size: int) -> Array:
-    """Which targets name a column."""
-    return (targets >= 0) & (targets < vocab_size)
 
 
 def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, Any], Any], carry: Any) -> Any:

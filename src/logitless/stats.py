@@ -68,6 +68,11 @@ def blank_stats(n: int) -> TokenStats:
     return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero)
 
 
+def valid_targets(targets: Array, vocab_size: int) -> Array:
+    """Which targets name a column."""
+    return (targets >= 0) & (targets < vocab_size)
+
+
 def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
     """Zeros where a token is not live."""
     return stats if live is None else stats.map(lambda s: jnp.where(live, s, jnp.zeros((), s.dtype)))

@@ -375,19 +375,19 @@ MUTANTS = [
         f"{HAND}::test_empty_rows_count_or_do_not",
     ),
     m(
-        "objectives/sequences",
+        "objectives/aggregate",
         "jnp.any(self.mask, axis=1)",
         "jnp.all(self.mask, axis=1)",
         f"{HAND}::test_empty_rows_count_or_do_not",
     ),
     m(
-        "objectives/sequences",
+        "objectives/aggregate",
         "jnp.maximum(jnp.round(jnp.sum(share)), 1.0)",
         "jnp.sum(share) + 1.0",
         f"{FAMILY}::test_segments_without_valid_tokens_do_not_count",
     ),
     m(
-        "objectives/sequences",
+        "objectives/aggregate",
         "index + width * jnp.arange(rows)[:, None]",
         "index",
         f"{FAMILY}::test_segments_of_a_row_are_the_sequences_of_unpacked_rows",
@@ -401,13 +401,13 @@ MUTANTS = [
     m("oracle/losses", 'if s or o.count_rows == "all"', "", f"{HAND}::test_empty_rows_count_or_do_not"),
     # -- inputs
     m(
-        "objectives/api",
+        "objectives/inputs",
         "jnp.asarray(v, jnp.float32), objective)",
         "jnp.asarray(v), objective)",
         f"{HAND}::test_the_loss_is_float32_under_x64",
     ),
     m(
-        "objectives/api",
+        "objectives/inputs",
         "live & (beta != 0)",
         "live & (beta == 0)",
         "tests/test_bad_input.py::test_a_missing_ref_with_a_traced_beta[policy_loss]",

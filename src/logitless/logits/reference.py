@@ -14,8 +14,8 @@ from jax import Array
 
 from logitless.backend import Cost, Way
 from logitless.problem import LogitsProblem, Loss
-from logitless.rows import column_ids, transformed, valid_targets
-from logitless.stats import StatCotangents, TokenStats, dz, finish, masked_stats, row_sums
+from logitless.rows import column_ids, transformed
+from logitless.stats import StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:

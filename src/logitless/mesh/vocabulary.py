@@ -25,8 +25,7 @@ from logitless.backend import Backend, Divisible
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
 from logitless.mesh.spec import Placement
 from logitless.problem import Gradients, LogitsProblem, Loss
-from logitless.rows import valid_targets
-from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats
+from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
 
 
 def shard_of(own: Backend, place: Placement) -> Backend:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
-from logitless.objectives.sequences import Sequences
 from logitless.objectives.ties import clip
 
 _VESPO_LOG_MIN = math.log(1e-8)

@@ -9,14 +9,16 @@ kept in the token's ``weight``, so that no mask, bound or zero can hide it from 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.objectives.aggregate import aggregation_weights, default_denominator
+from logitless import validation
+from logitless.objectives.aggregate import Sequences, aggregation_weights, default_denominator, sequences_of
 from logitless.objectives.correction import correction_weight, vespo_log_weight
 from logitless.objectives.objective import Objective
-from logitless.objectives.sequences import Sequences, sequences_of
 from logitless.pytree import register
 
 
@@ -128,3 +130,53 @@ def _vespo_log_weights(
         assert as_given is not None
         logs.append(vespo_log_weight(given, sequences, per_token=as_given.shape == sequences.mask.shape))
     return sum(logs[1:], logs[0]) if logs else None
+
+
+def statistics_temperature(objective: Objective) -> Any:
+    """The temperature that divides the logits."""
+    return None if objective.temperature_on == "logp" else objective.temperature
+
+
+def loss_inputs(
+    call: str,
+    objective: Objective,
+    shape: tuple[int, ...],
+    mask: Any,
+    advantages: Any,
+    old_logp: Any,
+    ref_logp: Any,
+    rollout_logp: Any,
+    segment_ids: Any,
+    denominator: Any,
+    entropy_denominator: Any,
+    token_weights: Any = None,
+) -> tuple[Objective, LossInputs]:
+    """Check everything, and prepare the constants of the loss. All of them are constants: they carry no gradient."""
+    # Whatever precision a number of the objective came in, the loss is float32.
+    objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
+    live = validation.mask_array(call, mask, shape)
+    arrays = validation.loss_arrays(
+        call,
+        objective,
+        shape,
+        advantages=advantages,
+        old_logp=old_logp,
+        ref_logp=ref_logp,
+        rollout_logp=rollout_logp,
+        segment_ids=segment_ids,
+        denominator=denominator,
+        entropy_denominator=entropy_denominator,
+        token_weights=token_weights,
+    )
+    if objective.temperature_on == "logp":
+        validation.scalar_or_per_token(call, "objective.temperature", objective.temperature, shape)
+    live = jnp.ones(shape, bool) if live is None else live
+    beta = objective.beta
+    if beta is None or ref_logp is not None:
+        return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    # Without a reference beta is zero, or a traced number: if that turns out to be another one, the loss is NaN.
+    objective = objective.replace(beta=None)
+    inputs = prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    if not isinstance(beta, float):
+        inputs = dataclasses.replace(inputs, weight=jnp.where(live & (beta != 0), jnp.nan, inputs.weight))
+    return objective, inputs

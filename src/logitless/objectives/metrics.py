@@ -11,7 +11,7 @@ from jax import Array
 
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.kl import kl_estimate
-from logitless.objectives.loss import TokenTerms, cotangents
+from logitless.objectives.loss import TokenTerms, cotangents, token_terms
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats
 
@@ -143,3 +143,14 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
     if o.dual_clip is not None:
         out["clip_fraction_dual"] = fraction((a < 0) & (raw > o.dual_clip))
     return out
+
+
+def metrics_of(objective: Objective, stats: TokenStats, inputs: LossInputs) -> Metrics:
+    """The metrics of a loss whose statistics are known."""
+    return loss_metrics(objective, stats, inputs, token_terms(objective, stats.logp, stats.entropy, inputs))
+
+
+def loss_of_stats(objective: Objective, stats: TokenStats, inputs: LossInputs) -> tuple[Array, Metrics]:
+    """Loss and metrics, differentiable through the statistics."""
+    terms = token_terms(objective, stats.logp, stats.entropy, inputs)
+    return jnp.sum(terms.contribution), loss_metrics(objective, stats, inputs, terms)

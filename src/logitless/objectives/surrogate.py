@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.objectives import ties
+from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
-from logitless.objectives.sequences import Sequences
 
 
 def log_ratio(objective: Objective, logp: Array, old: Array | None, sequences: Sequences | None) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _loss(logp: Array, objective: Objective, arrays: dict[str, Any]) -> Array:
     # Here and not above: a benchmark of another tree's library takes the names of the baselines only.
-    from logitless.objectives.api import loss_inputs
+    from logitless.objectives.inputs import loss_inputs
     from logitless.objectives.loss import contributions
 
     get = arrays.get

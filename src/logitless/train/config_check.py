@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from logitless import registry
-from logitless.objectives.api import statistics_temperature
+from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
 from logitless.tools.config import ConfigError, sparse_backward_of

@@ -15,7 +15,8 @@ from jax import Array
 from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
-from logitless.objectives.api import policy_loss, statistics_temperature
+from logitless.objectives.api import policy_loss
+from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.stats import TokenStats

@@ -21,10 +21,9 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.objectives.aggregate import default_denominator
+from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.objectives.sequences import sequences_of
 from logitless.pytree import register
 from logitless.train.config import TrainConfig
 from logitless.train.head_calls import make_head_logp, make_head_loss

@@ -30,8 +30,7 @@ from logitless.head.mosaic_gpu import epilogue
 from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, LOW, Lanes
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
 from logitless.problem import Problem
-from logitless.rows import valid_targets
-from logitless.stats import TokenStats, masked_stats
+from logitless.stats import TokenStats, masked_stats, valid_targets
 from logitless.transform import LogitTransform
 
 _DTYPES = ("bfloat16", "float16")

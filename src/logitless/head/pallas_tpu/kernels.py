@@ -32,8 +32,7 @@ from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import Tiles
 from logitless.problem import Problem
-from logitless.rows import valid_targets
-from logitless.stats import RowSums, StatCotangents, TokenStats, dz, finish, masked_stats
+from logitless.stats import RowSums, StatCotangents, TokenStats, dz, finish, masked_stats, valid_targets
 from logitless.transform import slope
 
 Count = Array | int | None

@@ -24,8 +24,8 @@ from logitless.head.linear import raw_logits
 from logitless.head.slabs import misses
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import column_ids, transformed, valid_targets
-from logitless.stats import StatCotangents, TokenStats
+from logitless.rows import column_ids, transformed
+from logitless.stats import StatCotangents, TokenStats, valid_targets
 from logitless.tokens import front
 from logitless.transform import forward
 
