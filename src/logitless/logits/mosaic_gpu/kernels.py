@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless import stats as st
-from logitless import transform as tr
 from logitless.compat import gpu_load
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
@@ -31,6 +30,7 @@ from logitless.logits.mosaic_gpu.tiles import (
     coefficients,
     next_row,
     row_sums,
+    transformed,
 )
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform
@@ -165,8 +165,8 @@ def _finish_row(
             plgpu.barrier_wait(sm.gathered)
             for i in range(wgs - 1):
                 parts.append(Lanes(*(gpu_load(sm.lanes.at[i, q], sweep.layout) for q in range(4))))
-        z_y = scalar.run(tr.forward, target.x, sweep.transform)
-        to_z = (lambda m: scalar.run(tr.forward, m, sweep.transform)) if sweep.folded else (lambda m: m)
+        z_y = scalar.run(transformed, target.x, sweep.transform)
+        to_z = (lambda m: scalar.run(transformed, m, sweep.transform)) if sweep.folded else (lambda m: m)
         sums_, top = row_sums(parts, sweep.k, sweep.power, z_y, to_z)
         valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
         # The sums are over k (u - top): so is the lead, and not a difference of two products rounded at |z|.
@@ -269,6 +269,8 @@ def gradient(o: Operands, sm: Shared) -> None:
         # The swept quantity must belong to max_logit, which is a transformed one: nothing is folded here.
         sweep = Sweep(sm.slots(o), transform, r)
         sweep.folded, sweep.k = transform.temperature is None and sweep.folded, jnp.float32(sweep.power.unit)
+        # The select between the factor and the subtraction of max_logit keeps the two from becoming one operation.
+        sweep.patched = sweep.folded
         target = o.target_at(r, label)
         s = TokenStats(*(ref[r] for ref in o.stats))
         g = StatCotangents(*(ref[r] for ref in o.given))
