@@ -49,12 +49,20 @@ def check_file(path: Path) -> None:
     """Raise the ``OSError`` that writing ``path`` would meet, before the work whose result goes there."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected the name of a file", str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent, path)
     there = path.exists()
     with path.open("ab"):
         pass
     if not there:
         path.unlink()
+
+
+def _make(folder: Path, path: Path) -> None:
+    """Make the folder of ``path``; a file in its way is named as what it is."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotADirectoryError(errno.ENOTDIR, "cannot be written: its folder is a file", str(path)) from None
 
 
 def check_folder(path: Path) -> None:

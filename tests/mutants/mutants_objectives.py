@@ -6,9 +6,9 @@ from mutation import Mutant
 
 HAND = "tests/objectives/test_by_hand.py"
 NAN = "tests/objectives/test_nan.py"
-FAMILY = "tests/test_objectives.py"
-METRICS = "tests/test_metrics.py"
-DATACLASS = "tests/test_objective_dataclass.py"
+FAMILY = "tests/objectives/test_objectives.py"
+METRICS = "tests/objectives/test_metrics.py"
+DATACLASS = "tests/objectives/test_objective_dataclass.py"
 NEVER = "tests/test_never.py"
 
 
@@ -465,8 +465,8 @@ MUTANTS = [
         "objectives/metrics",
         "share = share / x.sequences.lengths()",
         "pass",
-        "tests/test_disagreements.py::test_6_clip_metrics",
-        "tests/test_disagreements.py",
+        "tests/objectives/test_disagreements.py::test_6_clip_metrics",
+        "tests/objectives/test_disagreements.py",
     ),
     m(
         "objectives/metrics",
@@ -496,8 +496,8 @@ MUTANTS = [
         "objectives/metrics",
         "jnp.minimum(ratio, o.delta)",
         "ratio",
-        "tests/test_disagreements.py::test_6_clip_metrics",
-        "tests/test_disagreements.py",
+        "tests/objectives/test_disagreements.py::test_6_clip_metrics",
+        "tests/objectives/test_disagreements.py",
     ),
     # -- what carries the gradients
     m(
@@ -507,7 +507,7 @@ MUTANTS = [
         f"{HAND}::test_an_lse_cotangent_alone_moves_the_logits_and_the_head",
     ),
     m(
-        "derivatives",
+        "vjp",
         "(d.astype(jnp.float32) * g).astype(d.dtype)",
         "d",
         f"{HAND}::test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient",
@@ -535,12 +535,12 @@ MUTANTS = [
         "objectives/presets",
         'fields["sequence_log_ratio_max"] = 10.0',
         "pass",
-        "tests/test_disagreements.py::test_presets_verl_and_tunix",
+        "tests/objectives/test_disagreements.py::test_presets_verl_and_tunix",
     ),
     m(
         "objectives/presets",
         'fields.pop("log_ratio_clamp")',
         "pass",
-        "tests/test_disagreements.py::test_presets_verl_and_tunix",
+        "tests/objectives/test_disagreements.py::test_presets_verl_and_tunix",
     ),
 ]

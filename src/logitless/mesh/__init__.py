@@ -1,5 +1,12 @@
 """Many devices: which arrays are cut over which mesh axes, and the collectives that follow from it.
 
+    spec           what a user says (``Sharding``), and what follows from it for one call (``Placement``)
+    context        how a call gets onto its mesh, and what is refused where nobody named one
+    over_mesh      a backend around a backend: ``shard_map`` around each of its passes
+    collectives    what a device gathers, merges and reduces
+    vocabulary     a device that has a part of the columns; sparse_vocabulary, with a sparse backward
+    parts          a large dW leaves its TPU in parts
+
 ``custom_vjp`` stands outside and ``jax.shard_map`` inside both passes, so that a kernel sees the arrays of its own
 device and nobody partitions it. Loss maths over ``[B, T]`` statistics stays outside, in plain JAX over global arrays:
 sequences may cross shards, denominators are global, and there is no second formula for any of it.

@@ -1,1 +1,10 @@
-"""What plan, bench and train share: configuration, child processes, clocks, shapes, dense baselines, result files."""
+"""What plan, tpu, bench and train share.
+
+config       a dataclass, a YAML file and ``key=value`` on top
+shapes       model shapes by name, and batches for them
+baselines    the dense losses that people write today, naive and strong
+child        processes that answer a JSON line with a JSON line
+timing       three clocks of a compiled function, and its memory by the compiler
+records      result files of every command, read back
+tracking     where results go: JSON lines, Weights & Biases
+"""
