@@ -46,7 +46,7 @@ def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
 
     takes_index = "idx" in inspect.signature(plgpu.load).parameters
     if takes_index:
-        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)  # type: ignore[misc, arg-type, unused-ignore]
     return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg, unused-ignore]
 
 

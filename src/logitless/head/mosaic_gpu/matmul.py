@@ -242,7 +242,8 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
 
     def ring(shape: tuple[int, int], operand: Array) -> Any:
         """Slots of the ring, as the matmul reads them and, where it must differ, as the copies write them."""
-        tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(plgpu.TilingTransform((8, _TILE_K)), swizzle))
+        tiles = plgpu.TilingTransform((8, _TILE_K))  # type: ignore[abstract, unused-ignore]
+        tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(tiles, swizzle))
         rows, columns = operand.shape
         if interpret or (rows % 8 == 0 and columns % _TILE_K == 0):
             return tiled
@@ -250,7 +251,7 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
         assert shape[1] == _TILE_K
         return plgpu.RefUnion(tiled, plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(swizzle,)))
 
-    swizzle = plgpu.SwizzleTransform(128)
+    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract, unused-ignore]
     rings = ring((t.tokens, _TILE_K), p.h), ring((t.columns, _TILE_K) if vh else (_TILE_K, t.columns), p.head.weight)
     scratch = [
         *rings,
