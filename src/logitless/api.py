@@ -290,15 +290,20 @@ def _run(b: Bound) -> Any:
     on_mesh = b.route.placement is not None
     inputs = b.loss.inputs.for_sweep()
     flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
-    loss, stats, report = vjp.token_loss(b.route.runs, b.p, flat)
+    loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
     stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
     return loss, _with_report(metrics_of(b.loss.objective, stats, b.loss.inputs), report, b)
 
 
 def _statistics(b: Bound) -> tuple[TokenStats, Any]:
     """Statistics in the shape of the tokens, differentiable, and the report of a sparse backward."""
-    stats, report = b.route.runs.statistics(b.p) if b.route.dense else vjp.stats(b.route.runs, b.p)
+    stats, report = b.route.runs.statistics(b.p) if b.route.dense else _with_gradient(vjp.stats)(b.route.runs, b.p)
     return stats.map(lambda s: s.reshape(b.shape)), report
+
+
+def _with_gradient(f: Any) -> Any:
+    """``f``, a custom gradient. JAX runs none in a ``shard_map`` that is not jitted, so it is jitted there by itself."""
+    return jax.jit(f, static_argnums=0) if jax.sharding.get_abstract_mesh().manual_axes else f
 
 
 def _with_report(metrics: Metrics, report: Any, b: Bound) -> Metrics:

@@ -59,7 +59,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
         raise ValueError(
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
-    return Bound(_placed(p, route), loss, route, shape)
+    return Bound(_placed(p, loss, route), loss, route, shape)
 
 
 def _temperature(name: str, given: Any, objective: Any) -> Any:
@@ -72,7 +72,7 @@ def _temperature(name: str, given: Any, objective: Any) -> Any:
     return statistics_temperature(objective)
 
 
-def _placed(p: Any, route: Route) -> Any:
+def _placed(p: Any, loss: Loss | None, route: Route) -> Any:
     """The problem as the route's backend takes it: with the route's choices, flat unless it runs over a mesh."""
     p = dataclasses.replace(p, call=route.static)
     if route.placement is not None and not route.dense:
@@ -82,13 +82,13 @@ def _placed(p: Any, route: Route) -> Any:
 
         p = placed(route.placement, p)
     else:
-        p = _on_one_device(p, route)
+        p = _on_one_device(p, loss, route)
     rank = p.targets.ndim
     flat = flat_tokens(dataclasses.replace(p, head=None) if isinstance(p, Problem) else p, rank)  # type: ignore[arg-type]
     return dataclasses.replace(flat, head=p.head) if isinstance(p, Problem) else flat
 
 
-def _on_one_device(p: Any, route: Route) -> Any:
+def _on_one_device(p: Any, loss: Loss | None, route: Route) -> Any:
     """``p`` as it is. Raises, now or when the program is lowered, where a kernel would run whole on every device."""
     arrays = (("hidden", p.h), ("lm_head", p.head.weight)) if isinstance(p, Problem) else (("logits", p.logits),)
     explicit = any(any(getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())) for _, x in arrays)
@@ -96,7 +96,9 @@ def _on_one_device(p: Any, route: Route) -> Any:
         return p
     from logitless.mesh import context
 
-    context.refuse_replication(p.call.name, route.runs, arrays)
+    rest = [("targets", p.targets), ("mask", p.live)]
+    rest += [] if loss is None else [("the loss's arrays", x) for x in jax.tree.leaves(loss.inputs)]
+    context.refuse_replication(p.call.name, route.runs, [*arrays, *(x for x in rest if x[1] is not None)])
     return dataclasses.replace(p, targets=context.on_one_device(p.call.name, route.runs, p.targets))
 
 

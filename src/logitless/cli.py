@@ -84,7 +84,8 @@ def _demo(args: argparse.Namespace) -> int:
             return 2
     if args.quick:
         return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
-    return train_cli.run_demo(args)
+    exits.check_folder(args.out.parent)
+    return train_cli.report_errors("demo", lambda: demo.learn(out=args.out, seed=args.seed))
 
 
 def _over_configs(

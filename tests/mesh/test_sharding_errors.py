@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -79,6 +80,33 @@ def test_a_checked_shard_map_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"check_vma=False"):
         jax.shard_map(f, mesh=mesh(data=2), in_specs=(P("data"), P("data")), out_specs=P("data"))(H, Y)
+
+
+@pytest.mark.parametrize("which", ["targets", "mask", "advantages"])
+def test_a_checked_shard_map_with_any_varying_array_is_refused_by_name(which: str) -> None:
+    """Not only hidden states: what JAX would say is that a loop's types differ."""
+    given = {"targets": Y, "mask": jnp.ones(Y.shape, bool), "advantages": jnp.ones(Y.shape, jnp.float32)}
+
+    def f(varying: Any) -> Any:
+        own = {k: varying if k == which else v[: Y.shape[0] // 2] for k, v in given.items()}
+        return logitless.linear_grpo_loss(H[: Y.shape[0] // 2], W, **own)[0][None]
+
+    name = which if which != "advantages" else "the loss's arrays"
+    with pytest.raises(ValueError, match=rf"{name} varies over the axes.*check_vma=False"):
+        jax.shard_map(f, mesh=mesh(data=2), in_specs=P("data"), out_specs=P("data"))(given[which])
+
+
+def test_an_unchecked_shard_map_works_without_jit() -> None:
+    m = mesh(data=2)
+
+    def loss(h: Any, y: Any) -> Any:
+        own = logitless.linear_grpo_loss(h, W, y, advantages=jnp.ones(y.shape, jnp.float32))[0]
+        return jax.lax.psum(own, "data") / 2
+
+    f = jax.shard_map(loss, mesh=m, in_specs=(P("data"), P("data")), out_specs=P(), check_vma=False)
+    alone = logitless.linear_grpo_loss(H, W, Y, advantages=jnp.ones(Y.shape, jnp.float32))[0]
+    np.testing.assert_allclose(f(H, Y), alone, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(f)(H, Y), jax.jit(jax.grad(f))(H, Y), rtol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["arrays on several devices", "ambient mesh", "arguments of jit"])

@@ -118,7 +118,7 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
     )
 
 
-def _report_errors(command: str, run: Callable[[], int]) -> int:
+def report_errors(command: str, run: Callable[[], int]) -> int:
     """Run an A/B and turn what can go wrong with one into a message and an exit code."""
     if code := _missing(command):
         return code
@@ -144,12 +144,4 @@ def run_ab(args: argparse.Namespace) -> int:
         print(ab.table(result))
         return 1 if ab.disagreeing(result) else 0
 
-    return _report_errors("ab", run)
-
-
-def run_demo(args: argparse.Namespace) -> int:
-    """``logitless demo`` without ``--quick``."""
-    from logitless import demo
-
-    exits.check_folder(args.out.parent)
-    return _report_errors("demo", lambda: demo.learn(out=args.out, seed=args.seed))
+    return report_errors("ab", run)
