@@ -84,7 +84,10 @@ class _Counter:
         return carry
 
     def scan(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
-        consts, carried = params["num_consts"], params["num_carry"]
+        if "num_consts" in params:
+            consts, carried = params["num_consts"], params["num_carry"]
+        else:  # jax 0.12: flat trees of constants, carry and rows
+            consts, carried = (len(part) for part in params["ft_in"].unpack()[:2])
         fixed, carry, rows = args[:consts], args[consts : consts + carried], args[consts + carried :]
         found: list[list[Any]] = []
         steps = range(params["length"])
