@@ -302,7 +302,7 @@ def _statistics(b: Bound) -> tuple[TokenStats, Any]:
 
 
 def _with_gradient(f: Any) -> Any:
-    """``f``, a custom gradient. JAX runs none in a ``shard_map`` that is not jitted, so it is jitted there by itself."""
+    """``f``, a custom gradient; jitted inside a ``shard_map``, since JAX runs none in one that is not jitted itself."""
     return jax.jit(f, static_argnums=0) if jax.sharding.get_abstract_mesh().manual_axes else f
 
 

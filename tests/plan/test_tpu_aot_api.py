@@ -70,8 +70,8 @@ def test_public_losses_compile_and_fit() -> None:
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["default"] == "pallas_tpu"
     assert got["head"]["kernels"] == 2 and not got["head"]["logits"]
-    # Beyond inputs and outputs: E in float32, and the target rows. The compilers that come with jax 0.11 and 0.12 keep one
-    # more array of the hidden states' size: 2,892,152,960 bytes in all with 0.12, as before the kernels took problems.
+    # Beyond inputs and outputs: E in float32, and the target rows. The compilers that come with jax 0.11 and 0.12 keep
+    # one more array of the hidden states' size: 2,892,152,960 bytes in all with 0.12.
     older = aot.versions()["jax"].startswith("0.10.")
     assert got["head"]["peak"] <= got["head"]["outside"] + (6.25 if older else 8.25) * 8192 * 4096, got
     assert got["head"]["peak"] <= (2.75e9 if older else 2.9e9), got
