@@ -216,6 +216,7 @@ def walk() -> Any:
 def test_the_walk_is_as_short_as_the_page_says(walk: Any) -> None:
     counts = {call: int(n) for call, n in re.findall(r"^\| ([\w, ]+) \| (\d+) \|", block("walk"), re.MULTILINE)}
     assert set(counts) == set(walk.CALLS)
+    assert counts["chunked"] <= 18 and max(counts["chunked, sparse"], counts["pallas_tpu"]) <= 24
     table = walk.table()
     for call, files in re.findall(r"^\| ([\w, ]+) \| \d+ \| (.*) \|$", table, re.MULTILINE):
         assert len(files.split(", ")) <= counts[call], f"{call} runs through {files}"

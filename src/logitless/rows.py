@@ -1,4 +1,9 @@
-"""Plain-JAX passes over rows of logits ``x [C, V]``: what stands between the head's matmuls, and the logits level.
+"""Rows of logits: which tokens' rows a sweep visits, and the plain-JAX passes over them.
+
+RL batches are mostly dead weight: prompts and padding are masked, groups without advantage have no gradient. A
+:class:`Sweep` visits chunks of *live* tokens only, gathered from wherever they stand; its trip count is traced, so
+neither shapes nor compilations depend on how many there are. For the rows ``x [C, V]`` of a chunk, and at the logits
+level:
 
     sums(x, p)               -> RowSums        over the columns that are here
     statistics(x, p)         -> TokenStats     one pass (a maximum, then sums, where XLA does not fuse them)
@@ -10,14 +15,16 @@ slice of columns at a time (``tiles.column_tile``).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.problem import LogitsProblem, Problem
+from logitless.problem import LogitsProblem, Loss, Problem
+from logitless.pytree import register, static
 from logitless.stats import (
     NEG_INF,
     RowSums,
@@ -34,6 +41,13 @@ from logitless.tiles import column_tile
 from logitless.transform import LogitTransform, forward, pull_back
 
 Rows = Problem | LogitsProblem
+T = TypeVar("T")
+
+_SPLIT_REST_FROM = 1024
+"""Chunks of at least this many tokens have their rest cut smaller; below it a quarter is too thin for a matmul."""
+
+
+# -- passes over the rows of a chunk -----------------------------------------------------------------------------------
 
 
 def column_ids(width: int) -> Array:
@@ -93,3 +107,170 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any) -> A
         return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
 
     return over_columns(x.shape[-1], column_tile(), step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
+
+
+# -- which tokens a sweep visits ---------------------------------------------------------------------------------------
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A chunk of tokens: the rows to read, and where to write (``n``, dropped, for the padding of the last chunk)."""
+
+    read: Array
+    write: Array
+
+    def take(self, x: Array) -> Array:
+        """The chunk's rows of ``x [N, ...]``."""
+        return x.at[self.read].get(mode="promise_in_bounds")
+
+    def put(self, out: Array, value: Array) -> Array:
+        """``out [N, ...]`` with the chunk's rows replaced."""
+        return out.at[self.write].set(value.astype(out.dtype), mode="drop", unique_indices=False)
+
+    def inside(self, n: int) -> Array:
+        """Which rows of the chunk are real."""
+        return self.write < n
+
+    def hidden(self, p: Problem) -> Array:
+        """The chunk's hidden states; zeros as the padding of the last chunk, since a dead token may hold NaN."""
+        return jnp.where(self.inside(p.n)[:, None], self.take(p.h), jnp.zeros((), p.h.dtype))
+
+    def problem(self, p: Problem, h: Array | None = None) -> Problem:
+        """The chunk's own problem, with hidden states ``h`` if they are there already. Its ``live`` are the rows that
+        are real."""
+        part = dataclasses.replace(p, h=p.targets, live=None).rows(self.take)
+        return dataclasses.replace(part, h=self.hidden(p) if h is None else h, live=self.inside(p.n))
+
+    def loss(self, loss: Loss, n: int) -> Loss:
+        """The chunk's own loss; the padding of the last chunk is masked out."""
+        part = loss.rows(self.take)
+        inputs = dataclasses.replace(part.inputs, mask=part.inputs.mask & self.inside(n))
+        return dataclasses.replace(part, inputs=inputs)
+
+    def known(self, out: TokenStats, g: StatCotangents, n: int) -> tuple[TokenStats, StatCotangents]:
+        """The chunk's own statistics and cotangents, the latter zero in the padding."""
+        inside = self.inside(n)
+        return jax.tree.map(self.take, out), jax.tree.map(lambda a: jnp.where(inside, self.take(a), 0.0), g)
+
+    def put_all(self, out: T, values: T) -> T:
+        """:meth:`put` for the arrays of two trees."""
+        return jax.tree.map(self.put, out, values)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """``count`` tokens of ``order`` (``None``: as they stand) from position ``start`` on, in chunks.
+
+    What is left after the whole chunks takes one more chunk, or a few quarter chunks if it is less than half of one, so
+    that the cost follows the number of tokens and not its next multiple of the chunk. With ``rest_at_once`` it is one
+    chunk of one, two or three quarters: for sweeps so short that what each chunk costs by itself counts.
+    """
+
+    order: Array | None
+    start: Array | int
+    count: Array | int
+    limit: Array | int  # tokens from ``start`` on that may fill up the last chunk; at least ``count``
+    n: int = static(0)
+    chunk: int = static(0)
+    rest_at_once: bool = static(False)
+
+    @property
+    def small(self) -> int:
+        """Size of the chunks that the rest is cut into."""
+        return self.chunk // 4 if self.chunk >= _SPLIT_REST_FROM else self.chunk
+
+    def trips(self) -> tuple[Array | int, Array | int]:
+        """Numbers of whole and of small chunks."""
+        if self.small == self.chunk:
+            return _ceil(self.count, self.chunk), 0
+        rest = self.count % self.chunk
+        one_more = rest > (3 * self.small if self.rest_at_once else self.chunk // 2)
+        whole = self.count // self.chunk + one_more
+        return whole, jnp.where(one_more, 0, _ceil(rest, self.small))
+
+    def visit(self, position: Array | int, size: int) -> Visit:
+        """``size`` tokens from the sweep's own ``position`` on."""
+        at = position + jnp.arange(size, dtype=jnp.int32)
+        inside = jnp.minimum(self.start + at, self.n - 1)
+        rows = inside if self.order is None else self.order.at[inside].get(mode="promise_in_bounds")
+        return Visit(read=rows, write=jnp.where(at < self.limit, rows, self.n))
+
+    def covered(self) -> Array | int:
+        """Positions that the chunks reach."""
+        whole, few = self.trips()
+        return whole * self.chunk + few * self.small
+
+    def run(self, body: Callable[[Visit, T], T], carry: T) -> T:
+        """``body`` over all chunks. The trip counts are traced: no shape depends on how many tokens there are."""
+        whole, few = self.trips()
+        carry = lax.fori_loop(0, whole, lambda i, c: body(self.visit(i * self.chunk, self.chunk), c), carry)
+        if self.small == self.chunk:
+            return carry
+        done = whole * self.chunk
+        if self.rest_at_once:
+            for quarters in (1, 2, 3):
+                size = quarters * self.small
+                once = jnp.asarray(few == quarters, jnp.int32)
+                carry = lax.fori_loop(0, once, lambda _, c, size=size: body(self.visit(done, size), c), carry)
+            return carry
+        return lax.fori_loop(0, few, lambda i, c: body(self.visit(done + i * self.small, self.small), c), carry)
+
+
+def _ceil(count: Array | int, chunk: int) -> Array | int:
+    return (count + (chunk - 1)) // chunk
+
+
+def whole_sweep(n: int, chunk: int) -> Sweep:
+    """Every token."""
+    return Sweep(None, 0, n, n, n=n, chunk=chunk)
+
+
+def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
+    """The tokens where ``live [N]`` is true, in their own order."""
+    order = jnp.argsort(~live, stable=True).astype(jnp.int32)
+    count = jnp.sum(live, dtype=jnp.int32)
+    return Sweep(order, 0, count, count, n=live.shape[0], chunk=chunk, rest_at_once=rest_at_once)
+
+
+def sweep_over(n: int, live: Array | None, chunk: int) -> Sweep:
+    """Every token, or those where ``live [n]`` is true."""
+    return whole_sweep(n, chunk) if live is None else live_sweep(live, chunk)
+
+
+def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:
+    """``(live tokens that are also active, and as many others as fill its last chunk; the other live tokens)``."""
+    rank = jnp.where(live & active, 0, jnp.where(live, 1, 2))
+    order = jnp.argsort(rank, stable=True).astype(jnp.int32)
+    n, count = live.shape[0], jnp.sum(live, dtype=jnp.int32)
+    first = Sweep(order, 0, jnp.sum(live & active, dtype=jnp.int32), count, n=n, chunk=chunk)
+    left = jnp.maximum(count - first.covered(), 0)
+    return first, Sweep(order, first.covered(), left, left, n=n, chunk=chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Front:
+    """Tokens gathered to the front: their order (``None``: as they stand) and how many count."""
+
+    order: Array | None
+    count: Array | None
+
+    def take(self, x: Array) -> Array:
+        return x if self.order is None else x.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
+
+    def put_back(self, x: Array) -> Array:
+        if self.order is None:
+            return x
+        return jnp.zeros_like(x).at[self.order].set(x, mode="promise_in_bounds", unique_indices=True)
+
+    def problem(self, p: Problem) -> Problem:
+        """The problem with its tokens in this order; how many of them count is :attr:`count`."""
+        return dataclasses.replace(p, live=None).rows(self.take)
+
+
+def front(chosen: Array | None) -> Front:
+    """The tokens where ``chosen`` is true first, each side in its own order."""
+    if chosen is None:
+        return Front(None, None)
+    return Front(jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
-from logitless.tokens import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.rows import Sweep, Visit, live_sweep, split_sweep, whole_sweep
 from numerics import assert_same_bits, f64, head_case
 
 SHAPE, WIDTH, VOCAB, CHUNK = (4, 16), 24, 211, 8

@@ -13,7 +13,7 @@ import logitless
 from conftest import token_stats
 from logitless import Objective
 from logitless.head import slabs
-from logitless.tokens import live_sweep
+from logitless.rows import live_sweep
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
 

@@ -14,19 +14,19 @@ def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
 
 MUTANTS = [
     m(
-        "tokens",
+        "rows",
         "mask=part.inputs.mask & self.inside(n)",
         "mask=part.inputs.mask",
         f"{FAULTS}::test_the_padding_of_a_ragged_last_chunk_adds_nothing",
     ),
     m(
-        "tokens",
+        "rows",
         "jnp.where(inside, self.take(a), 0.0)",
         "self.take(a)",
         f"{FAULTS}::test_the_padding_of_a_ragged_last_chunk_adds_nothing",
     ),
     m(
-        "tokens",
+        "rows",
         "one_more = rest > (3 * self.small if self.rest_at_once else self.chunk // 2)",
         "one_more = rest > 3 * self.small",
         f"{FAULTS}::test_what_is_left_after_the_whole_chunks_is_at_most_two_quarters",

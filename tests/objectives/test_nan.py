@@ -13,7 +13,7 @@ import pytest
 import logitless
 from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of, random_batch, token_stats
 from logitless import Objective, oracle
-from logitless.objectives import ties
+from logitless.objectives import policy_terms
 
 NAN = np.float32(np.nan)
 
@@ -122,12 +122,12 @@ def test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound() -> N
 
 def test_bounds_pass_a_nan_on_and_keep_their_tie_rules() -> None:
     x, one, nan = jnp.float32(1.0), jnp.float32(1.0), jnp.float32(jnp.nan)
-    for f in (ties.minimum, ties.maximum):
+    for f in (policy_terms.minimum, policy_terms.maximum):
         assert jnp.isnan(f(nan, one)) and jnp.isnan(f(one, nan)) and jnp.isnan(f(nan, nan))
         assert jax.grad(lambda a, f=f: f(a, one))(x) == 1.0 and jax.grad(lambda b, f=f: f(one, b))(x) == 0.0
     for low, high in itertools.product((None, 1.0), (None, 1.0)):
-        assert jnp.isnan(ties.clip(nan, low, high))
-        assert jax.grad(lambda a, low=low, high=high: ties.clip(a, low, high))(x) == 1.0
+        assert jnp.isnan(policy_terms.clip(nan, low, high))
+        assert jax.grad(lambda a, low=low, high=high: policy_terms.clip(a, low, high))(x) == 1.0
 
 
 # -- through the public losses --------------------------------------------------------------------------------------

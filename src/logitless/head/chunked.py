@@ -27,9 +27,9 @@ from logitless import rows
 from logitless.backend import Cost, Way
 from logitless.head.linear import add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.problem import Gradients, Loss, Problem, Wanted
+from logitless.rows import Sweep, Visit, live_sweep, split_sweep, sweep_over
 from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
 from logitless.tiles import column_tile
-from logitless.tokens import Sweep, Visit, live_sweep, split_sweep, sweep_over
 
 
 def logits_of(p: Problem) -> Array:

@@ -12,7 +12,7 @@ from logitless.head.columns import Columns, Rule
 from logitless.objectives.metrics import Metric, Metrics
 from logitless.problem import Head
 from logitless.pytree import register
-from logitless.tokens import Visit
+from logitless.rows import Visit
 
 SPARSE_METRICS = (
     "left_out_mass",

@@ -42,8 +42,8 @@ from logitless.head.report import SparseReport, blank_report, chunk_report, note
 from logitless.head.slabs import Known, add_slabs, in_their_place, mean_row, misses, once, without
 from logitless.problem import Gradients, Loss, Problem, Wanted
 from logitless.pytree import register
+from logitless.rows import Visit, live_sweep, split_sweep, sweep_over
 from logitless.stats import StatCotangents, TokenStats, blank_stats
-from logitless.tokens import Visit, live_sweep, split_sweep, sweep_over
 
 _HARD_CHUNK = 1024
 """Most tokens of a chunk of hard rows: there are few of them, and few should not be rounded up to many."""

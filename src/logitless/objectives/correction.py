@@ -18,7 +18,7 @@ from jax import Array
 
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
-from logitless.objectives.ties import clip
+from logitless.objectives.policy_terms import clip
 
 _VESPO_LOG_MIN = math.log(1e-8)
 _VESPO_LOG_MAX = 20.0

@@ -1,6 +1,6 @@
 """The loss over per-token statistics: written once, used by every backend.
 
-    l_t  = policy term (surrogate.py), times the off-policy mask, the top-entropy mask and the correction weight
+    l_t  = policy term (policy_terms.py), times the off-policy mask, the top-entropy mask and the correction weight
     l_t += beta * KL_t
     loss = sum_t weight_t l_t - entropy_coef * sum_t k_t entropy_t / max(sum k, 1)
 
@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.objectives import ties
 from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.kl import kl_estimate
 from logitless.objectives.objective import Objective
-from logitless.objectives.surrogate import log_ratio, policy_term
+from logitless.objectives.policy_terms import exp, kl_estimate, log_ratio, policy_term
 from logitless.pytree import register
 
 
@@ -73,7 +71,7 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     if o.beta is not None:
         assert x.ref is not None
         kl = kl_estimate(o.kl, logp, x.ref, o.kl_log_ratio_clamp, o.kl_clamp)
-        loss = loss + o.beta * (kl * ties.exp(w) if o.kl_bias_correction else kl)
+        loss = loss + o.beta * (kl * exp(w) if o.kl_bias_correction else kl)
 
     contribution = jnp.where(x.mask, x.weight * loss, 0.0)
     if o.entropy_coef is not None:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.kl import kl_estimate
 from logitless.objectives.loss import TokenTerms, cotangents, token_terms
 from logitless.objectives.objective import Objective
+from logitless.objectives.policy_terms import kl_estimate
 from logitless.stats import TokenStats
 
 

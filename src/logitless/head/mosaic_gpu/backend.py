@@ -23,8 +23,8 @@ from logitless.head.mosaic_gpu import matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.objectives.token_program import token_program
 from logitless.problem import LogitsProblem, Loss, Problem
+from logitless.rows import front
 from logitless.stats import StatCotangents, TokenStats
-from logitless.tokens import front
 
 
 def not_fused_because(p: Any) -> str | None:

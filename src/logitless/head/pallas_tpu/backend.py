@@ -25,8 +25,8 @@ from logitless.head.pallas_tpu import kernels, operands
 from logitless.head.pallas_tpu.tiles import Kernel
 from logitless.head.slabs import without
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.rows import front
 from logitless.stats import RowSums, StatCotangents, TokenStats
-from logitless.tokens import front
 
 Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""

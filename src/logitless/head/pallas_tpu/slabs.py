@@ -27,9 +27,8 @@ from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import transformed
+from logitless.rows import front, live_sweep, transformed
 from logitless.stats import StatCotangents, TokenStats
-from logitless.tokens import front, live_sweep
 
 CHUNK = 2048
 """Tokens of a backward step."""

@@ -50,8 +50,8 @@ from logitless.head.report import SparseReport, blank_report
 from logitless.head.slabs import without
 from logitless.head.sparse import in_words
 from logitless.problem import Gradients, Head, Loss, Problem, Wanted
+from logitless.rows import front
 from logitless.stats import StatCotangents, TokenStats
-from logitless.tokens import front
 
 
 @dataclasses.dataclass(frozen=True)

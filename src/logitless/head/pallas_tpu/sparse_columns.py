@@ -24,9 +24,8 @@ from logitless.head.linear import raw_logits
 from logitless.head.slabs import misses
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import column_ids, transformed
+from logitless.rows import column_ids, front, transformed
 from logitless.stats import StatCotangents, TokenStats, valid_targets
-from logitless.tokens import front
 from logitless.transform import forward
 
 MASS_ERROR = 2.0**-15
