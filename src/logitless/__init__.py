@@ -10,10 +10,12 @@ from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.causal import next_tokens
 from logitless.mesh.spec import Sharding
 from logitless.objectives.advantages import group_advantages
-from logitless.objectives.aggregate import dapo_denominator
+from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.api import policy_loss
+from logitless.objectives.gradient_rows import rows_with_gradient
 from logitless.objectives.metrics import Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
+from logitless.packing import Packed, pack, unpack
 from logitless.stats import TokenStats
 from logitless.validation import validate_targets
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Metric",
     "Objective",
+    "Packed",
     "Sharding",
     "TokenStats",
     "__version__",
@@ -35,12 +38,16 @@ __all__ = [
     "linear_grpo_loss",
     "linear_logprobs",
     "logprobs",
+    "loss_denominator",
     "metric_values",
     "next_tokens",
     "oracle",
+    "pack",
     "plan",
     "policy_loss",
     "reduce_metrics",
+    "rows_with_gradient",
+    "unpack",
     "validate_targets",
 ]
 

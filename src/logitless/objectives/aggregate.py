@@ -90,8 +90,7 @@ def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | Non
     """What ``denominator=`` has to be where a batch is split: the count of the whole batch's ``mask [B, T]``.
 
     >>> import jax.numpy as jnp
-    >>> from logitless import Objective
-    >>> from logitless.objectives.aggregate import loss_denominator
+    >>> from logitless import Objective, loss_denominator
     >>> mask = jnp.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
     >>> [float(loss_denominator(Objective(aggregation=a), mask)) for a in ("grpo", "bnpo")]
     [3.0, 3.0]

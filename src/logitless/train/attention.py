@@ -1,6 +1,6 @@
-"""Grouped-query attention in two forms: over a whole row (training), and of new tokens over a cache (sampling).
+"""Grouped-query attention: over a whole row or packed rows (training), and of new tokens over a cache (sampling).
 
-Both take ``q [B, T, N, hd]`` and ``k, v [B, S, KV, hd]``. cuDNN's flash attention keeps no ``[B, N, T, S]`` array; the
+All take ``q [B, T, N, hd]`` and ``k, v [B, S, KV, hd]``. cuDNN's flash attention keeps no ``[B, N, T, S]`` array; the
 XLA form builds the scores of one block of queries at a time and keeps none of them for the backward pass.
 """
 
@@ -25,15 +25,31 @@ def causal_attention(
     implementation: str = "auto",
 ) -> Float[Array, "B T N hd"]:
     """Each token over itself and all tokens before it."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attention is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}.")
     length = q.shape[1]
-    if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
+    if _takes_cudnn(q, implementation):
         # cuDNN's backward pass wants an even length; a token at the end is one that no other sees.
         odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
         q, k, v = (jnp.pad(x, odd) for x in (q, k, v)) if length % 2 else (q, k, v)
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
     return _blocked(q, k, v, jnp.tril(jnp.ones((1, 1, length, length), bool)))
+
+
+def masked_attention(
+    q: Float[Array, "B T N hd"],
+    k: Float[Array, "B T KV hd"],
+    v: Float[Array, "B T KV hd"],
+    mask: Bool[Array, "B T T"],
+    implementation: str = "auto",
+) -> Float[Array, "B T N hd"]:
+    """Each token over those that ``mask[b, t]`` names (packed rows). cuDNN takes it as a bias of ``q``'s dtype."""
+    length = q.shape[1]
+    if _takes_cudnn(q, implementation):
+        odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
+        if length % 2:
+            q, k, v = (jnp.pad(x, odd) for x in (q, k, v))
+            mask = jnp.pad(mask, (odd[0], odd[1], odd[1]))
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")[:, :length]
+    return _blocked(q, k, v, mask[:, None])
 
 
 def cached_attention(
@@ -47,6 +63,12 @@ def cached_attention(
     slots = jnp.arange(k.shape[1])
     before = slots[None, :] <= start + jnp.arange(q.shape[1])[:, None]
     return _blocked(q, k, v, (before[None] & valid[:, None, :])[:, None])
+
+
+def _takes_cudnn(q: Array, implementation: str) -> bool:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}.")
+    return implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q))
 
 
 def _cudnn_serves(q: Array) -> bool:

@@ -24,7 +24,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.pytree import register
-from logitless.train.attention import cached_attention, causal_attention
+from logitless.train.attention import cached_attention, causal_attention, masked_attention
 
 if TYPE_CHECKING:
     from logitless.train.lora import LoRA
@@ -178,6 +178,7 @@ def hidden_states(
     valid: Bool[Array, "B T"],
     *,
     cache: KVCache | None = None,
+    sees: Bool[Array, "B T T"] | None = None,
     lora: LoRA | None = None,
     compute_dtype: Any = jnp.float32,
     remat: bool = False,
@@ -192,13 +193,19 @@ def hidden_states(
     hides the padding by itself, and no ``[B, T, T]`` mask exists. With a cache, tokens are written to slots
     ``[cache.length, cache.length + T)``; the caller sees to it that they exist (a traced length cannot be checked).
 
+    Packed rows say for themselves which tokens a token ``sees`` (:meth:`logitless.Packed.attention_mask`).
+
     ``remat`` recomputes each layer in the backward pass and keeps its input alone. ``attention``: ``"cudnn"`` (flash
     attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve.
     """
     _check(config, tokens, positions, valid, cache)
     # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
     tokens = jnp.where(valid, tokens, 0)
-    if cache is None:
+    if sees is not None:
+        if cache is not None or sees.shape != (*tokens.shape, tokens.shape[1]):
+            got, want = list(sees.shape), [*tokens.shape, tokens.shape[1]]
+            raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want} and no cache.")
+    elif cache is None:
         front = jnp.argsort(~valid, axis=1, stable=True)
         tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
     else:
@@ -222,7 +229,9 @@ def hidden_states(
         h = _rms_norm(x, weights["base"]["attention_norm"], config.rms_norm_eps)
         q, k, v = (heads(linear(name, h)) for name in ("q", "k", "v"))
         q, k = _rotate(q, rotation), _rotate(k, rotation)
-        if cache is None or kv is None:
+        if sees is not None:
+            mixed = masked_attention(q, k, v, sees, implementation=attention)
+        elif cache is None or kv is None:
             mixed = causal_attention(q, k, v, implementation=attention)
         else:
             start = (index, 0, cache.length, 0, 0)
@@ -247,6 +256,8 @@ def hidden_states(
         (stacked, jnp.arange(config.num_layers)),
     )
     x = _rms_norm(x, params["norm"], config.rms_norm_eps)
+    if sees is not None:
+        return x, None
     if cache is None or kv is None:
         return jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1), None
     return x, KVCache(*kv, valid=slots_valid, length=cache.length + tokens.shape[1])

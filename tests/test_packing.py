@@ -1,0 +1,220 @@
+"""``pack`` and ``unpack``: what packed rows make of a batch is what padded rows make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
+from logitless import Objective, linear_grpo_loss, loss_denominator, pack, rows_with_gradient, unpack
+from logitless.train.model import ModelConfig, hidden_states, init, lm_head, positions_of
+
+MODEL = ModelConfig(23, 16, 24, 2, 2, 1, 8)
+B, P, C, LENGTH = 8, 5, 6, 24
+PARAMS = jax.tree.map(lambda x: x * 1.5, init(MODEL, jax.random.key(0)))
+
+
+def batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Two prompts with four completions each; holes in a mask, an empty completion, a group without spread."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(1, 23, (2, P), dtype=np.int32)
+    prompt_mask = np.arange(P) >= rng.integers(0, P - 1, (2, 1))
+    completion_valid = np.arange(C) < rng.integers(1, C + 1, (B, 1))
+    completion_mask = completion_valid & (rng.random((B, C)) < 0.9)
+    completion_valid[2] = completion_mask[2] = False
+    advantages = rng.standard_normal(B).astype(np.float32)
+    advantages[4:] *= rng.random() < 0.5
+
+    def logp() -> np.ndarray:
+        return (-3 + 0.3 * rng.standard_normal((B, C))).astype(np.float32)
+
+    return dict(
+        prompt=np.repeat(prompts, 4, axis=0),
+        prompt_mask=np.repeat(prompt_mask, 4, axis=0),
+        completion=rng.integers(1, 23, (B, C), dtype=np.int32),
+        completion_mask=completion_mask,
+        completion_valid=completion_valid,
+        advantages=advantages,
+        old_logp=logp(),
+        ref_logp=logp(),
+        rollout_logp=logp(),
+        token_weights=rng.random((B, C)).astype(np.float32),
+    )
+
+
+LOSS = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
+
+
+def denominators(objective: Objective, x: dict[str, Any]) -> dict[str, Any]:
+    return dict(
+        denominator=loss_denominator(objective, x["completion_mask"]),
+        entropy_denominator=float(x["completion_mask"].sum()),
+    )
+
+
+def padded_hidden(params: Any, x: dict[str, Any]) -> jax.Array:
+    tokens = jnp.concatenate([x["prompt"], x["completion"][:, :-1]], axis=1)
+    valid = jnp.concatenate([x["prompt_mask"], x["completion_valid"][:, :-1]], axis=1)
+    hidden, _ = hidden_states(params, MODEL, tokens, positions_of(valid), valid)
+    # The state that predicts completion token j is that of the last real token before it.
+    last = jnp.argmax(jnp.where(valid, jnp.arange(valid.shape[1]), -1)[:, None, :] * _before(valid.shape[1]), axis=2)
+    return jnp.take_along_axis(hidden, last[..., None], axis=1)
+
+
+def _before(width: int) -> np.ndarray:
+    return np.arange(width)[None, None, :] < P + np.arange(C)[None, :, None]
+
+
+def packed_hidden(params: Any, packed: Any) -> jax.Array:
+    return hidden_states(
+        params, MODEL, packed.tokens, packed.positions, packed.segment_ids > 0, sees=packed.attention_mask()
+    )[0]
+
+
+@jax.jit
+def both_hidden(params: Any, x: Any, packed: Any, direction: Any) -> Any:
+    """Hidden states that predict completion tokens, and the weights' gradient for one direction, in both forms."""
+
+    def padded(p: Any) -> jax.Array:
+        return jnp.where(jnp.asarray(packed.slots >= 0)[..., None], padded_hidden(p, x), 0.0)
+
+    def from_packed(p: Any) -> jax.Array:
+        return unpack(packed, packed_hidden(p, packed))
+
+    out = []
+    for f in (padded, from_packed):
+        hidden, pull = jax.vjp(f, params)
+        out.append((hidden, pull(direction)[0]))
+    return out
+
+
+def close(a: Any, b: Any, bound: float = 1e-5) -> None:
+    """Every array within ``bound`` of the largest entry."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound * float(np.abs(x).max() + 1e-30))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
+def test_the_model_computes_the_same_of_packed_rows(shared: bool) -> None:
+    for seed in range(4):
+        x = batch(seed)
+        packed = pack(**{k: v for k, v in x.items() if k not in LOSS}, length=LENGTH, rows=B, share_prompts=shared)
+        direction = np.random.default_rng(seed).standard_normal((B, C, 16)).astype(np.float32)
+        (hidden, grads), (ours, our_grads) = both_hidden(PARAMS, x, packed, direction)
+        assert np.abs(hidden).max() > 0.5 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads["layers"]))
+        close(hidden, ours)
+        close(grads, our_grads)
+        used = [np.unique(r[r > 0]) for r in packed.segment_ids]
+        assert max(map(len, used)) > 1  # there is something to keep apart
+
+
+def test_shared_prompts_save_what_the_module_says() -> None:
+    prompt = np.tile(np.arange(1, 6, dtype=np.int32), (B, 1))
+    done, ones = np.ones((B, C), np.int32), np.ones((B, C), bool)
+    whole, shared = (
+        pack(prompt, prompt > 0, done, ones, length=B * (P + C - 1), share_prompts=s) for s in (False, True)
+    )
+    used = [int((p.segment_ids > 0).sum()) for p in (whole, shared)]
+    assert used[0] == B * (P + C - 1) and used[0] - used[1] == (B - 1) * (P - 1)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
+def test_every_objective_is_the_same_of_packed_rows(policy: str, level: str, shared: bool) -> None:
+    """Loss and gradients by statistics, with rows left out, for all aggregations in turn."""
+    for i, aggregation in enumerate(AGGREGATIONS if not shared else AGGREGATIONS[:1]):
+        fields: dict[str, Any] = [{}, {"beta": 0.1}, {"entropy_coef": 0.02}, {"correction": "sequence"}, {}][i]
+        o = objective_of(policy, level, aggregation, **fields)
+        x = batch(i)
+        rng = np.random.default_rng(i)
+        logp, entropy = (-rng.exponential(size=(B, C)).astype(np.float32) for _ in range(2))
+        inputs = dict({k: x[k] for k in LOSS}, mask=x["completion_mask"])
+        keep = np.asarray(rows_with_gradient(o, **inputs))
+        padded = evaluate(o, logp, -entropy, **inputs, **denominators(o, x))
+        packed = pack(**x, length=LENGTH, rows=4, keep=keep, share_prompts=shared)
+
+        def spread(a: np.ndarray, p: Any = packed) -> np.ndarray:
+            flat = np.zeros(p.tokens.size, np.float32)
+            flat[p.slots[p.slots >= 0]] = a[p.slots >= 0]
+            return flat.reshape(p.tokens.shape)
+
+        got = evaluate(o, spread(logp), spread(-entropy), **packed.loss_arrays(), **denominators(o, x))
+        np.testing.assert_allclose(got.loss, padded.loss, rtol=1e-5, atol=1e-6)
+        close(padded.dlogp, unpack(packed, got.dlogp))
+        close(padded.dentropy, unpack(packed, got.dentropy))
+        assert np.abs(padded.dlogp).max() > 0
+
+
+def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> list[Any]:
+    """Loss and gradients of all weights, through model and head, padded and packed."""
+
+    def padded_loss(p: Any) -> Any:
+        arrays = dict({k: x[k] for k in LOSS}, mask=x["completion_mask"], **denominators(objective, x))
+        hidden = padded_hidden(p, x)
+        return linear_grpo_loss(
+            hidden, lm_head(p, MODEL), x["completion"], head_layout="vh", objective=objective, **arrays
+        )[0]
+
+    def packed_loss(p: Any) -> Any:
+        arrays = dict(packed.loss_arrays(), **denominators(objective, x))
+        return linear_grpo_loss(
+            packed_hidden(p, packed), lm_head(p, MODEL), packed.targets, head_layout="vh", objective=objective, **arrays
+        )[0]
+
+    return [jax.jit(jax.value_and_grad(f))(PARAMS) for f in (padded_loss, packed_loss)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"),
+    [("clip", "token"), *(pytest.param(*p, marks=pytest.mark.slow) for p in POLICY_LEVELS[1:])],
+)
+def test_gradients_of_the_weights_are_the_same(policy: str, level: str) -> None:
+    o = objective_of(policy, level, "dapo", beta=0.05, entropy_coef=0.01, correction="token")
+    x = batch(3)
+    packed = pack(**x, length=LENGTH, share_prompts=True)
+    (loss, grads), (ours, our_grads) = whole_gradients(o, x, packed)
+    np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    close(grads, our_grads)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+def test_what_is_in_a_row_does_not_change_its_shape_and_the_way_back_is_the_way_there() -> None:
+    for seed in range(20):
+        x = batch(seed)
+        keep = np.random.default_rng(seed).random(B) < 0.6
+        packed = pack(**x, length=LENGTH, rows=B, keep=keep, share_prompts=bool(seed % 2))
+        assert packed.tokens.shape == (B, LENGTH)
+        wanted = x["completion_mask"] & keep[:, None]
+        np.testing.assert_array_equal(unpack(packed, packed.targets), np.where(wanted, x["completion"], 0))
+        for name in ("old_logp", "token_weights"):
+            np.testing.assert_array_equal(unpack(packed, packed.arrays[name]), np.where(wanted, x[name], 0))
+        assert packed.mask.sum() == wanted.sum() and not packed.mask[packed.segment_ids == 0].any()
+        assert 0 <= packed.fill() <= 1
+        mask = np.asarray(packed.attention_mask())
+        assert mask.any(axis=2).all() and not np.triu(mask, 1).any()
+
+
+def test_nothing_is_cut_and_nothing_fits_by_accident() -> None:
+    x = batch(1)
+    longest = int((x["prompt_mask"].sum(1) + x["completion_valid"].sum(1) - 1).max())
+    pack(**x, length=longest)
+    with pytest.raises(ValueError, match=rf"slots \(prompt .* the longest takes {longest}\. None is cut"):
+        pack(**x, length=longest - 1)
+    with pytest.raises(ValueError, match=r"take \d+ rows of 24 slots, but rows=1"):
+        pack(**x, length=24, rows=1)
+    with pytest.raises(ValueError, match="completion_mask is set where completion_valid is not"):
+        pack(**{**x, "completion_valid": x["completion_valid"] & False}, length=24)
+    with pytest.raises(ValueError, match=r"old_logp has shape \(8, 5\), expected \(8, 6\)"):
+        pack(**{**x, "old_logp": x["old_logp"][:, 1:]}, length=24)
+    with pytest.raises(ValueError, match="sequence 0 has no prompt"):
+        pack(**{**x, "prompt_mask": x["prompt_mask"] & False}, length=24)
+    with pytest.raises(ValueError, match=r"length is 2\.5, expected a positive Python int"):
+        pack(**x, length=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="prompt is traced; pack on the host"):
+        jax.jit(lambda p: pack(**{**x, "prompt": p}, length=24))(x["prompt"])
+    with pytest.raises(ValueError, match=r"unpack: x has shape \(2, 2\)"):
+        unpack(pack(**x, length=24), jnp.zeros((2, 2)))
