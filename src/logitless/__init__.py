@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from logitless._version import __version__
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.causal import next_tokens
+from logitless.loss_stats import with_stats
 from logitless.mesh.spec import Sharding
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.api import policy_loss
 from logitless.objectives.gradient_rows import rows_with_gradient
-from logitless.objectives.metrics import Metric, metric_values, reduce_metrics
+from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.packing import Packed, pack, unpack
 from logitless.stats import TokenStats
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from logitless.planning.head import plan
 
 __all__ = [
+    "LossAux",
     "Metric",
     "Objective",
     "Packed",
@@ -49,6 +51,7 @@ __all__ = [
     "rows_with_gradient",
     "unpack",
     "validate_targets",
+    "with_stats",
 ]
 
 _LATER = {"explain": "logitless.explanation", "plan": "logitless.planning.head", "oracle": "logitless.oracle"}

@@ -1,6 +1,6 @@
 """The public calls: :func:`logprobs`, :func:`grpo_loss`, :func:`linear_logprobs` and :func:`linear_grpo_loss`.
 
-Each binds its arguments (``arguments.py``), which decides its route (``route.py``), and runs it (:func:`_run`).
+Each binds its arguments (``arguments.py``), which decides its route (``route.py``), and runs it (:func:`run`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from logitless import vjp
 from logitless.arguments import Bound, bind
 from logitless.mesh.spec import Sharding
-from logitless.objectives.metrics import Metrics, loss_of_stats, metrics_of
+from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 from logitless.problem import Layout, Loss, flat_tokens
 from logitless.stats import TokenStats
@@ -67,7 +67,7 @@ def logprobs(
     >>> [round(float(x), 4) for x in stats.logp[0]]
     [-1.3863, -1.3863]
     """
-    return _call("logprobs", locals())
+    return run("logprobs", locals())
 
 
 def grpo_loss(
@@ -122,7 +122,7 @@ def grpo_loss(
     >>> float(loss), logitless.metric_values(metrics)["ratio"]
     (-1.0, 1.0)
     """
-    return _call("grpo_loss", locals())
+    return run("grpo_loss", locals())
 
 
 def linear_logprobs(
@@ -191,7 +191,7 @@ def linear_logprobs(
     >>> [round(float(x), 4) for x in stats.entropy[0]]
     [1.3863, 1.3863]
     """
-    return _call("linear_logprobs", locals())
+    return run("linear_logprobs", locals())
 
 
 def linear_grpo_loss(
@@ -263,22 +263,22 @@ def linear_grpo_loss(
     >>> float(value), dw.shape
     (-1.0, (4, 3))
     """
-    return _call("linear_grpo_loss", locals())
+    return run("linear_grpo_loss", locals())
 
 
 # -- running a call --------------------------------------------------------------------------------------------------
 
 
-def _call(name: str, given: dict[str, Any]) -> Any:
-    """The public call ``name``; with ``sharding=``, under its mesh."""
+def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
+    """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     if given["sharding"] is None:
-        return _run(bind(name, given))
+        return _run(bind(name, given), with_stats)
     from logitless.mesh import context
 
-    return context.over_mesh(name, lambda arguments: _run(bind(name, arguments)), given)
+    return context.over_mesh(name, lambda arguments: _run(bind(name, arguments), with_stats), given, with_stats)
 
 
-def _run(b: Bound) -> Any:
+def _run(b: Bound, with_stats: bool) -> Any:
     """What the route says."""
     if b.loss is None:
         stats, _ = _statistics(b)
@@ -286,13 +286,16 @@ def _run(b: Bound) -> Any:
     if not b.route.in_forward:
         stats, report = _statistics(b)
         loss, metrics = loss_of_stats(b.loss.objective, stats, b.loss.inputs)
-        return loss, _with_report(metrics, report, b)
-    on_mesh = b.route.placement is not None
-    inputs = b.loss.inputs.for_sweep()
-    flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
-    loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
-    stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
-    return loss, _with_report(metrics_of(b.loss.objective, stats, b.loss.inputs), report, b)
+        stats = jax.lax.stop_gradient(stats)
+    else:
+        on_mesh = b.route.placement is not None
+        inputs = b.loss.inputs.for_sweep()
+        flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
+        loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
+        stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
+        metrics = metrics_of(b.loss.objective, stats, b.loss.inputs)
+    metrics = _with_report(metrics, report, b)
+    return loss, LossAux(metrics, stats) if with_stats else metrics
 
 
 def _statistics(b: Bound) -> tuple[TokenStats, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax._src.mesh import thread_resources
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, Mesh
 
 _LEAST_VMEM = 64 << 20
 
@@ -65,6 +67,20 @@ def cpu_copies_logits() -> bool:
 def varying_axes(x: Any) -> frozenset[str]:
     """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none with ``check_vma=False``."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
+def ambient_mesh() -> Mesh | AbstractMesh:
+    """The mesh of ``jax.set_mesh``, with its devices outside ``jit``, or of the older ``with mesh:``; or an empty one.
+
+    JAX tells about the older context in no public way that does not warn.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty:
+        return thread_resources.env.physical_mesh
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # inside jit only the abstract mesh is known, and enough
+        return ambient
 
 
 def partitioned_over(lowering: Any) -> int:

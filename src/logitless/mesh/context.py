@@ -12,6 +12,7 @@ them, on gathered arguments: :func:`refuse_replication` raises where that can be
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,18 +24,24 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from logitless import compat
 from logitless.backend import Backend
 from logitless.mesh.spec import Sharding, mesh_of
+from logitless.objectives.metrics import LossAux
 
 _ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call it inside your own shard_map."
 
 
-def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, Any]) -> Any:
-    """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh."""
+def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, Any], with_stats: bool = False) -> Any:
+    """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh.
+
+    ``with_stats``: a loss call that returns its statistics too.
+    """
     sharding = given["sharding"]
     if not isinstance(sharding, Sharding):
         raise TypeError(
             f"{name}: sharding is {type(sharding).__name__}, expected logitless.Sharding(mesh, tokens=..., head=...)."
         )
     mesh = mesh_of(name, sharding)
+    # By name from here on: under the abstract mesh below, a mesh of `with mesh:` would not be found with its devices.
+    given = dict(given, sharding=dataclasses.replace(sharding, mesh=mesh))
     if all(t == AxisType.Auto for t in mesh.axis_types):
         with _under(mesh):
             return run(given)
@@ -46,7 +53,9 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
         return run(jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves]))
 
     # Results have one value per token, or are a loss and its metrics.
-    out = PartitionSpec() if "advantages" in given else sharding.tokens
+    out: Any = PartitionSpec() if "advantages" in given else sharding.tokens
+    if with_stats:
+        out = (out, LossAux(out, sharding.tokens))  # type: ignore[arg-type]
     with _under(mesh):
         return jax.sharding.auto_axes(automatic, out_sharding=out)(arrays)
 

@@ -29,7 +29,7 @@ class Sharding:
     """How the arrays of a call lie on a mesh.
 
     Args:
-      mesh: a ``jax.sharding.Mesh``; ``None`` takes the ambient one (``jax.set_mesh``).
+      mesh: a ``jax.sharding.Mesh``; ``None`` takes the ambient one (``jax.set_mesh``, or the older ``with mesh:``).
       tokens: mesh axes of the token dimensions, ``P("data")`` or ``P(("data", "fsdp"), "seq")`` for ``[B, T]``. It
         holds for every array with one value per token, hidden states and logits included.
       head: mesh axes of ``lm_head``, in its own order of dimensions. An axis on the vocabulary that does not shard
@@ -171,15 +171,15 @@ def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
         )
     if sharding.mesh is not None:
         return sharding.mesh
-    if ambient.empty:
+    from logitless import compat  # here: it loads Pallas, which `import logitless` does not
+
+    mesh = compat.ambient_mesh()
+    if mesh.empty:
         raise ValueError(
             f"{call}: sharding= names no mesh and there is no ambient one. Give Sharding(mesh=...), or call it under "
-            "jax.set_mesh(mesh)."
+            "jax.set_mesh(mesh) or in `with mesh:`."
         )
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:  # inside jit only the abstract mesh is known, and enough
-        return ambient
+    return mesh
 
 
 def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placement:

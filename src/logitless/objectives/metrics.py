@@ -27,6 +27,13 @@ class Metric(NamedTuple):
 Metrics = dict[str, Metric]
 
 
+class LossAux(NamedTuple):
+    """What a loss call has beside the loss, of :func:`logitless.with_stats`."""
+
+    metrics: Metrics
+    stats: TokenStats
+
+
 def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
     """One set of metrics from those of several devices or micro-batches.
 
