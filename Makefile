@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow mutants lint style types tests core docs clean
+.PHONY: install demo test quick test-slow mutants lint style types tests core docs site dist matrix clean
 
 install: $(STAMP)
 
@@ -57,5 +57,15 @@ mutants: $(STAMP)  # faults planted one at a time, and the tests that must see t
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md
 
+site: $(STAMP)  # the pages as a website, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
+dist: $(STAMP)  # wheel and sdist in dist/, each tried in an empty environment
+	$(BIN)/python scripts/dist.py
+
+matrix:  # the suite on jax 0.10, 0.11 and 0.12; environments in .matrix/, result in benchmarks/results/matrix.json
+	"$(PYTHON)" scripts/matrix.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache

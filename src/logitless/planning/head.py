@@ -70,7 +70,8 @@ def plan(
         if name not in ("hidden", "lm_head"):
             raise ValueError(f"plan: gradients has {name!r}, expected 'hidden' and 'lm_head'.")
     where = None if chip is None else chip_of(chip)
-    if where is not None and backend is None and not where.kernels:
+    without_kernels = where is not None and backend is None and not where.kernels
+    if without_kernels:
         backend = ANYWHERE
     if vocabulary_shard and (platform() if where is None else where.platform) != "tpu":
         # The statistics of all shards come first, then the gradient: the way of linear_logprobs, in plain JAX.
@@ -142,6 +143,7 @@ def plan(
             chip=where,
             shares=shares,
             exact=exact,
+            because="no kernel of ours serves this chip" if without_kernels else route.because,
         )
 
     exact = prediction("off", None, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from logitless.planning.chips import Chip, roofline_seconds
 from logitless.planning.sparse import Shares
+from logitless.registry import ANYWHERE
 from logitless.tiles import MIB
 
 
@@ -18,7 +19,7 @@ class HeadPlan:
     between matmuls; ``dense_*`` is the same for the dense loss in its strong form. ``chunk`` is ``None`` where no chunk
     of logits is ever in memory. Times need a chip.
 
-    With a sparse backward ``shares`` is what the plan assumes of the policy, and ``exact`` the plan without it.
+    ``because`` says why this backend. With a sparse backward ``shares`` is what the plan assumes of the policy, and ``exact`` the plan without it.
     """
 
     backend: str
@@ -39,6 +40,7 @@ class HeadPlan:
     chip: Chip | None = None
     shares: Shares | None = None
     exact: HeadPlan | None = None
+    because: str = ""
 
     @property
     def peak(self) -> int:
@@ -76,6 +78,7 @@ class HeadPlan:
         tiles = ", ".join(f"{k} {v}" for k, v in self.tiles.items() if k not in ("chunk", "layout"))
         lines = [
             f"{self.backend}, {cut}, {self.matmuls:.3g} matmuls ({self.way})",
+            *([f"  {self.backend}, since {self.because}"] if self.chip is not None and self.backend == ANYWHERE else []),
             *([f"  tiles {tiles}"] if tiles else []),
             f"  {self.flops / 1e12:.2f} TFLOP, {self.moved / 1e9:.1f} GB of memory traffic",
             f"  peak {self.peak / MIB:,.0f} MiB = arguments {self.arguments / MIB:,.0f} + outputs "

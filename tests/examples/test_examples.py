@@ -1,0 +1,98 @@
+"""The examples run, and their policies learn."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 30
+"""Enough to tell learning from luck: a random policy scores 0.08, and none stays below 0.2."""
+
+
+@pytest.fixture(autouse=True)
+def _beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import each other as scripts of one folder do."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def example(name: str) -> Any:
+    needs = {"grpo_nnx": "flax", "grpo_linen": "flax", "grpo_equinox": "equinox"}.get(name)
+    if needs is not None:
+        pytest.importorskip(needs, reason=f"{needs} comes with logitless[examples]")
+    return importlib.import_module(name)
+
+
+def learned(rewards: list[float]) -> None:
+    first, last = np.mean(rewards[:5]), np.mean(rewards[-5:])
+    assert first < 0.2
+    assert last > first + 0.12, rewards
+
+
+@pytest.mark.parametrize("name", ["grpo_optax", "gspo_packed", "grpo_lora", "grpo_equinox"])
+def test_it_learns(name: str) -> None:
+    learned(example(name).main(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_nnx", "grpo_linen", "grpo_fsdp"])
+def test_it_learns_too(name: str) -> None:
+    learned(example(name).main(STEPS))
+
+
+@pytest.mark.parametrize("name", ["grpo_nnx", "grpo_linen"])
+def test_a_step_with_flax(name: str) -> None:
+    """Two steps, the updates included; that it learns is a slow test."""
+    assert len(example(name).main(2)) == 2
+
+
+def a_batch(seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """Parameters of the plain example that differ from those that sampled, and its batch."""
+    plain = example("grpo_optax")
+    old, key = plain.init(jax.random.key(seed)), jax.random.key(seed + 1)
+    batch, _ = plain.rollout(old, old, key)
+    return jax.tree.map(lambda x: 1.01 * x, old), batch
+
+
+def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones() -> None:
+    packed = example("gspo_packed")
+    params, batch = a_batch()
+    value_and_grad = jax.jit(jax.value_and_grad(packed.loss_of, has_aux=True))
+    (padded_loss, _), padded = value_and_grad(params, batch)
+    rows = packed.packed(batch)
+    assert rows["ids"].size < batch["ids"].size * 1.01
+    (packed_loss, _), gradients = value_and_grad(params, rows)
+    np.testing.assert_allclose(packed_loss, padded_loss, rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(padded), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(np.abs(b).max() + 1e-3))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit into 2 x 8"):
+        example("gspo_packed").pack(np.array([8, 5, 4]), 2, 8)
+
+
+def test_fsdp_makes_the_update_of_one_device() -> None:
+    """Every device holds an eighth of the head, and of its optimiser state, before and after."""
+    plain, fsdp = example("grpo_optax"), example("grpo_fsdp")
+    params, batch = a_batch()
+    state = plain.OPTIMIZER.init(params)
+    alone, _, _ = plain.update(params, state, batch)
+    mesh = fsdp.make_mesh()
+    together, new_state, _ = fsdp.update_over(mesh)(*(fsdp.cut(x, mesh) for x in (params, state, batch)))
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    moments = [x for x in jax.tree.leaves(new_state) if x.shape == params["embed"].shape]
+    for x in (together["embed"], *moments):
+        assert {s.data.size for s in x.addressable_shards} == {x.size // 8}
+
+
+def test_every_example_is_named_on_the_examples_page() -> None:
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in page, f"docs/examples.md does not name {path.name}"

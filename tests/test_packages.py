@@ -1,0 +1,57 @@
+"""What is packed, and that what is said about packages is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import logitless
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_wheel_has_the_package_its_types_and_its_configurations(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling comes with logitless[dev]")
+    (path,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
+    inside = set(zipfile.ZipFile(path).namelist())
+    source = {f"logitless/{f.relative_to(ROOT / 'src/logitless')}" for f in (ROOT / "src/logitless").glob("**/*.py")}
+    configs = {f"logitless/{f.relative_to(ROOT)}" for f in (ROOT / "configs").glob("**/*.yaml")}
+    assert configs and source | configs | {"logitless/py.typed"} <= inside
+    strangers = {f for f in inside if not f.startswith(("logitless/", f"logitless-{logitless.__version__}.dist-info/"))}
+    assert not strangers
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_work_in_an_empty_environment(tmp_path: Path) -> None:
+    """What ``make dist`` does. It asks the package index for what the packages need."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/dist.py", "--out", tmp_path / "dist"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_extras_that_the_docs_name_exist() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"), *(ROOT / "src").glob("**/*.py")]
+    for page in pages:
+        for named in re.findall(r"(?:logitless|'\.|\"\.)\[([a-z0-9,-]+)\]", page.read_text()):
+            assert set(named.split(",")) <= extras, f"{page.name} names logitless[{named}]"
+
+
+def test_the_gpu_extra_brings_a_jax_with_the_kernels() -> None:
+    """``compat.mosaic_gpu_reason`` asks for 0.11."""
+    for extra in ("gpu", "gpu-cuda12"):
+        (jax,) = (need for need in PROJECT["optional-dependencies"][extra] if need.startswith("jax"))
+        assert re.fullmatch(r"jax\[cuda1[23]\]>=0\.11,<0\.13", jax)
+
+
+def test_versions_agree() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {logitless.__version__}\n" in citation
