@@ -16,6 +16,7 @@ BACKENDS: dict[Level, dict[str, str]] = {
         "chunked": "logitless.head.chunked:Chunked",
         "pallas_tpu": "logitless.head.pallas_tpu.backend:PallasTpu",
         "mosaic_gpu": "logitless.head.mosaic_gpu.backend:MosaicGpu",
+        "mosaic_gpu_screen": "logitless.head.mosaic_gpu.sparse:MosaicGpuScreen",
     },
     "logits": {
         "reference": "logitless.logits.reference:Reference",
@@ -28,12 +29,16 @@ BACKENDS: dict[Level, dict[str, str]] = {
 SPARSE = {
     "chunked": "logitless.head.sparse:Sparse",
     "mosaic_gpu": "logitless.head.sparse:Sparse",
+    "mosaic_gpu_screen": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
     "pallas_tpu": "logitless.head.pallas_tpu.sparse:TpuSparse",
 }
 """The sparse backward around a head-level backend."""
 
 KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
 """The kernel backend of a platform; elsewhere, and where it cannot serve, ``ANYWHERE``."""
+
+RUNS_ON = {"pallas_tpu": "tpu", "mosaic_gpu": "gpu", "mosaic_gpu_screen": "gpu"}
+"""The platform that a kernel backend needs. What is not in ``KERNELS`` is never a default: it has to be named."""
 
 ANYWHERE, DENSE = "chunked", "reference"
 

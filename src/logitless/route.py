@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from logitless import registry, tiles
 from logitless.backend import Backend, Cost, Way
 from logitless.problem import Call, Loss, Problem
-from logitless.registry import ANYWHERE, DENSE, KERNELS, Level
+from logitless.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
         )
 
     def refusal(kernel: str) -> str | None:
-        (needs,) = (k for k, v in KERNELS.items() if v == kernel)
+        needs = RUNS_ON[kernel]
         if here != needs and not p.call.interpret:
             device = f"the default device here is a {here.upper()}"
             return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"
@@ -193,7 +193,7 @@ def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
 
     if named is not None:
         _known(name, named, level)
-        why = refusal(named) if named in KERNELS.values() else None
+        why = refusal(named) if named in RUNS_ON else None
         if why is not None:
             raise NotImplementedError(f"{why}. Use backend=None for the best one here, or {ANYWHERE!r}.")
         return registry.backend_of(level, named, sparse), "named in the call"

@@ -18,85 +18,35 @@ import pytest
 
 from conftest import token_stats
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, vjp
-from logitless.bench import realistic
 from logitless.head import columns, slabs, sparse
 from logitless.head.report import SparseReport
 from logitless.stats import StatCotangents
-from numerics import EPS, HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from numerics import HeadCase as Case
+from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
+from sparse_cases import (
+    CHUNK,
+    SHAPE,
+    TOLERANCE,
+    VOCAB,
+    N,
+    adversarial,
+    assert_as_good,
+    calibrated,
+    collapsed,
+    flat,
+    loss_inputs,
+    probabilities,
+    row_norms,
+)
 
 pytestmark = pytest.mark.optimized  # sparse and dense chunks are compared to the bit, in functions that tests share
 
-N, WIDTH, VOCAB, CHUNK = 256, 64, 4096, 64
-SHAPE = (8, N // 8)
-TOLERANCE = 2.0**-8
 OBJECTIVES = {
     "clip": Objective(aggregation="dapo"),
     "entropy bonus": Objective(aggregation="dapo", entropy_coef=0.02),
     "gspo": Objective(level="sequence", eps_low=0.2, eps_high=0.2),
 }
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-
-
-# -- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def calibrated(dtype: Any, seed: int = 0) -> Case:
-    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, dtype)
-    y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
-    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
-
-
-def flat(dtype: Any) -> Case:
-    rng = np.random.default_rng(0)
-    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / 8
-    return Case(np.asarray(h, dtype), np.asarray(w, dtype), rng.integers(0, VOCAB, SHAPE))
-
-
-def from_groups(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray, dtype: Any) -> Case:
-    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
-    w = np.zeros((VOCAB, WIDTH))
-    w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
-    h = np.zeros((N, WIDTH))
-    h[:, : len(sizes)] = levels
-    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), dtype), np.asarray(w, dtype), targets.reshape(SHAPE))
-
-
-def collapsed(dtype: Any) -> Case:
-    """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
-    sizes = np.array([1] * 16 + [VOCAB - 16])
-    y = np.arange(N) % 16
-    levels = np.zeros((N, 17))
-    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
-    return from_groups(levels, sizes, np.where(np.arange(N) % 5, y, 100), dtype)
-
-
-def adversarial(dtype: Any) -> Case:
-    """Every row spreads its mass over columns that stay just under some candidate threshold: over none to half of the
-    vocabulary, so that a rule on single probabilities leaves out up to a quarter of a row."""
-    sizes = np.array([1] * 8 + [VOCAB // 32] * 28)
-    sizes = np.append(sizes, VOCAB - sizes.sum())
-    rng = np.random.default_rng(1)
-    levels = np.full((N, len(sizes)), -40.0)
-    for t in range(N):
-        levels[t, t % 8] = 0.0
-        spread = rng.choice(np.arange(8, 36), rng.integers(0, 17), replace=False)
-        threshold = TOLERANCE * columns.chunk_rule(VOCAB).thresholds[t % 3]
-        levels[t, spread] = np.log(0.999 * threshold)
-        rest = 1 - np.exp(levels[t, spread]).sum() * (VOCAB // 32)
-        levels[t] -= np.where(np.arange(len(sizes)) == t % 8, -np.log(rest), 0)
-    return from_groups(levels, sizes, np.arange(N) % 8, dtype)
-
-
-def loss_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
-    """What the loss needs, slightly off-policy; every token is live."""
-    rng = np.random.default_rng(seed)
-    old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
-    return dict(
-        advantages=rng.standard_normal(SHAPE).astype(np.float32),
-        mask=np.ones(SHAPE, bool),
-        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
-    )
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -148,24 +98,6 @@ def truth_of(case: Case, rest: Any, kind: str = "clip") -> tuple[np.ndarray, np.
 def logp_cotangents(case: Case, rest: Any) -> np.ndarray:
     s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
     return oracle.policy_loss_grad(s.logp, s.entropy, objective=OBJECTIVES["clip"], **rest)[1].reshape(-1)
-
-
-def row_norms(x: Any, axis: int = -1) -> np.ndarray:
-    return np.linalg.norm(f64(x), axis=axis)
-
-
-def assert_as_good(label: str, got: Any, ordinary: Any, truth: Any) -> None:
-    """In norm, and in the largest error of a row, at most 1.5 times the ordinary path's own."""
-    new, old = row_norms(f64(got) - truth), row_norms(f64(ordinary) - truth)
-    floor = 8 * EPS * row_norms(truth)
-    assert np.linalg.norm(new) <= 1.5 * np.linalg.norm(old) + np.linalg.norm(floor), f"{label}: norm"
-    assert new.max() <= 1.5 * old.max() + floor.max(), f"{label}: largest row error"
-
-
-def probabilities(case: Case) -> np.ndarray:
-    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
-    x -= x.max(1, keepdims=True)
-    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
 
 
 def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarray]:

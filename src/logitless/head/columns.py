@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.head.linear import add_dhead
-from logitless.problem import Head, HeadGrads, Problem
+from logitless.problem import Head, HeadGrads, Layout, Problem
 from logitless.pytree import register
 from logitless.rows import column_ids, columns, over_columns, transformed
 from logitless.stats import NEG_INF, TokenStats
@@ -276,28 +276,29 @@ def head_columns(head: Head, index: Array) -> Head:
     )
 
 
-def add_head_columns(total: HeadGrads, index: Array, dx: Array, h: Array, part: Head) -> HeadGrads:
-    """``total`` plus the cotangents of the gathered head ``part``, put where its columns come from."""
+def no_head_columns(total: HeadGrads, part: Head, dtype: Any = None) -> HeadGrads:
+    """Zeros for the cotangents of the gathered head ``part``, those that ``total`` has; what is not gathered (LoRA's
+    inner factor) is ``total``'s own. In ``dtype``, or that of ``total``."""
     by_row = part.layout == "vh"
 
     def blank(whole: Array | None, like: Array | None) -> Any:
-        return None if whole is None or like is None else jnp.zeros(like.shape, whole.dtype)
+        return None if whole is None or like is None else jnp.zeros(like.shape, dtype or whole.dtype)
 
-    own = add_dhead(
-        HeadGrads(
-            blank(total.weight, part.weight),
-            blank(total.bias, part.bias),
-            blank(total.lora_a, part.lora_a) if by_row else total.lora_a,
-            total.lora_b if by_row else blank(total.lora_b, part.lora_b),
-        ),
-        dx,
-        h,
-        part,
+    return HeadGrads(
+        blank(total.weight, part.weight),
+        blank(total.bias, part.bias),
+        blank(total.lora_a, part.lora_a) if by_row else total.lora_a,
+        total.lora_b if by_row else blank(total.lora_b, part.lora_b),
     )
+
+
+def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Layout) -> HeadGrads:
+    """``total`` with the cotangents ``own`` of a gathered head added where its columns come from."""
+    by_row = layout == "vh"
     over_vocabulary = _add_rows if by_row else _add_columns
 
     def put(whole: Array | None, new: Array | None, add: Any) -> Array | None:
-        return None if whole is None or new is None else add(whole, index, new)
+        return None if whole is None or new is None else add(whole, index, new.astype(whole.dtype))
 
     return HeadGrads(
         weight=put(total.weight, own.weight, over_vocabulary),
@@ -305,6 +306,12 @@ def add_head_columns(total: HeadGrads, index: Array, dx: Array, h: Array, part: 
         lora_a=put(total.lora_a, own.lora_a, _add_rows) if by_row else own.lora_a,
         lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, _add_columns),
     )
+
+
+def add_head_columns(total: HeadGrads, index: Array, dx: Array, h: Array, part: Head) -> HeadGrads:
+    """``total`` plus the cotangents of the gathered head ``part``, put where its columns come from."""
+    own = add_dhead(no_head_columns(total, part), dx, h, part)
+    return put_head_columns(total, index, own, part.layout)
 
 
 def blank_columns(rule: Rule, width: int, rows: int) -> Columns:

@@ -95,6 +95,20 @@ def accumulate(sums: Lanes, u: Array, found: Array, k: Array) -> Lanes:
     return Lanes(m, total, centred, squares, sums.target + found)
 
 
+def above(u: Array, screen: Array) -> Array:
+    """int32 ``[M, 8]``: for each lane a bit per column, the first one the highest, set where ``u > screen [M, 8]``.
+
+    The sign of a difference, shifted in: per element a subtraction and a shift, and no exchange between threads.
+    """
+    word = None
+    for i in range(0, u.shape[1], LANES):
+        passes = lax.bitcast_convert_type(screen - u[:, i : i + LANES], jnp.int32)
+        bit = lax.shift_right_logical(passes, jnp.full_like(passes, 31))
+        word = bit if word is None else lax.shift_left(word, jnp.full_like(word, 1)) | bit
+    assert word is not None
+    return word
+
+
 def row_sums(sums: Lanes, k: Array) -> tuple[Array, ...]:
     """Maximum, S, A, Q and the target's ``u``, each ``[M]``, of a run; A in units of ln 2, the maximum as swept.
 

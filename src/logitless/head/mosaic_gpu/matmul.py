@@ -10,6 +10,9 @@ ring in shared memory, the others multiply (wgmma, float32 accumulators) and tur
               time, and L2 serves all but the first), 20 bytes per token and run written
     memory    [5, runs, N] float32: 5 MiB at N = 8192; no logits
 
+With a ``screen`` (``screen.py``) the epilogue also compares every logit with a number of its row and writes the result
+as a bit: N V / 8 bytes more, 148 MiB at N = 8192 and V = 151936.
+
 Its gradient is by recompute (``backend.py``): with float32 logits the order in which a sum was made is worth 1e-6.
 """
 
@@ -48,12 +51,15 @@ class _Refs:
     targets: Any  # int32 [padded N]
     transform: LogitTransform  # of references: [padded N] or [1]
     bias: Any | None  # [padded V]
+    screen: Any | None  # float32 [padded N]
     out: Any  # float32 [5, slots, padded N]
+    words: Any | None  # int32 [vocab tiles, padded N, 8]
     h_read: Any  # the ring as the matmul reads it
     h_written: Any  # and as the copies write it
     w_read: Any
     w_written: Any
     sums: Any  # [2, 5, M]: the way out
+    bits: Any | None  # int32 [2, M, 8]: that of the words
     full: Any
     free: Any
     ahead: Any  # or None
@@ -150,6 +156,14 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
             n, _ = lax.fori_loop(0, k_tiles, step, (n, jnp.int32(0)))
         return acc[...]
 
+    def screened(u: Array, tile: Array, v: Array) -> None:
+        word = epilogue.above(u, epilogue.across(of_rows(refs.screen, tile), LANES))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        refs.bits[wg] = word  # type: ignore[index]
+        plgpu.commit_smem()
+        rows = pl.ds(tile * t.tokens + wg * t.rows, t.rows)
+        plgpu.copy_smem_to_gmem(refs.bits.at[wg], refs.words.at[v, rows])  # type: ignore[union-attr]
+
     def per_tile(tile: Array, v: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
         n, *leaves = c
         if refs.ahead is not None:
@@ -171,6 +185,8 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
             lambda u: (u, nothing),
             u,
         )
+        if refs.screen is not None:
+            screened(u, tile, v)
         sums = epilogue.accumulate(Lanes(*leaves), u, found, factor(tile))
         return n + k_tiles, *sums.leaves()
 
@@ -189,8 +205,12 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
     plgpu.wait_smem_to_gmem(0)
 
 
-def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Array, Array]:
-    """``(sums [5, slots, padded N], parts [token tiles])``; of a token tile ``parts`` slots are written, the first."""
+def _partial_sums(
+    p: Problem, n_live: Array | int | None, t: Tiles, screen: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """``(sums [5, slots, padded N], parts [token tiles], words)``; of a token tile ``parts`` slots are written, the
+    first. ``words [vocab tiles, padded N, 8]`` are the bits of ``screen [N]``; those of dead token tiles are not
+    written."""
     (n, h), vocab_size, interpret = p.h.shape, p.call.vocab_size, p.call.interpret
     vh, targets, transform, bias = p.head.layout == "vh", p.targets, p.transform, p.head.bias
     logits_dtype = jnp.dtype(p.call.logits_dtype)
@@ -216,6 +236,8 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
         over = vocab_tiles * t.columns
         column = jnp.maximum(bias.astype(jnp.float32)[:over], LOW)
         given.append(jnp.pad(column, (0, over - column.shape[0])))
+    if screen is not None:
+        given.append(rows(screen, jnp.inf))
     inputs = [p.h, p.head.weight, table, special, rows(targets.astype(jnp.int32), -1), *given]
     slots = t.runs(token_tiles, vocab_tiles) + 1
 
@@ -226,9 +248,15 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
         head, tail = refs[: len(inputs)], refs[len(inputs) :]
         more = iter(head[5:])
         moved = LogitTransform(**{k: next(more) for k in numbers})
-        out, h_ring, w_ring, *rest = tail
+        biased = None if bias is None else next(more)
+        out, words, tail = (tail[0], None, tail[1:]) if screen is None else (tail[0], tail[1], tail[2:])
+        h_ring, w_ring, sums, *rest = tail
+        bits = None if screen is None else rest.pop(0)
         rest = rest if t.stagger else [*rest, None]
-        r = _Refs(*head[:5], moved, next(more, None), out, *views(h_ring, 0), *views(w_ring, 1), *rest)  # type: ignore[call-arg, unused-ignore]
+        r = _Refs(
+            *head[:5], moved, biased, next(more, None), out, words, *views(h_ring, 0), *views(w_ring, 1), sums, bits,
+            *rest,
+        )  # type: ignore[call-arg, unused-ignore]  # fmt: skip
 
         @pl.when(lax.axis_index("wg") < COMPUTE)
         def _() -> None:
@@ -256,12 +284,15 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
     scratch = [
         *rings,
         plgpu.SMEM((COMPUTE, FIELDS, t.rows), jnp.float32),
+        *([] if screen is None else [plgpu.SMEM((COMPUTE, t.rows, LANES), jnp.int32)]),
         plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=t.stages),
     ]
+    sums_type = jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32)
+    words_type = jax.ShapeDtypeStruct((vocab_tiles, padded, LANES), jnp.int32)
     out = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32),
+        out_type=sums_type if screen is None else (sums_type, words_type),
         scratch_types=scratch + ([plgpu.Barrier()] if t.stagger else []),
         grid=(t.blocks,),
         grid_names=("block",),
@@ -275,7 +306,8 @@ def _partial_sums(p: Problem, n_live: Array | int | None, t: Tiles) -> tuple[Arr
         ),
         interpret=gpu_interpreter() if interpret is True else (interpret or None),
     )(*inputs)
-    return out, jnp.asarray(plan.parts)
+    sums, words = (out, None) if screen is None else out
+    return sums, jnp.asarray(plan.parts), words
 
 
 def check(p: Any, platform: str = "gpu") -> None:
@@ -328,10 +360,27 @@ def token_stats(p: Problem, n_live: Array | int | None = None, tiles: Tiles | No
     Tokens from ``n_live`` on (traced) are not computed and have zeros. With a 16-bit ``logits_dtype`` the raw logits,
     bias included, are rounded to it. The transform's temperature is a scalar or ``[N]``.
     """
+    return screened_stats(p, None, n_live, tiles)[0]
+
+
+def screened_stats(
+    p: Problem, screen: Array | None, n_live: Array | int | None = None, tiles: Tiles | None = None
+) -> tuple[TokenStats, Array | None]:
+    """:func:`token_stats`, to the bit, and which columns pass each row's ``screen [N]``: those whose swept logit (as
+    ``epilogue.py`` has it, before the temperature) is above it, the row's own target never.
+
+    int32 ``[vocab tiles, N, 8]``: :func:`logitless.head.mosaic_gpu.screen.bits` says which bit is which column. Rows
+    from ``n_live`` on have none.
+    """
     (n, h), vocab_size = p.h.shape, p.call.vocab_size
     check(p)
     t = tiles_for(n, h, vocab_size) if tiles is None else tiles
-    sums, parts = _partial_sums(p, n_live, t)
+    sums, parts, words = _partial_sums(p, n_live, t, screen)
     whole = jax.tree.map(lambda x: x[:n], epilogue.merged(sums, parts, t.tokens, p.transform))
     out = st.finish(whole, valid_targets(p.targets, vocab_size))
-    return out if n_live is None else masked_stats(out, jnp.arange(n) < n_live)
+    if words is not None:
+        words = words[:, :n]
+    if n_live is None:
+        return out, words
+    live = jnp.arange(n) < n_live
+    return masked_stats(out, live), None if words is None else jnp.where(live[:, None], words, 0)

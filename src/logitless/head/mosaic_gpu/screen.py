@@ -1,0 +1,121 @@
+"""Which columns carry the gradient, found inside the forward matmul: a screen that no logits have to be kept for.
+
+The fused matmul (``matmul.py``) sees every logit once, before the row's logsumexp is known. With a guess ``b_t`` of it,
+
+    z_tv > b_t + log e        the column v passes the screen of row t, at the threshold e on its probability
+
+is one comparison, and its result one bit. The active columns are those that pass for a row with a gradient, and the
+targets. A guess that is too low lets more columns pass, one that is too high fewer: what each row then leaves out is
+computed from the logits of the active columns (``sparse.py``), so a bad guess costs time, never truth.
+
+    guess       z_ty - the log-probability that the target had when it was sampled, where that is known; else
+                max(z_ty, logsumexp over a few columns): the batch's targets and the lowest ids, which are the frequent
+                tokens of most vocabularies. V_few / V of a matmul (2.7 % at V = 151936).
+    left apart  a row that lets many columns through, by a bad guess or because it is flat, does not choose columns for
+                the others; it will be a hard row. How many is many, of a few limits, is a matter of cost.
+    bytes       N V / 8 for the bits, written once, read once for each limit and once to count
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from logitless.head import columns as columns_of
+from logitless.head.columns import Rule
+from logitless.head.linear import raw_logits
+from logitless.head.mosaic_gpu.epilogue import LANES
+from logitless.problem import Problem
+from logitless.rows import Visit, live_sweep, transformed
+from logitless.transform import forward
+
+THRESHOLD = 2.0**-7
+"""On a probability, relative to the tolerance: at 2^-8 columns above 3e-5 pass (docs/sparse-backward.md)."""
+
+_LIMITS = (8, 32, 128)
+"""A row that lets more than ``Rule.most / limit`` columns through may be left apart."""
+
+_FEW = 4096
+_LOW_IDS = 1024
+
+
+def target_logits(p: Problem) -> Array:
+    """``z [N]`` of the targets: one dot product a token. Zero for a target outside the vocabulary."""
+    inside = (p.targets >= 0) & (p.targets < p.call.vocab_size)
+    at = jnp.where(inside, p.targets, 0)
+    w = p.head.weight.at[at].get() if p.head.axis == 0 else p.head.weight.at[:, at].get().T
+    x = jnp.sum(p.h.astype(jnp.float32) * w.astype(jnp.float32), axis=1)
+    if p.head.bias is not None:
+        x = x + p.head.bias.astype(jnp.float32).at[at].get()
+    return jnp.where(inside, forward(x, p.transform), 0.0)
+
+
+def few_columns(p: Problem, rows: Array) -> Array:
+    """Ids of the columns whose logsumexp stands for all: the lowest, and the targets of ``rows [N]``, ascending."""
+    width = p.head.vocab
+    size = min(_FEW, max(width // 8, 1))
+    chosen = jnp.arange(width) < min(_LOW_IDS, max(size // 2, 1))
+    chosen = chosen.at[jnp.where(rows, p.targets, width)].set(True, mode="drop")
+    return columns_of.compacted(chosen, size)
+
+
+def _logsumexp_of_few(p: Problem, rows: Array) -> Array:
+    """``[N]``: logsumexp over :func:`few_columns`, for ``rows [N]``; ``-inf`` elsewhere."""
+    index = few_columns(p, rows)
+    part = columns_of.head_columns(p.head, index)
+
+    def body(visit: Visit, out: Array) -> Array:
+        q = visit.problem(p)
+        x = raw_logits(q.h, part, jnp.float32)
+        z = transformed(x, q.transform.column(), p.call.vocab_size, index[None, :])
+        return visit.put(out, jax.nn.logsumexp(z, axis=1))
+
+    return live_sweep(rows, p.call.chunk).run(body, jnp.full((p.n,), -jnp.inf, jnp.float32))
+
+
+def guess(p: Problem, rows: Array, before: Array | None) -> Array:
+    """``b [N]``: what the logsumexp of ``rows [N]`` may be; ``before [N]`` are log-probabilities of the targets by an
+    earlier pass, or by the sampler (NaN where one is missing)."""
+    target = target_logits(p)
+    if before is None:
+        return jnp.maximum(target, _logsumexp_of_few(p, rows))
+    return target - jnp.where(jnp.isnan(before), 0.0, before)
+
+
+def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
+    """``[N]``: the number that a column's swept logit (before the temperature) has to be above; infinite where a row
+    has no gradient."""
+    assert p.tolerance is not None
+    z = guess(p, rows, before) + jnp.log(p.tolerance * THRESHOLD)
+    temperature = p.transform.temperature
+    u = z if temperature is None else z * temperature
+    return jnp.where(rows, u, jnp.inf)
+
+
+def passed(words: Array, vocab: int, tile: int) -> Array:
+    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: bit ``tile / 8 - 1 - j`` of lane ``i`` of vocabulary tile ``v``
+    is column ``v tile + 8 j + i``."""
+    parts = tile // LANES
+    shifts = jnp.arange(parts - 1, -1, -1, dtype=jnp.int32)[None, :, None]
+    return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
+
+
+def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> Array:
+    """Bool ``[V]``: the columns that pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns,
+    and the targets of all of them. Of the limits on what a row may let through, the one that costs least."""
+    width = jnp.sum(lax.population_count(words), axis=(0, 2))
+    targets = jnp.zeros((p.head.vocab,), bool).at[jnp.where(rows, p.targets, p.head.vocab)].set(True, mode="drop")
+
+    def chosen(limit: int) -> tuple[Array, Array]:
+        wide = width > max(rule.most // limit, 1)
+        mine = jnp.where((rows & ~wide)[None, :, None], words, 0)
+        any_row = lax.reduce(mine, np.int32(0), lax.bitwise_or, (1,))
+        return passed(any_row, p.head.vocab, tile) | targets, jnp.sum(rows & wide)
+
+    sets, apart = (jnp.stack(x) for x in zip(*map(chosen, _LIMITS), strict=True))
+    best, _ = rule.cheapest(
+        jnp.sum(sets, axis=1, dtype=jnp.int32), apart / jnp.maximum(jnp.sum(rows), 1), p.call.vocab_size
+    )
+    return sets[best]

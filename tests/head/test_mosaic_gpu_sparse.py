@@ -1,0 +1,205 @@
+"""The sparse backward without logits on Hopper: the screen's bits, columns and guesses in Pallas' GPU interpreter, and
+its gradients against float64. It has not run on a GPU yet; ``test_it_lowers_for_cuda`` is as near as a CPU comes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, plan
+from logitless.compat import mosaic_gpu_reason
+from logitless.head.columns import chunk_rule
+from logitless.head.mosaic_gpu import matmul, screen
+from logitless.head.mosaic_gpu.schedule import Tiles
+from logitless.transform import LogitTransform
+from numerics import HeadCase as Case
+from numerics import assert_same_bits, f64, head_problem
+from sparse_cases import (
+    CHUNK,
+    TOLERANCE,
+    VOCAB,
+    WIDTH,
+    adversarial,
+    assert_as_good,
+    calibrated,
+    collapsed,
+    flat,
+    loss_inputs,
+    probabilities,
+)
+
+pytestmark = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+
+OBJECTIVES = {
+    "clip": Objective(aggregation="dapo"),
+    "gspo": Objective(level="sequence", eps_low=0.2, eps_high=0.2),
+}
+SCREENED = dict(backend="mosaic_gpu_screen", interpret=True)
+SMALL = Tiles(rows=64, columns=64, stages=2, group=2, blocks=3, delay=1)
+
+
+# -- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def ragged_problem(**numbers: float) -> Any:
+    rng = np.random.default_rng(0)
+    n, h, v = 200, 72, 333
+    hidden = jnp.asarray(rng.normal(size=(n, h)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(v, h)) * 3 / h**0.5, jnp.bfloat16)
+    y = jnp.asarray(rng.integers(0, 330, n), jnp.int32)
+    t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
+    return head_problem(hidden, head, y, transform=t, vocab_size=330, interpret=True)
+
+
+def test_bits_are_the_comparison_of_every_logit() -> None:
+    """Ragged tokens, columns and vocabulary; the target, what is dead and what lies beyond the vocabulary never pass.
+    The statistics are to the bit those without a screen."""
+    p, live = ragged_problem(), 150
+    screens = jnp.asarray(np.random.default_rng(1).normal(size=p.n) * 2 + 2, jnp.float32).at[7].set(jnp.inf)
+    stats, words = matmul.screened_stats(p, screens, n_live=live, tiles=SMALL)
+    x = f64(p.h) @ f64(p.head.weight).T
+    want = x > f64(screens)[:, None]
+    want[np.arange(p.n), np.asarray(p.targets)] = False
+    want[:, 330:] = want[live:] = False
+    got = np.stack([screen.passed(words[:, t], 333, SMALL.columns) for t in range(p.n)])
+    assert 0.1 < want[:live].mean() < 0.9 and not want[7].any()
+    np.testing.assert_array_equal(got, want)
+    assert_same_bits(stats, matmul.token_stats(p, n_live=live, tiles=SMALL))
+
+
+def test_it_lowers_for_cuda() -> None:
+    def shape(*s: int) -> Any:
+        return jax.ShapeDtypeStruct(s, jnp.bfloat16)
+
+    y, screens = jax.ShapeDtypeStruct((1024,), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.float32)
+    p = head_problem(
+        shape(1024, 512), shape(2048, 512), y, transform=LogitTransform(), vocab_size=2048, interpret=False
+    )
+    lowered = jax.jit(matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+# -- the screen ------------------------------------------------------------------------------------------------------
+
+
+def guesses(case: Case, before: Any = None, rows: Any = True, **numbers: float) -> tuple[np.ndarray, Any]:
+    t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
+    h, y = case.hidden.reshape(-1, WIDTH), jnp.asarray(case.targets.reshape(-1), jnp.int32)
+    p = head_problem(jnp.asarray(h), jnp.asarray(case.lm_head), y, transform=t, vocab_size=VOCAB, interpret=True)
+    b = screen.guess(p, jnp.broadcast_to(jnp.asarray(rows), y.shape), before)
+    s = oracle.linear_token_stats(h, case.lm_head, np.asarray(y), **numbers)
+    return np.asarray(b, np.float64), s
+
+
+def test_a_guess_from_a_few_columns_is_at_most_the_logsumexp() -> None:
+    for numbers in ({}, dict(temperature=0.7, softcap=8.0, scale=1.5)):
+        b, s = guesses(calibrated(jnp.bfloat16), **numbers)
+        assert (b <= s.lse + 1e-4).all()
+        assert numbers or np.median(s.lse - b) < 0.5  # a few columns have most of the mass; not under a softcap
+
+
+def test_a_guess_from_known_log_probabilities_is_the_logsumexp() -> None:
+    case = calibrated(jnp.bfloat16)
+    _, s = guesses(case)
+    before = jnp.asarray(s.logp, jnp.float32)
+    np.testing.assert_allclose(guesses(case, before)[0], s.lse, atol=1e-4)
+    b = guesses(case, before.at[3].set(jnp.nan))[0]  # a value that is missing: the target's logit
+    np.testing.assert_allclose(b[3], s.lse[3] + s.logp[3], atol=1e-4)
+
+
+def test_rows_that_let_everything_through_choose_no_columns() -> None:
+    p, rule = ragged_problem(), chunk_rule(333)
+    words = jnp.zeros((6, p.n, 8), jnp.int32).at[0, 0, 2].set(1)  # row 0: column 8 * 7 + 2
+    words = words.at[:, 1].set(-1)  # row 1: all of them
+    rows = jnp.arange(p.n) < 2
+    active = screen.active_columns(rule, words, rows, p, SMALL.columns)
+    assert set(np.flatnonzero(active)) == {58, *np.asarray(p.targets[:2]).tolist()}
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def grpo(kind: str, backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
+    """``(loss, metrics, (dh, dw))``; the exact chunked path for ``backend="chunked"``."""
+
+    def loss(h: Any, w: Any) -> Any:
+        where = dict(backend="chunked") if backend == "chunked" else dict(SCREENED, sparse_backward=tolerance)
+        return linear_grpo_loss(h, w, y, objective=OBJECTIVES[kind], chunk_size=CHUNK, **where, **rest)
+
+    (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+    return value, metrics, grads
+
+
+CASES = {"calibrated": calibrated, "flat": flat, "collapsed": collapsed, "adversarial": adversarial}
+
+
+@functools.cache
+def outcome(kind: str, name: str) -> Any:
+    case = CASES[name](jnp.bfloat16)
+    rest = loss_inputs(case)
+    rest["mask"][:, :3] = False
+    arrays = (*case.parameters(), jnp.asarray(case.targets), rest, jnp.float32(TOLERANCE))
+    return case, rest, grpo(kind, "mosaic_gpu_screen", *arrays), grpo(kind, "chunked", *arrays)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["clip", pytest.param("gspo", marks=pytest.mark.slow)])
+def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None:
+    case, rest, (value, _, got), (_, _, ordinary) = outcome(kind, name)
+    loss, *truth, _ = oracle.linear_grpo_loss(
+        case.hidden, case.lm_head, case.targets, objective=OBJECTIVES[kind], head_layout="vh", **rest
+    )
+    np.testing.assert_allclose(value, loss, rtol=1e-5, atol=1e-6)
+    for label, a, b, t in zip(("dh", "dw"), got, ordinary, truth, strict=True):
+        assert np.linalg.norm(t) > 0
+        assert_as_good(f"{name} {label}", a, b, t)
+
+
+def test_what_it_reports_is_true() -> None:
+    """Of the data of a trained policy's kind: few columns, few hard rows, and what is left out is what it says."""
+    case, rest, (_, metrics, _), _ = outcome("clip", "calibrated")
+    m = {k: float(v) for k, v in metric_values(metrics).items()}
+    assert m["dense_chunks"] == 0 and 0 < m["active_columns"] < 0.25 and m["hard_rows"] < 0.3
+    assert 0 < m["left_out_mass_max"] <= TOLERANCE
+    assert float(metric_values(outcome("clip", "flat")[2][1])["hard_rows"]) > 0.9
+    # by the definition: columns that pass 2^-7 of the tolerance by the known log-probabilities, and the targets
+    p, y, live = probabilities(case), case.targets.reshape(-1), rest["mask"].reshape(-1)
+    logp = np.log(p[np.arange(y.size), y])
+    believed = p * np.exp(logp - f64(rest["old_logp"]).reshape(-1))[:, None] ** -1  # exp(z - (z_y - old))
+    passes = (believed > TOLERANCE * screen.THRESHOLD)[live]
+    sets = [passes[passes.sum(1) <= chunk_rule(VOCAB).most // limit].any(0) for limit in (8, 32, 128)]
+    shares = [(s | np.isin(np.arange(VOCAB), y[live])).mean() for s in sets]
+    assert min(abs(s - m["active_columns"]) for s in shares) < 2e-3, shares
+
+
+def test_it_is_named_never_a_default_and_says_what_it_does() -> None:
+    h, w, y = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
+    e = explain(linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)
+    assert e.backend == "mosaic_gpu_screen" and "screen" in e.way and e.fused_statistics
+    e = explain(linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED)
+    assert "logits are stored: rounded logits" in e.way
+    with pytest.raises(NotImplementedError, match="runs on a GPU"):
+        linear_logprobs(h, w, y, backend="mosaic_gpu_screen")
+
+
+@pytest.mark.slow  # compiles two more interpreted programs
+def test_bits_do_not_depend_on_the_gradient() -> None:
+    case = calibrated(jnp.bfloat16)
+    h, w, y = *case.parameters(), jnp.asarray(case.targets)
+
+    def logp(h: Any) -> Any:
+        return linear_logprobs(h, w, y, sparse_backward=TOLERANCE, **SCREENED).logp
+
+    assert_same_bits(jax.jit(logp)(h), jax.jit(lambda h: jax.vjp(logp, h)[0])(h))
+
+
+def test_plan_has_no_price_for_what_was_never_timed() -> None:
+    shapes = (jax.ShapeDtypeStruct((1, 1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="has not been timed"):
+        plan(*shapes, backend="mosaic_gpu_screen", chip="h200", sparse_backward="auto")

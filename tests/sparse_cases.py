@@ -1,0 +1,95 @@
+"""Inputs of one shape on which sparse backwards are tried, from a trained policy's kind to the most hostile, and how
+their gradients are judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from logitless import oracle
+from logitless.bench import realistic
+from logitless.head import columns
+from numerics import EPS, f64
+from numerics import HeadCase as Case
+
+N, WIDTH, VOCAB, CHUNK = 256, 64, 4096, 64
+SHAPE = (8, N // 8)
+TOLERANCE = 2.0**-8
+
+
+def calibrated(dtype: Any, seed: int = 0) -> Case:
+    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, dtype)
+    y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
+    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
+
+
+def flat(dtype: Any) -> Case:
+    rng = np.random.default_rng(0)
+    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / 8
+    return Case(np.asarray(h, dtype), np.asarray(w, dtype), rng.integers(0, VOCAB, SHAPE))
+
+
+def from_groups(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray, dtype: Any) -> Case:
+    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
+    w = np.zeros((VOCAB, WIDTH))
+    w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
+    h = np.zeros((N, WIDTH))
+    h[:, : len(sizes)] = levels
+    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), dtype), np.asarray(w, dtype), targets.reshape(SHAPE))
+
+
+def collapsed(dtype: Any) -> Case:
+    """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
+    sizes = np.array([1] * 16 + [VOCAB - 16])
+    y = np.arange(N) % 16
+    levels = np.zeros((N, 17))
+    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
+    return from_groups(levels, sizes, np.where(np.arange(N) % 5, y, 100), dtype)
+
+
+def adversarial(dtype: Any) -> Case:
+    """Every row spreads its mass over columns that stay just under some candidate threshold: over none to half of the
+    vocabulary, so that a rule on single probabilities leaves out up to a quarter of a row."""
+    sizes = np.array([1] * 8 + [VOCAB // 32] * 28)
+    sizes = np.append(sizes, VOCAB - sizes.sum())
+    rng = np.random.default_rng(1)
+    levels = np.full((N, len(sizes)), -40.0)
+    for t in range(N):
+        levels[t, t % 8] = 0.0
+        spread = rng.choice(np.arange(8, 36), rng.integers(0, 17), replace=False)
+        threshold = TOLERANCE * columns.chunk_rule(VOCAB).thresholds[t % 3]
+        levels[t, spread] = np.log(0.999 * threshold)
+        rest = 1 - np.exp(levels[t, spread]).sum() * (VOCAB // 32)
+        levels[t] -= np.where(np.arange(len(sizes)) == t % 8, -np.log(rest), 0)
+    return from_groups(levels, sizes, np.arange(N) % 8, dtype)
+
+
+def loss_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
+    """What the loss needs, slightly off-policy; every token is live."""
+    rng = np.random.default_rng(seed)
+    old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
+    return dict(
+        advantages=rng.standard_normal(SHAPE).astype(np.float32),
+        mask=np.ones(SHAPE, bool),
+        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
+    )
+
+
+def row_norms(x: Any, axis: int = -1) -> np.ndarray:
+    return np.linalg.norm(f64(x), axis=axis)
+
+
+def assert_as_good(label: str, got: Any, ordinary: Any, truth: Any) -> None:
+    """In norm, and in the largest error of a row, at most 1.5 times the ordinary path's own."""
+    new, old = row_norms(f64(got) - truth), row_norms(f64(ordinary) - truth)
+    floor = 8 * EPS * row_norms(truth)
+    assert np.linalg.norm(new) <= 1.5 * np.linalg.norm(old) + np.linalg.norm(floor), f"{label}: norm"
+    assert new.max() <= 1.5 * old.max() + floor.max(), f"{label}: largest row error"
+
+
+def probabilities(case: Case) -> np.ndarray:
+    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
+    x -= x.max(1, keepdims=True)
+    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
