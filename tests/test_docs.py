@@ -1,15 +1,41 @@
-"""The README's example runs, and the API reference is what the docstrings say."""
+"""What the pages show runs, what they link to exists, and what is generated is current."""
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import logitless
 from logitless import docs
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+
+
+def snippets(page: Path) -> list[str]:
+    """The blocks of Python on a page, without their indentation."""
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [re.sub(f"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
+
+
+def taken_for_granted() -> dict[str, Any]:
+    """Arrays that a page may use without making them: those of the README's example."""
+    key = jax.random.key(0)
+    return dict(
+        hidden=jax.random.normal(key, (4, 8, 16)),
+        lm_head=jax.random.normal(key, (64, 16)),
+        targets=jax.random.randint(key, (4, 8), 0, 64),
+        mask=jnp.arange(8) >= jnp.array([[1], [2], [3], [4]]),
+        advantages=jnp.array([1.0, -1.0, 0.5, -0.5]),
+        logitless=logitless,
+    )
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,13 +46,44 @@ def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "entropy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if snippets(p)], ids=lambda p: p.stem)
+def test_snippets_of_a_page_run(page: Path) -> None:
+    """In order, one after the other, as a reader would type them."""
+    names = taken_for_granted()
+    for number, code in enumerate(snippets(page)):
+        exec(compile(code, f"{page.name}, block {number + 1}", "exec"), names)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Every page is in the navigation, every link and anchor exists (mkdocs.yml asks for it)."""
+    pytest.importorskip("material", reason="mkdocs-material comes with logitless[site]")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (done.stdout + done.stderr).strip()
+    assert (tmp_path / "index.html").exists()
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in set(logitless.__all__) - {"__version__", "oracle"}:
+        assert re.search(rf"^### (class )?`{name}`$", text, re.MULTILINE), f"{name} is not in docs/api.md"
+    for name in ("preset", "from_trl", "from_liger", "from_verl", "from_tunix", "replace", "grpo", "dapo", "gspo"):
+        assert f"#### `Objective.{name}`" in text, f"Objective.{name} is not in docs/api.md"
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="signatures print differently in later Python versions")
 def test_api_reference_is_current() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == docs.render(), "run `make docs`"
 
 
 def test_links_in_the_docs_exist() -> None:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 

@@ -15,9 +15,8 @@ import logitless
 from logitless import oracle
 
 
-def _signature(name: str, obj: object) -> str:
-    signature = str(inspect.signature(obj))  # type: ignore[arg-type]
-    signature = re.sub(r"""(: |-> )(['"])(.*?)\2(?=[,)]| = |$)""", r"\1\3", signature)  # annotations are strings
+def _signature(name: str, of: inspect.Signature) -> str:
+    signature = re.sub(r"""(: |-> )(['"])(.*?)\2(?=[,)]| = |$)""", r"\1\3", str(of))  # annotations are strings
     if len(name) + len(signature) <= 100:
         return name + signature
     inner, _, returns = signature[1:].rpartition(") -> ")
@@ -50,14 +49,71 @@ def _fields(cls: type) -> list[str]:
     return lines
 
 
+def _methods(name: str, cls: type) -> list[str]:
+    """Public methods and properties that the class itself defines, each with its signature and docstring."""
+    parts = []
+    for attribute, member in vars(cls).items():
+        if attribute.startswith("_"):
+            continue
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if not inspect.isfunction(function):
+            continue
+        if isinstance(member, property):
+            head = f"{name}.{attribute}"
+        else:
+            signature = inspect.signature(function)
+            bound = not isinstance(member, staticmethod)
+            kept = list(signature.parameters.values())[1 if bound else 0 :]
+            head = _signature(f"{name}.{attribute}", signature.replace(parameters=kept))
+        parts += [
+            f"#### `{name}.{attribute}`",
+            "",
+            f"```\n{head}\n```",
+            "",
+            markdown(inspect.getdoc(function) or ""),
+            "",
+        ]
+    return parts
+
+
+def markdown(docstring: str) -> str:
+    """A docstring as Markdown: its ``Args:`` as a list, its examples and roles as code."""
+    lines: list[str] = []
+    section = example = False
+    for line in docstring.replace("\\\n", "").split("\n"):
+        if line.startswith(">>>") and not example:
+            lines.append("```pycon")
+            example = True
+        if example:
+            if not line.strip():
+                lines += ["```", ""]
+                example = False
+            else:
+                lines.append(line)
+            continue
+        if re.fullmatch(r"(Args|Returns|Raises):", line):
+            lines += [f"**{line.rstrip(':')}**", ""]
+            section = True
+            continue
+        section = section and (not line.strip() or line.startswith("  "))
+        if section and (item := re.match(r"  (\S.*?): (.*)", line)) and not line.startswith("   "):
+            names = ", ".join(f"`{n}`" for n in item[1].split(", "))
+            line = f"- {names}: {item[2]}"
+        elif section and line.startswith("  "):
+            line = "  " + line.strip() if line.startswith("    ") else line.strip()
+        lines.append(line)
+    text = "\n".join(lines) + ("\n```" if example else "")
+    return re.sub(r":(?:func|class|meth|mod):`~?(?:logitless\.)?([^`]+)`", r"`\1`", text).rstrip()
+
+
 def _entry(name: str, obj: object) -> str:
-    text = textwrap.dedent(inspect.getdoc(obj) or "").replace("\\\n", "")
+    text = markdown(inspect.getdoc(obj) or "")
     if inspect.isclass(obj):
         lines = [f"### class `{name}`", "", text, ""]
         if dataclasses.is_dataclass(obj):
             lines += [*_fields(obj), ""]
-        return "\n".join(lines)
-    return f"### `{name}`\n\n```\n{_signature(name, obj)}\n```\n\n{text}\n"
+        return "\n".join([*lines, *_methods(name, obj)])
+    return f"### `{name}`\n\n```\n{_signature(name, inspect.signature(obj))}\n```\n\n{text}\n"  # type: ignore[arg-type]
 
 
 def render() -> str:

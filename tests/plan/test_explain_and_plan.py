@@ -234,6 +234,15 @@ def test_plan_for_a_chip_that_is_not_here() -> None:
         logitless.plan(h, w, live_tokens=9000)
 
 
+def test_plan_says_why_it_did_not_take_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = struct(8, 1024, 4096, dtype=BF16), struct(151936, 4096, dtype=BF16)
+    assert "chunked, since no kernel of ours serves this chip" in str(logitless.plan(*shapes, chip="a100"))
+    assert "since" not in str(logitless.plan(*shapes, chip="v6e"))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    old = logitless.plan(*shapes, chip="h200")
+    assert old.backend == "chunked" and "it needs jax 0.11 or newer, this is 0.10.2" in str(old)
+
+
 def test_plan_counts_matmuls_and_live_tokens() -> None:
     h, w = struct(2, 512, 256), struct(32000, 256)
     one = 2 * 1024 * 256 * 32000

@@ -19,7 +19,8 @@ class HeadPlan:
     between matmuls; ``dense_*`` is the same for the dense loss in its strong form. ``chunk`` is ``None`` where no chunk
     of logits is ever in memory. Times need a chip.
 
-    ``because`` says why this backend. With a sparse backward ``shares`` is what the plan assumes of the policy, and ``exact`` the plan without it.
+    ``because`` says why this backend. With a sparse backward ``shares`` is what the plan assumes of the policy, and
+    ``exact`` the plan without it.
     """
 
     backend: str
@@ -78,7 +79,11 @@ class HeadPlan:
         tiles = ", ".join(f"{k} {v}" for k, v in self.tiles.items() if k not in ("chunk", "layout"))
         lines = [
             f"{self.backend}, {cut}, {self.matmuls:.3g} matmuls ({self.way})",
-            *([f"  {self.backend}, since {self.because}"] if self.chip is not None and self.backend == ANYWHERE else []),
+            *(
+                [f"  {self.backend}, since {self.because}"]
+                if self.chip is not None and self.backend == ANYWHERE
+                else []
+            ),
             *([f"  tiles {tiles}"] if tiles else []),
             f"  {self.flops / 1e12:.2f} TFLOP, {self.moved / 1e9:.1f} GB of memory traffic",
             f"  peak {self.peak / MIB:,.0f} MiB = arguments {self.arguments / MIB:,.0f} + outputs "
