@@ -74,6 +74,24 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists()
 
 
+def test_settings_in_the_table_of_names_are_known_to_the_readers() -> None:
+    """Of libraries whose configs we read. Names of arrays, and of advantages, are no settings of the loss."""
+    text = (ROOT / "docs" / "losses.md").read_text()
+    (table,) = re.findall(r"^\| here \| TRL, Liger .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    readers = {1: "trl", 2: "verl", 4: "tunix"}
+    sources = {i: (ROOT / f"src/logitless/objectives/frameworks/{n}.py").read_text() for i, n in readers.items()}
+    checked = 0
+    for line in table.splitlines():
+        cells = line.strip("|").split("|")
+        if "in the call" in cells[0] or "advantages" in cells[0]:
+            continue
+        for column, source in sources.items():
+            for name in re.findall(r"`([a-z_]+)\*?`", cells[column]):
+                assert name in source, f"docs/losses.md names {name!r}, which {readers[column]}.py does not know"
+                checked += 1
+    assert checked > 30
+
+
 def test_the_api_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     for name in set(logitless.__all__) - {"__version__", "oracle"}:

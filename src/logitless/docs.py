@@ -112,6 +112,9 @@ def _entry(name: str, obj: object) -> str:
         lines = [f"### class `{name}`", "", text, ""]
         if dataclasses.is_dataclass(obj):
             lines += [*_fields(obj), ""]
+        elif hasattr(obj, "_fields"):  # a NamedTuple, whose annotations are forward references
+            kinds = {n: getattr(a, "__forward_arg__", a) for n, a in inspect.get_annotations(obj).items()}
+            lines += [*(f"- `{n}`: `{kind}`" for n, kind in kinds.items()), ""]
         return "\n".join([*lines, *_methods(name, obj)])
     return f"### `{name}`\n\n```\n{_signature(name, inspect.signature(obj))}\n```\n\n{text}\n"  # type: ignore[arg-type]
 
