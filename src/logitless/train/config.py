@@ -66,6 +66,10 @@ class Reward:
     kind: str = "exact_match"  # a name of logitless.train.reward, or package.module:function of your own
     weight: float = 1.0
     format_weight: float = 0.0
+    overlong_buffer: int = (
+        0  # tokens before max_completion_tokens over which a completion loses up to the penalty (DAPO)
+    )
+    overlong_penalty: float = 1.0
     timeout_s: float = 60.0  # of one completion; a reward that takes longer ends the run
 
 
@@ -79,6 +83,8 @@ class Rollout:
     temperature: float = 1.0
     top_p: float = 1.0
     rows: int = 0  # completions sampled at a time; 0: all of a step
+    redraw: int = 0  # times that groups without a spread are drawn anew, with other problems (dynamic sampling, DAPO)
+    sampler: str = ""  # package.module:make of a sampler from outside (train/sampler.py); empty: the trainer's own
     record: int = 0  # steps whose completions are kept, with a trace of what the updates made of them
     replay: str = ""  # a run's folder: update on the completions that it recorded, as long as there are any
 
@@ -109,7 +115,11 @@ class Train:
     group_size: int = 8
     inner_epochs: int = 2  # passes over a step's completions
     minibatches: int = 1  # optimiser updates in one pass
-    microbatch: int = 0  # rows of one gradient; 0: all rows of an update
+    microbatch: int = 0  # rows of one gradient; 0: all rows of an update. With packing: packed rows
+    packing: str = "off"  # off | sequences | shared (a group's prompt once in a row): rows without padding
+    pack_length: int = 0  # tokens of a packed row; 0: max_prompt_tokens + max_completion_tokens
+    skip_rows: bool = False  # with packing: sequences that can have no gradient do not go through the model
+    report_skipped: bool = False  # with skip_rows: they do, forward only, for entropy, KL and ratios of the whole batch
     learning_rate: float = 3e-4
     warmup_steps: int = 10
     schedule: str = "constant"  # constant | linear | cosine, after the warm-up

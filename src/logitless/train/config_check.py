@@ -22,6 +22,7 @@ _CHOICES = {
     "data.kind": ("arithmetic", "gsm8k", "reasoning_gym"),
     "data.form": ("bare", "chat"),
     "rollout.kind": ("sample", "random"),
+    "train.packing": ("off", "sequences", "shared"),
     "train.schedule": ("constant", "linear", "cosine"),
     "train.advantage_scale": ("group", "batch", "none"),
     "train.loss.backend": BACKENDS,
@@ -41,7 +42,10 @@ _AT_LEAST: dict[str, float] = {
     "reward.format_weight": 0,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_completion_tokens": 1,
+    "reward.overlong_buffer": 0,
+    "reward.overlong_penalty": 0,
     "rollout.rows": 0,
+    "rollout.redraw": 0,
     "rollout.record": 0,
     "train.steps": 1,
     "train.prompts_per_step": 1,
@@ -49,6 +53,7 @@ _AT_LEAST: dict[str, float] = {
     "train.inner_epochs": 1,
     "train.minibatches": 1,
     "train.microbatch": 0,
+    "train.pack_length": 0,
     "train.warmup_steps": 0,
     "train.weight_decay": 0,
     "train.max_skipped": 1,
@@ -120,6 +125,7 @@ def check(c: TrainConfig) -> None:
             f"{c.train.schedule} schedule"
         )
     _check_rows(c)
+    _check_draws(c)
     _check_task(c)
     _check_kernel_switch(c)
     _check_arms(c)
@@ -141,7 +147,8 @@ def _check_rows(c: TrainConfig) -> None:
     if t.prompts_per_step % t.minibatches:
         raise ConfigError(f"train.minibatches: {t.prompts_per_step} prompts do not split into {t.minibatches}")
     update_rows = rows // t.minibatches
-    if t.microbatch and update_rows % t.microbatch:
+    _check_packing(c)
+    if t.microbatch and update_rows % t.microbatch and t.packing == "off":
         raise ConfigError(
             f"train.microbatch: {update_rows} rows of an update (prompts_per_step x group_size / minibatches) "
             f"do not split into micro-batches of {t.microbatch}"
@@ -157,6 +164,41 @@ def _check_rows(c: TrainConfig) -> None:
         raise ConfigError(f"mesh: data x fsdp = {shards} does not divide the {gradient_rows} rows of a gradient")
     if t.loss.chunk_size and t.loss.memory_budget:
         raise ConfigError("train.loss: give chunk_size or memory_budget, not both")
+
+
+def _check_draws(c: TrainConfig) -> None:
+    r = c.rollout
+    for key in ("redraw", "sampler"):
+        if getattr(r, key) and r.kind != "sample":
+            raise ConfigError(f"rollout.{key}: {getattr(r, key)!r} has no effect with rollout.kind {r.kind}")
+    if c.reward.overlong_buffer > r.max_completion_tokens:
+        raise ConfigError(
+            f"reward.overlong_buffer: {c.reward.overlong_buffer} tokens, more than rollout.max_completion_tokens "
+            f"({r.max_completion_tokens})"
+        )
+    if c.reward.overlong_buffer and c.rollout.kind != "sample":
+        raise ConfigError(f"reward.overlong_buffer: has no effect with rollout.kind {r.kind}")
+
+
+def _check_packing(c: TrainConfig) -> None:
+    t, longest = c.train, c.rollout.max_prompt_tokens + c.rollout.max_completion_tokens - 1
+    if t.packing == "off":
+        for key in ("pack_length", "skip_rows", "report_skipped"):
+            if getattr(t, key):
+                raise ConfigError(f"train.{key}: {getattr(t, key)} has no effect with train.packing off")
+        return
+    if not t.microbatch:
+        raise ConfigError(
+            "train.packing: saves nothing while an update is one micro-batch, whose shape is that of the fullest step; "
+            "set train.microbatch, the packed rows of one gradient"
+        )
+    if t.pack_length and t.pack_length < longest:
+        raise ConfigError(
+            f"train.pack_length: {t.pack_length}, but a prompt with its completion may take {longest} slots "
+            "(rollout.max_prompt_tokens + max_completion_tokens - 1); none is cut"
+        )
+    if t.report_skipped and not t.skip_rows:
+        raise ConfigError("train.report_skipped: true has no effect without train.skip_rows")
 
 
 def _check_task(c: TrainConfig) -> None:

@@ -15,7 +15,9 @@ Float32 matmuls follow ``jax_default_matmul_precision``: the accelerators' defau
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 Params = dict[str, Any]
 """``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` where it is not tied."""
 
+
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Maps that read the same input."""
 
 MOST_LAYERS = 10_000  # a file that says more is broken, and a list of its tensors' names would fill the memory
 
@@ -210,40 +215,26 @@ def hidden_states(
         tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
     else:
         slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
-    rotation = _rotation(config, positions)
+    rotation = rotary(config, positions)
 
     def layer(x: Array, kv: tuple[Array, Array] | None, weights: Params, index: Array) -> tuple[Array, Any]:
-        base, adapters = jax.tree.map(lambda a: a.astype(compute_dtype), (weights["base"], weights["lora"]))
+        base, adapters = layer_in_dtype(weights["base"], compute_dtype), layer_in_dtype(weights["lora"], compute_dtype)
 
-        def linear(name: str, h: Array) -> Array:
-            y = h @ base[name]
-            if f"{name}_bias" in base:
-                y = y + base[f"{name}_bias"]
-            if lora is not None and name in adapters:
-                y = y + (h @ adapters[name]["a"]) @ adapters[name]["b"] * jnp.asarray(lora.scale, y.dtype)
-            return y
-
-        def heads(y: Array) -> Array:
-            return y.reshape(*y.shape[:2], -1, config.head_dim)
-
-        h = _rms_norm(x, weights["base"]["attention_norm"], config.rms_norm_eps)
-        q, k, v = (heads(linear(name, h)) for name in ("q", "k", "v"))
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
-        if sees is not None:
-            mixed = masked_attention(q, k, v, sees, implementation=attention)
-        elif cache is None or kv is None:
-            mixed = causal_attention(q, k, v, implementation=attention)
-        else:
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            nonlocal kv
+            if sees is not None:
+                return masked_attention(q, k, v, sees, implementation=attention)
+            if cache is None or kv is None:
+                return causal_attention(q, k, v, implementation=attention)
             start = (index, 0, cache.length, 0, 0)
             kv = (
                 jax.lax.dynamic_update_slice(kv[0], k[None].astype(kv[0].dtype), start),
                 jax.lax.dynamic_update_slice(kv[1], v[None].astype(kv[1].dtype), start),
             )
             k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
-            mixed = cached_attention(q, k, v, slots_valid, cache.length)
-        x = x + linear("o", mixed.reshape(*mixed.shape[:2], -1))
-        h = _rms_norm(x, weights["base"]["mlp_norm"], config.rms_norm_eps)
-        return x + linear("down", jax.nn.silu(linear("gate", h)) * linear("up", h)), kv
+            return cached_attention(q, k, v, slots_valid, cache.length)
+
+        return decoder_layer(config, base, x, rotation, attend, adapters, lora), kv
 
     body = jax.checkpoint(layer) if remat else layer
     x = params["embed"].at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)
@@ -255,12 +246,68 @@ def hidden_states(
         (x.astype(compute_dtype), kv),
         (stacked, jnp.arange(config.num_layers)),
     )
-    x = _rms_norm(x, params["norm"], config.rms_norm_eps)
+    x = rms_norm(x, params["norm"], config.rms_norm_eps)
     if sees is not None:
         return x, None
     if cache is None or kv is None:
         return jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1), None
     return x, KVCache(*kv, valid=slots_valid, length=cache.length + tokens.shape[1])
+
+
+def layer_in_dtype(weights: Params, dtype: Any) -> Params:
+    """A layer's weights (or its adapters) cast; the norms stay as they are, for they are computed with in float32."""
+    return {k: v if k.endswith("norm") else jax.tree.map(lambda x: x.astype(dtype), v) for k, v in weights.items()}
+
+
+def decoder_layer(
+    config: ModelConfig,
+    weights: Params,
+    x: Float[Array, "B T H"],
+    rotation: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], Array],
+    adapters: Params,
+    lora: LoRA | None,
+) -> Float[Array, "B T H"]:
+    """``x`` after one layer, whose weights are in ``x``'s dtype; ``attend(q, k, v)`` is the only place where tokens
+    meet. Maps that read the same input may be one matrix (``qkv``, ``gate_up``: :func:`fused_layer`)."""
+
+    def project(name: str, h: Array) -> list[Array]:
+        names = FUSED.get(name, (name,))
+        if name not in weights:
+            return [project(n, h)[0] for n in names]
+        y = h @ weights[name]
+        if f"{name}_bias" in weights:
+            y = y + weights[f"{name}_bias"]
+        widths = [layer_shapes(config)[n][1] for n in names]
+        parts = jnp.split(y, list(itertools.accumulate(widths))[:-1], axis=-1)
+        if lora is not None:
+            for i, n in enumerate(names):
+                if n in adapters:
+                    low = (h @ adapters[n]["a"]) @ adapters[n]["b"]
+                    parts[i] = parts[i] + low * jnp.asarray(lora.scale, low.dtype)
+        return parts
+
+    def heads(y: Array) -> Array:
+        return y.reshape(*y.shape[:2], -1, config.head_dim)
+
+    h = rms_norm(x, weights["attention_norm"], config.rms_norm_eps)
+    q, k, v = map(heads, project("qkv", h))
+    mixed = attend(_rotate(q, rotation), _rotate(k, rotation), v)
+    x = x + project("o", mixed.reshape(*mixed.shape[:2], -1))[0]
+    h = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
+    gate, up = project("gate_up", h)
+    return x + project("down", jax.nn.silu(gate) * up)[0]
+
+
+def fused_layer(weights: Params) -> Params:
+    """A layer's weights with the maps that read the same input side by side: one matmul for three, and for two."""
+    out = {k: v for k, v in weights.items() if not any(k.removesuffix("_bias") in names for names in FUSED.values())}
+    for fused, names in FUSED.items():
+        for suffix in ("", "_bias"):
+            parts = [weights[n + suffix] for n in names if n + suffix in weights]
+            if parts:
+                out[fused + suffix] = jnp.concatenate(parts, axis=-1)
+    return out
 
 
 def lm_head(params: Params, config: ModelConfig) -> Float[Array, "V H"]:
@@ -284,13 +331,14 @@ def matmul_flops(config: ModelConfig, tokens: int, context: float) -> float:
     return 2.0 * tokens * (config.num_layers * (maps + attention) + head)
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """``x / rms(x) * weight`` in float32, in ``x``'s dtype again."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def _rotation(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+def rotary(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     """Cosine and sine ``[B, T, 1, hd/2]`` of the rotary angles, float32."""
     frequencies = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies

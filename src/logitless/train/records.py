@@ -35,6 +35,7 @@ class Rollouts:
     parts: dict[str, float]  # mean of each part of the reward
     texts: list[str]
     trainer_logp: np.ndarray | None = None  # [B, C], before the step's updates; only where the run is traced
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # numbers of how they were drawn, for the record
 
 
 def step_record(

@@ -17,6 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from logitless.train.bounds import TooLong, time_limit
 from logitless.train.data import Problem
 
@@ -107,15 +109,12 @@ def load_reward(spec: str) -> Reward:
     """
     if spec in REWARDS:
         return REWARDS[spec]
-    module_name, colon, name = spec.rpartition(":")
-    if not colon or not module_name or not name:
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
         close = difflib.get_close_matches(spec, REWARDS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise RewardError(f"reward {spec!r}: expected {', '.join(REWARDS)} or 'package.module:function'.{hint}")
-    module = _module(spec, module_name)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise RewardError(f"reward {spec!r}: {module_name} has no function {name!r}.")
+    function = function_of("reward", spec)
     try:
         inspect.signature(function).bind("completion", "problem")
     except TypeError as error:
@@ -149,7 +148,32 @@ def score(name: str, reward: Reward, completion: str, problem: Problem, timeout_
     raise RewardError(f"{reason} (completion {completion[:80]!r}, problem {problem.prompt[:80]!r})")
 
 
-def _module(spec: str, name: str) -> Any:
+def function_of(kind: str, spec: str) -> Callable[..., Any]:
+    """The function that ``"package.module:function"`` or ``"file.py:function"`` names; its module's code runs."""
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise RewardError(f"{kind} {spec!r}: expected 'package.module:function' or 'file.py:function'.")
+    module = _module(kind, spec, module_name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"{kind} {spec!r}: {module_name} has no function {name!r}.")
+    return function
+
+
+def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int, penalty: float) -> np.ndarray:
+    """DAPO's soft punishment of long completions, ``[B]``: 0 up to ``limit - buffer`` tokens, then linearly down to
+    ``-penalty`` at ``limit``.
+
+    >>> import numpy as np
+    >>> from logitless.train.reward import overlong_penalty
+    >>> overlong_penalty(np.array([10, 80, 90, 100]), limit=100, buffer=20, penalty=1.0).tolist()
+    [0.0, 0.0, -0.5, -1.0]
+    """
+    share = np.clip((lengths - (limit - buffer)) / buffer, 0.0, 1.0)
+    return np.where(share > 0, -penalty * share, 0.0).astype(np.float32)
+
+
+def _module(kind: str, spec: str, name: str) -> Any:
     try:
         if not name.endswith(".py"):
             return importlib.import_module(name)
@@ -159,4 +183,4 @@ def _module(spec: str, name: str) -> Any:
         found.loader.exec_module(module)
         return module
     except Exception as error:  # whatever the user's module raises
-        raise RewardError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+        raise RewardError(f"{kind} {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Completions from the policy: batched sampling with a key-value cache, in one jitted loop.
+"""Completions from the policy: batched sampling with a key-value cache (decode.py), in one jitted loop.
 
     logits_t = hidden_t @ lm_head.T                       float32, in the head's compute dtype
     p_t      = softmax(logits_t / temperature)
@@ -24,8 +24,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.pytree import register
+from logitless.train.decode import DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
-from logitless.train.model import KVCache, ModelConfig, Params, empty_cache, hidden_states, lm_head, positions_of
+from logitless.train.model import ModelConfig, Params, empty_cache, hidden_states, lm_head, positions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +63,28 @@ def nucleus(logp: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
 
 def sample(logits: Float[Array, "B V"], keys: Array, s: Sampling) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row and its recorded log-probability; ``keys`` are one a row."""
-    greedy = s.temperature == 0
-    logp = jax.nn.log_softmax(logits if greedy else logits / s.temperature, axis=-1)
-    if greedy:
-        token = jnp.argmax(logits, axis=-1)
-    else:
-        choices = logp if s.top_p == 1 else nucleus(logp, s.top_p)
-        token = jax.vmap(jax.random.categorical)(keys, choices)
-    return token.astype(jnp.int32), jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
+    z = logits if s.temperature == 0 else logits / s.temperature
+    if s.temperature == 0:
+        return best_with_logp(z, z)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:], z.dtype))(keys)
+    if s.top_p == 1:
+        return best_with_logp(z, z + noise)
+    logp = jax.nn.log_softmax(z, axis=-1)
+    token = jnp.argmax(nucleus(logp, s.top_p) + noise, axis=-1).astype(jnp.int32)
+    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
+
+
+def best_with_logp(z: Float[Array, "B V"], score: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """``argmax score`` and its ``log_softmax(z)``; with Gumbel noise in ``score``, a sample of ``softmax(z)``.
+
+    Three reductions of the logits and no array of their size: the two maxima are one read, the sum is a second. (One
+    read for all three, a maximum carried with its sum, was slower on a CPU, and its sum a hundred times less exact.)
+    """
+    token = jnp.argmax(score, axis=-1).astype(jnp.int32)
+    largest = jnp.max(z, axis=-1)
+    total = jnp.sum(jnp.exp(z - largest[:, None]), axis=-1)
+    own = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
+    return token, (own - largest) - jnp.log(total)
 
 
 def in_compute_dtype(params: Params, dtype: Any) -> Params:
@@ -100,53 +115,53 @@ def generate(
     rows, width = prompts.shape[0] * s.group_size, prompts.shape[1]
     row_keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first_row + jnp.arange(rows))
 
-    def forward(tokens: Array, positions: Array, valid: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        hidden, cache_ = hidden_states(
-            params, config, tokens, positions, valid, cache=cache, lora=lora, compute_dtype=compute_dtype
-        )
-        assert cache_ is not None
-        return jnp.matmul(hidden[:, -1], head.T, preferred_element_type=jnp.float32), cache_
+    def logits_of(hidden: Float[Array, "B H"]) -> Float[Array, "B V"]:
+        return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
 
-    def draw(i: Array | int, logits: Array, done: Array) -> tuple[Array, Array, Array, Array]:
-        token, logp = sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, i))(row_keys), s)
-        token = jnp.where(done, s.pad_id, token)
-        ended = jnp.zeros_like(done)
+    def draw(state: DecodeState, logits: Array) -> DecodeState:
+        """The next token of each row, written down."""
+        (out, keys), i = state.own, state.step
+        token, logp = sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, i))(keys), s)
+        token = jnp.where(state.done, s.pad_id, token)
+        ended = jnp.zeros_like(state.done)
         for eos in s.eos_ids:
             ended = ended | (token == eos)
-        return token, jnp.where(done, 0.0, logp), ~done, done | ended
-
-    # The prompt is read once and its keys and values are shared out to the group.
-    cache = empty_cache(config, prompts.shape[0], width + s.max_new - 1, compute_dtype)
-    logits, cache = forward(prompts, positions_of(prompt_valid), prompt_valid, cache)
-    logits = jnp.repeat(logits, s.group_size, axis=0)
-    cache = KVCache(
-        k=jnp.repeat(cache.k, s.group_size, axis=1),
-        v=jnp.repeat(cache.v, s.group_size, axis=1),
-        valid=jnp.repeat(cache.valid, s.group_size, axis=0),
-        length=cache.length,
-    )
-    lengths = jnp.repeat(jnp.sum(prompt_valid, axis=1, dtype=jnp.int32), s.group_size)
-
-    token, logp, live, done = draw(0, logits, jnp.zeros(rows, bool))
-    out = Completions(
-        tokens=jnp.full((rows, s.max_new), s.pad_id, jnp.int32).at[:, 0].set(token),
-        mask=jnp.zeros((rows, s.max_new), bool).at[:, 0].set(live),
-        logp=jnp.zeros((rows, s.max_new), jnp.float32).at[:, 0].set(logp),
-    )
-
-    def more(state: tuple[Any, ...]) -> Array:
-        i, done, *_ = state
-        return (i < s.max_new) & ~jnp.all(done)
-
-    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, done, token, cache, out = state
-        logits, cache = forward(token[:, None], (lengths + i - 1)[:, None], ~done[:, None], cache)
-        token, logp, live, done = draw(i, logits, done)
         out = Completions(
             tokens=out.tokens.at[:, i].set(token),
-            mask=out.mask.at[:, i].set(live),
-            logp=out.logp.at[:, i].set(logp),
+            mask=out.mask.at[:, i].set(~state.done),
+            logp=out.logp.at[:, i].set(jnp.where(state.done, 0.0, logp)),
         )
-        return i + 1, done, token, cache, out
+        return dataclasses.replace(
+            state, step=i + 1, done=state.done | ended, token=token, position=state.position + 1, own=(out, keys)
+        )
 
-    return jax.lax.while_loop(more, step, (jnp.int32(1), done, token, cache, out))[-1]
+    # The prompt is read once and its keys and values are shared out to the group.
+    hidden, cache = hidden_states(
+        params, config, prompts, positions_of(prompt_valid), prompt_valid,
+        cache=empty_cache(config, prompts.shape[0], width, compute_dtype), lora=lora, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    assert cache is not None
+    out = Completions(
+        tokens=jnp.full((rows, s.max_new), s.pad_id, jnp.int32),
+        mask=jnp.zeros((rows, s.max_new), bool),
+        logp=jnp.zeros((rows, s.max_new), jnp.float32),
+    )
+    state = DecodeState(
+        step=jnp.int32(0),
+        done=jnp.zeros(rows, bool),
+        token=jnp.zeros(rows, jnp.int32),
+        position=jnp.repeat(jnp.sum(prompt_valid, axis=1, dtype=jnp.int32), s.group_size) - 1,
+        valid=jnp.repeat(prompt_valid, s.group_size, axis=0),
+        caches=spread_cache(cache, s.group_size),
+        own=(out, row_keys),
+    )
+    state = draw(state, jnp.repeat(logits_of(hidden[:, -1]), s.group_size, axis=0))
+    if s.max_new == 1:
+        return state.own[0]
+    decoder = make_decoder(params, lora, config, compute_dtype)
+
+    def advance(state: DecodeState) -> DecodeState:
+        hidden, state = decode_step(decoder, state, width + state.step - 1)
+        return draw(state, logits_of(hidden))
+
+    return run_stages(state, width + s.max_new - 1, s.max_new, advance).own[0]

@@ -86,3 +86,11 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
         return jax.device_put(tree)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P() if len(x) % shards else ROWS)), tree)
+
+
+def place_micro_batches(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays ``[micro-batches, rows, slots]``, their rows spread over the mesh; all else on every device."""
+    if mesh is None:
+        return jax.device_put(tree)
+    rows = NamedSharding(mesh, P(None, *ROWS))
+    return jax.tree.map(lambda x: jax.device_put(x, rows if np.ndim(x) == 3 else NamedSharding(mesh, P())), tree)

@@ -20,14 +20,17 @@ from logitless.api import linear_grpo_loss
 from logitless.explanation import explain
 from logitless.objectives.advantages import group_advantages
 from logitless.train import sharding
+from logitless.train.collect import collect
 from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of
 from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
+from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
 from logitless.train.programs import Program
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.recorded import load_rollouts, sample_weights
 from logitless.train.records import Rollouts, step_record
 from logitless.train.rollout import Sampling, generate, in_compute_dtype
+from logitless.train.sampler import load_sampler
 from logitless.train.task import Task
 from logitless.train.update import (
     Batch,
@@ -40,7 +43,7 @@ from logitless.train.update import (
     whole_policy,
 )
 
-_ROLLOUT, _LORA = 1, 2  # what the seed's key is folded with
+_LORA = 2  # what the seed's key is folded with; collect.py has 1
 
 
 class Trainer:
@@ -56,23 +59,26 @@ class Trainer:
         optimizer = make_optimizer(config)
         self._rate = learning_rate(config)
         self._init_optimizer = jax.jit(optimizer.init)
-        update = make_update(config, task.model, self.objective, optimizer)
+        self.packed = config.train.packing != "off"
+        makers = (make_packed_update, make_packed_score) if self.packed else (make_update, make_score)
+        update = makers[0](config, task.model, self.objective, optimizer)
 
-        def update_in_place(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
+        def update_in_place(state: State, frozen: Policy, batch: Any) -> tuple[State, dict[str, Any]]:
             state, info = update(state, frozen, batch)
             return sharding.keep_layout(state, self.mesh), info
 
         self.update_program = Program("update", update_in_place, donate=(0,))
-        self.score_program = Program("score", make_score(config, task.model, self.objective))
+        self.score_program = Program("score", makers[1](config, task.model, self.objective))
         r = config.rollout
         dtype = jnp.dtype(config.model.compute_dtype)
-        sampling = Sampling(
+        self.sampling = Sampling(
             r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id
         )
-        greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, group_size=1)
+        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, group_size=1)
         make = partial(generate, config=task.model, compute_dtype=dtype)
-        self.rollout_program = Program("rollout", partial(make, sampling=sampling))
+        self.rollout_program = Program("rollout", partial(make, sampling=self.sampling))
         self.eval_program = Program("eval", partial(make, sampling=greedy))
+        self.sampler = load_sampler(config) if r.sampler and not r.replay else None
         updates = config.train.inner_epochs * config.train.minibatches
         self._needs_old = updates > 1
         self._needs_ref = self.objective.beta is not None or config.train.kl_report
@@ -84,11 +90,12 @@ class Trainer:
         if loss_backend(c) == NAIVE:
             return NAIVE
         rows = c.train.microbatch or c.train.prompts_per_step * c.train.group_size // c.train.minibatches
+        width = c.rollout.max_completion_tokens if c.train.packing == "off" else slots_of(c)
         dtype = jnp.dtype(c.model.compute_dtype)
         try:
             return explain(
                 linear_grpo_loss,
-                jax.ShapeDtypeStruct((rows, c.rollout.max_completion_tokens, m.hidden_size), dtype),
+                jax.ShapeDtypeStruct((rows, width, m.hidden_size), dtype),
                 jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
                 objective=self.objective,
                 sparse_backward=c.train.loss.sparse_backward,
@@ -139,20 +146,22 @@ class Trainer:
         jobs: list[tuple[Any, ...]] = []
         rows = t.prompts_per_step * t.group_size
 
-        def batch(count: int, **logp: Any) -> Batch:
-            of: Any = jax.ShapeDtypeStruct
+        def batch(count: int, **logp: Any) -> Any:
             prompt, wide = (count, r.max_prompt_tokens), (count, r.max_completion_tokens)
-            return Batch(
-                prompt=of(prompt, jnp.int32),
-                prompt_valid=of(prompt, bool),
-                completion=of(wide, jnp.int32),
-                mask=of(wide, bool),
-                advantages=of((count,), jnp.float32),
-                **{k: of(wide, jnp.float32) for k, wanted in logp.items() if wanted},
+            empty: Any = Batch(
+                prompt=np.zeros(prompt, np.int32),  # type: ignore[arg-type]
+                prompt_valid=np.zeros(prompt, bool),  # type: ignore[arg-type]
+                completion=np.zeros(wide, np.int32),  # type: ignore[arg-type]
+                mask=np.zeros(wide, bool),  # type: ignore[arg-type]
+                advantages=np.zeros(count, np.float32),  # type: ignore[arg-type]
+                **{k: np.zeros(wide, np.float32) for k, wanted in logp.items() if wanted},  # type: ignore[arg-type]
             )
+            if self.packed:
+                empty = pack_batch(self.config, self.objective, empty, skip=False)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty)
 
         sampled = r.kind == "sample"
-        if sampled and not r.replay:
+        if sampled and not r.replay and self.sampler is None:
             at_once = (r.rows or rows) // t.group_size
             key = jax.ShapeDtypeStruct(self.key.shape, self.key.dtype)
             shape, first = (at_once, r.max_prompt_tokens), jax.ShapeDtypeStruct((), jnp.int32)
@@ -174,7 +183,8 @@ class Trainer:
     # -- phases -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
+        """What happens inside is a phase of the step."""
         start, compiled = time.perf_counter(), self._compile_seconds()
         yield
         seconds = time.perf_counter() - start - (self._compile_seconds() - compiled)
@@ -184,31 +194,14 @@ class Trainer:
         """A step's problems with their completions and rewards; the same for the same state, seed and step."""
         c = self.config
         if c.rollout.kind == "random":
-            with self._timed("rollout"):
+            with self.timed("rollout"):
                 return random_rollouts(c, self.task.model.vocab_size, step)
         if c.rollout.replay:
             widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
-            with self._timed("rollout"):
+            with self.timed("rollout"):
                 wanted = c.train.prompts_per_step * c.train.group_size
                 return load_rollouts(Path(c.rollout.replay), step, wanted, widths)
-        problems = self.task.problems(c.seed, step, c.train.prompts_per_step)
-        prompts = self.task.encode(problems)
-        params, lora = whole_policy(state.trained, frozen)
-        key = jax.random.fold_in(jax.random.fold_in(self.key, _ROLLOUT), step)
-        with self._timed("rollout"):
-            at_once = (c.rollout.rows or c.train.prompts_per_step * c.train.group_size) // c.train.group_size
-            parts = []
-            for start in range(0, c.train.prompts_per_step, at_once):
-                rows = slice(start, start + at_once)
-                first = jnp.int32(start * c.train.group_size)
-                tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
-                parts.append(self.rollout_program(params, lora, tokens, valid, key, first))
-            host = [jax.device_get(p) for p in parts]
-            completions = jax.tree.map(lambda *x: np.concatenate(x), *host)
-        with self._timed("reward"):
-            texts = self.task.decode(completions)
-            rewards, shares = self.task.rewards(texts, [p for p in problems for _ in range(c.train.group_size)])
-        return Rollouts(prompts.repeat(c.train.group_size), completions, rewards, shares, texts)
+        return collect(self, state, frozen, step)
 
     def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
         """Step number ``step`` (from 1): the new state, its record, and the completions behind it."""
@@ -224,23 +217,24 @@ class Trainer:
         host = Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, advantages)  # type: ignore[arg-type]
         if c.rollout.kind == "sample":
             host = dataclasses.replace(host, rollout_logp=done.logp)
-        batch = sharding.place_rows(host, self.mesh)
+        batch = host if self.packed else sharding.place_rows(host, self.mesh)
         record: dict[str, Any] = {"step": step}
-        with self._timed("score"):
+        with self.timed("score"):
             params, lora = whole_policy(state.trained, frozen)
-            old = self.score_program(params, lora, batch) if self._needs_old else None
+            old = self._score(params, lora, batch) if self._needs_old else None
             if self._needs_ref:
                 reference = frozen.params if frozen.params is not None else params
-                batch = batch.with_logp(ref_logp=self.score_program(reference, None, batch))
+                batch = batch.with_logp(ref_logp=self._score(reference, None, batch))
             jax.block_until_ready((old, batch.ref_logp))
         if self.traced(step):
-            with self._timed("trace"):  # no part of the step's time: other runs do without
-                rolled.trainer_logp = np.asarray(self.score_program(params, lora, batch) if old is None else old)
+            with self.timed("trace"):  # no part of the step's time: other runs do without
+                rolled.trainer_logp = np.asarray(self._score(params, lora, batch) if old is None else old)
         if old is not None and c.rollout.kind == "sample" and self.objective.temperature_on == "logits":
-            gap = np.abs(np.where(done.mask, np.asarray(old) - done.logp, 0.0))
+            known = done.mask & ~np.isnan(done.logp)
+            gap = np.abs(np.where(known, np.asarray(old) - done.logp, 0.0))
             record["rollout/logp_gap_max"] = float(gap.max())
         state, updates = self._updates(state, frozen, batch, old)
-        record.update(step_record(rolled, updates, t.group_size, self.task.eos_ids))
+        record.update(step_record(rolled, updates, t.group_size, self.task.eos_ids), **rolled.notes)
         record["train/learning_rate"] = float(self._rate(np.int32((step - 1) * len(updates))))
         seconds = time.perf_counter() - begin - self.times.pop("trace", 0.0)
         compiled = self._compile_seconds() - compiled
@@ -252,19 +246,31 @@ class Trainer:
         record["throughput/update_tokens_per_s"] = live * len(updates) / self.times["update"]
         return state, record, rolled
 
+    def _packed(self, batch: Batch, skip: bool) -> PackedBatch:
+        packed = pack_batch(self.config, self.objective, batch, skip)
+        return sharding.place_micro_batches(packed, self.mesh)
+
+    def _score(self, params: Any, lora: Any, batch: Batch) -> Any:
+        """Log-probabilities of the batch's completions; of a batch that will be packed, on the host."""
+        if not self.packed:
+            return self.score_program(params, lora, batch)
+        return np.asarray(self.score_program(params, lora, self._packed(batch, skip=False)))
+
     def _updates(self, state: State, frozen: Policy, batch: Batch, old: Any) -> tuple[State, list[dict[str, Any]]]:
         """All optimiser updates of a step. The first one has no old log-probabilities: it is on-policy."""
         t = self.config.train
         rows = t.prompts_per_step * t.group_size // t.minibatches
         updates = []
-        with self._timed("update"):
+        with self.timed("update"):
             # The reference policy, where there is one, is no part of the update.
             base = frozen if state.trained.params is None else Policy(None, None)
             for i in range(t.inner_epochs * t.minibatches):
                 part = batch if i == 0 else batch.with_logp(old_logp=old)
                 if t.minibatches > 1:
                     part = part.rows(i % t.minibatches * rows, rows)
-                state, info = self.update_program(state, base, part)
+                state, info = self.update_program(
+                    state, base, self._packed(part, skip=t.skip_rows) if self.packed else part
+                )
                 updates.append(info)
             updates = jax.device_get(updates)
         return state, updates
@@ -275,8 +281,14 @@ class Trainer:
         problems = self.task.held_out
         prompts = self.task.encode(problems)
         params, lora = whole_policy(state.trained, frozen)
-        tokens, valid = sharding.place_rows((prompts.tokens, prompts.valid), self.mesh)
-        completions = jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0)))
+        # As many at a time as a step has completions; the last ones with some of the first, so that one program does.
+        at_once = min(len(problems), self.config.train.prompts_per_step * self.config.train.group_size)
+        chunks = []
+        for start in range(0, len(problems), at_once):
+            rows = np.arange(start, start + at_once) % len(problems)
+            tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
+            chunks.append(jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0))))
+        completions = jax.tree.map(lambda *x: np.concatenate(x)[: len(problems)], *chunks)
         texts = self.task.decode(completions)
         rewards, parts = self.task.rewards(texts, problems)
         record = {"eval/reward": float(rewards.mean()), "eval/length_mean": float(completions.mask.sum(1).mean())}

@@ -119,6 +119,31 @@ def completion_hidden(
     return hidden[:, batch.prompt.shape[1] - 1 :]
 
 
+def needs_rollout(objective: Objective) -> bool:
+    """Whether the loss reads the sampler's log-probabilities."""
+    return objective.correction is not None or objective.off_policy_threshold is not None
+
+
+def whole_batch_counts(objective: Objective, mask: Bool[Array, "B C"]) -> dict[str, Any]:
+    """Denominators of an update, whatever micro-batches it is cut into."""
+    return {
+        "denominator": default_denominator(objective, sequences_of(mask, None)),
+        "entropy_denominator": jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0),
+    }
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation, state: State, loss: Array, grads: Policy, metrics: Metrics
+) -> tuple[State, dict[str, Any]]:
+    """One optimiser step, or none where loss or gradient is not finite; and what is to be known of it."""
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    steps, moments = optimizer.update(grads, state.optimizer, state.trained)  # type: ignore[arg-type]
+    new = State(optax.apply_updates(state.trained, steps), moments)  # type: ignore[arg-type]
+    state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    return state, dict(loss=loss, grad_norm=norm, finite=finite, metrics=metrics)
+
+
 def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
     """``(n, batch)`` with the rows as ``[n, rows / n, ...]``."""
     rows = batch.mask.shape[0]
@@ -151,7 +176,6 @@ def make_update(
     """``update(state, frozen, batch)`` gives the new state, and loss, gradient norm, metrics and ``finite``."""
     head_loss = make_head_loss(config, objective)
     dtype = jnp.dtype(config.model.compute_dtype)
-    needs_rollout = objective.correction is not None or objective.off_policy_threshold is not None
 
     def loss_of(trained: Policy, frozen: Policy, part: Batch, counts: dict[str, Any]) -> tuple[Array, Metrics]:
         params, lora = whole_policy(trained, frozen)
@@ -164,17 +188,14 @@ def make_update(
             mask=part.mask,
             old_logp=part.old_logp,
             ref_logp=part.ref_logp,
-            rollout_logp=part.rollout_logp if needs_rollout else None,
+            rollout_logp=part.rollout_logp if needs_rollout(objective) else None,
             **counts,
         )
 
     gradient = jax.value_and_grad(loss_of, has_aux=True)
 
     def update(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
-        counts: dict[str, Any] = {
-            "denominator": default_denominator(objective, sequences_of(batch.mask, None)),
-            "entropy_denominator": jnp.maximum(jnp.sum(batch.mask, dtype=jnp.float32), 1.0),
-        }
+        counts = whole_batch_counts(objective, batch.mask)
         n, parts = _micro_batches(config, batch)
         if n == 1:
             (loss, metrics), grads = gradient(state.trained, frozen, batch, counts)
@@ -187,11 +208,6 @@ def make_update(
             zero = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.trained))
             (loss, grads), stacked = jax.lax.scan(add, zero, parts)
             metrics = reduce_metrics([jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(n)])
-        norm = optax.global_norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        steps, moments = optimizer.update(grads, state.optimizer, state.trained)
-        new = State(optax.apply_updates(state.trained, steps), moments)  # type: ignore[arg-type]
-        state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        return state, dict(loss=loss, grad_norm=norm, finite=finite, metrics=metrics)
+        return apply_gradients(optimizer, state, loss, grads, metrics)
 
     return update

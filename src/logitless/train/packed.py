@@ -1,0 +1,227 @@
+"""The policy update on packed rows: micro-batches without padding, and none for sequences that teach nothing.
+
+    rows [N, M, L]   N micro-batches of M rows of L slots: the most that a batch could need, whatever it does need
+    learning, used   how many of them hold something: traced, so that a step with fewer compiles nothing anew
+
+Gradients are summed over the first ``learning`` micro-batches. The sequences that can have none
+(``train.skip_rows``) are left out, or with ``train.report_skipped`` stand in the micro-batches up to ``used``, which go
+forward only. All denominators are those of the whole batch (update.py): what is left out changes no gradient.
+
+Metrics that are known without the skipped sequences are those of the whole batch: live and zero-gradient tokens, clip
+fractions. Means of the policy's statistics (entropy, log-probability, ratio, KL) are over the sequences that went
+through the model: all of them with ``train.report_skipped``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from logitless.objectives.gradient_rows import rows_with_gradient
+from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
+from logitless.objectives.objective import Objective
+from logitless.packing import Packed, pack, unpack
+from logitless.pytree import register
+from logitless.train.config import TrainConfig
+from logitless.train.head_calls import make_head_logp, make_head_loss
+from logitless.train.lora import LoRA
+from logitless.train.model import ModelConfig, Params, hidden_states, lm_head
+from logitless.train.update import (
+    Batch,
+    Policy,
+    State,
+    apply_gradients,
+    needs_rollout,
+    whole_batch_counts,
+    whole_policy,
+)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """One update's rows, packed; see the module."""
+
+    rows: Packed
+    """Its arrays are ``[N, M, L]``; ``slots`` are those of all rows in a row."""
+    learning: Int[Array, ""]
+    used: Int[Array, ""]
+    mask: Bool[Array, "B C"]
+    """Of the whole batch, skipped sequences included."""
+    learned: Bool[Array, "B"]
+    """Sequences that the gradient is of."""
+
+
+def slots_of(config: TrainConfig) -> int:
+    """Length of a packed row."""
+    r = config.rollout
+    return config.train.pack_length or r.max_prompt_tokens + r.max_completion_tokens
+
+
+def micro_batches(config: TrainConfig, sequences: int) -> int:
+    """The most micro-batches that ``sequences`` can take, skipped ones in micro-batches of their own."""
+    return -(-sequences // config.train.microbatch) + config.train.report_skipped
+
+
+def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bool) -> PackedBatch:
+    """Pack a batch of host arrays; ``skip``: leave out (or only report on) what can have no gradient."""
+    t = config.train
+    mask: Any = np.asarray(batch.mask)
+    given = {"advantages": batch.advantages, "old_logp": batch.old_logp, "ref_logp": batch.ref_logp}
+    if needs_rollout(objective):
+        given["rollout_logp"] = batch.rollout_logp
+    arrays: dict[str, Any] = {k: np.asarray(v) for k, v in given.items() if v is not None}
+    keep: Any = np.ones(len(mask), bool)
+    if skip:
+        keep = np.asarray(_rows_with_gradient(objective, mask=mask, **arrays))
+    n, m, length = micro_batches(config, len(mask)), t.microbatch, slots_of(config)
+    fill = partial(
+        pack, batch.prompt, batch.prompt_valid, batch.completion, mask, length=length,
+        share_prompts=t.packing == "shared", **arrays,
+    )  # fmt: skip
+    parts = [fill(keep=keep), *([fill(keep=~keep)] if skip and t.report_skipped else [])]
+    ends = np.cumsum([-(-p.tokens.shape[0] // m) for p in parts])
+    rows = _joined(parts, [0, *ends[:-1] * m], n * m)
+    shaped = jax.tree.map(lambda x: x.reshape(n, m, length), _bare(rows))
+    return PackedBatch(
+        rows=dataclasses.replace(shaped, slots=rows.slots),
+        learning=np.int32(ends[0]),  # type: ignore[arg-type]
+        used=np.int32(ends[-1]),  # type: ignore[arg-type]
+        mask=mask,  # type: ignore[arg-type]
+        learned=keep,  # type: ignore[arg-type]
+    )
+
+
+_rows_with_gradient = jax.jit(rows_with_gradient)
+
+
+def _bare(rows: Packed) -> Packed:
+    """Without ``slots``, which are no array of slots."""
+    return dataclasses.replace(rows, slots=None)  # type: ignore[arg-type]
+
+
+def _joined(parts: list[Packed], starts: list[int], count: int) -> Packed:
+    """Packed rows one after the other, each part from its start on, in ``count`` rows."""
+    length = parts[0].tokens.shape[1]
+
+    def join(*xs: np.ndarray) -> np.ndarray:
+        out = np.zeros((count, length), xs[0].dtype)
+        for x, start in zip(xs, starts, strict=True):
+            out[start : start + len(x)] = x
+        return out
+
+    slots = np.full_like(parts[0].slots, -1)
+    for part, start in zip(parts, starts, strict=True):
+        slots = np.where(part.slots >= 0, part.slots + start * length, slots)
+    return dataclasses.replace(jax.tree.map(join, *map(_bare, parts)), slots=slots.astype(np.int32))
+
+
+def packed_hidden(
+    params: Params, lora: LoRA | None, model: ModelConfig, rows: Packed, compute_dtype: Any, remat: bool
+) -> Float[Array, "M L H"]:
+    """Hidden states of one micro-batch."""
+    hidden, _ = hidden_states(
+        params, model, rows.tokens, rows.positions, rows.segment_ids > 0, sees=rows.attention_mask(), lora=lora,
+        compute_dtype=compute_dtype, remat=remat,
+    )  # fmt: skip
+    return hidden
+
+
+def _micro_batch(rows: Packed, i: Array) -> Packed:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), _bare(rows))
+
+
+def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
+    """``score(params, lora, packed)``: log-probabilities ``[B, C]`` as the packed loss computes them."""
+    head_logp = make_head_logp(config, objective)
+    dtype = jnp.dtype(config.model.compute_dtype)
+
+    def score(params: Params, lora: LoRA | None, batch: PackedBatch) -> Array:
+        head = lm_head(params, model).astype(dtype)
+
+        def one(i: Array, logp: Array) -> Array:
+            part = _micro_batch(batch.rows, i)
+            hidden = packed_hidden(params, lora, model, part, dtype, remat=False)
+            return logp.at[i].set(head_logp(hidden, head, part.targets, part.mask))
+
+        logp = jax.lax.fori_loop(0, batch.used, one, jnp.zeros(batch.rows.tokens.shape, jnp.float32))
+        shape = (-1, logp.shape[-1])
+        flat = dataclasses.replace(jax.tree.map(lambda x: x.reshape(shape), _bare(batch.rows)), slots=batch.rows.slots)
+        logp = unpack(flat, logp.reshape(shape))
+        if objective.temperature_on == "logp" and objective.temperature is not None:
+            logp = logp / objective.temperature
+        return logp
+
+    return score
+
+
+def make_packed_update(
+    config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[State, dict[str, Any]]]:
+    """``update(state, frozen, packed)``, as :func:`logitless.train.update.make_update` on padded rows."""
+    head_loss = make_head_loss(config, objective)
+    dtype = jnp.dtype(config.model.compute_dtype)
+
+    def loss_of(trained: Policy, frozen: Policy, part: Packed, counts: dict[str, Any]) -> tuple[Array, Metrics]:
+        params, lora = whole_policy(trained, frozen)
+        hidden = packed_hidden(params, lora, model, part, dtype, config.model.remat)
+        return head_loss(hidden, lm_head(params, model).astype(dtype), part.targets, **part.loss_arrays(), **counts)
+
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
+
+    def update(state: State, frozen: Policy, batch: PackedBatch) -> tuple[State, dict[str, Any]]:
+        counts = whole_batch_counts(objective, batch.mask)
+
+        def learn(i: Array, total: tuple[Array, Metrics, Policy]) -> tuple[Array, Metrics, Policy]:
+            (loss, metrics), grads = gradient(state.trained, frozen, _micro_batch(batch.rows, i), counts)
+            return total[0] + loss, reduce_metrics([total[1], metrics]), jax.tree.map(jnp.add, total[2], grads)
+
+        def report(i: Array, metrics: Metrics) -> Metrics:
+            # A constant loss to all that asks: no gradient is taken, and the backward pass does not exist.
+            return reduce_metrics([metrics, loss_of(state.trained, frozen, _micro_batch(batch.rows, i), counts)[1]])
+
+        like = jax.eval_shape(lambda: loss_of(state.trained, frozen, _micro_batch(batch.rows, jnp.int32(0)), counts)[1])
+        nothing = {k: _nothing(k) for k in like}
+        zero = (jnp.float32(0.0), nothing, jax.tree.map(jnp.zeros_like, state.trained))
+        loss, metrics, grads = jax.lax.fori_loop(0, batch.learning, learn, zero)
+        if config.train.report_skipped:
+            metrics = jax.lax.fori_loop(batch.learning, batch.used, report, metrics)
+        return apply_gradients(optimizer, state, loss, grads, _of_the_whole(config, objective, batch, metrics))
+
+    return update
+
+
+def _nothing(name: str) -> Metric:
+    """A metric that nothing went into."""
+    extreme = {"_min": jnp.inf, "_max": -jnp.inf}.get(name[-4:], 0.0)
+    return Metric(jnp.float32(extreme), jnp.float32(0.0))
+
+
+def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch, metrics: Metrics) -> Metrics:
+    """What is known of skipped sequences without the model: they are live, and nothing of them was clipped or moved."""
+    mask, rows = batch.mask, batch.rows
+    out = dict(metrics)
+    if not config.train.report_skipped:
+        skipped = mask & ~batch.learned[:, None]
+        tokens = jnp.sum(skipped, dtype=jnp.float32)
+        sequences = jnp.sum(jnp.any(skipped, axis=1), dtype=jnp.float32)
+        none = out["zero_gradient_tokens"]
+        out["zero_gradient_tokens"] = Metric(none.sum + tokens, none.count + tokens)
+        by_sequence = objective.level != "token" and objective.clip_metrics == "trl"
+        for name in (k for k in out if k.startswith("clip_fraction")):
+            out[name] = Metric(out[name].sum, out[name].count + (sequences if by_sequence else tokens))
+    out["live_tokens"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
+    out["update_rows"] = Metric(jnp.sum(batch.learned, dtype=jnp.float32), jnp.float32(len(mask)))
+    read = jnp.arange(rows.tokens.shape[0]) < batch.learning
+    slots = jnp.sum(jnp.where(read[:, None, None], rows.segment_ids > 0, False), dtype=jnp.float32)
+    out["packed_fill"] = Metric(slots, batch.learning * jnp.float32(np.prod(rows.tokens.shape[1:])))
+    return out

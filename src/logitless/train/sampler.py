@@ -1,0 +1,110 @@
+"""Completions from outside: the interface for a sampler of your own (vLLM, SGLang, a server, another JAX library).
+
+``rollout.sampler=package.module:make`` (or ``file.py:make``) names a function that takes the run's ``TrainConfig`` and
+returns an object with two methods:
+
+    sync(params, model, step)     the policy's weights, before the completions of a step are asked for
+    sample(request)               one :class:`Sample` for each prompt and each of its ``group_size`` completions
+
+Its log-probabilities are what the losses call ``rollout_logp``: at the sampling temperature, over the whole vocabulary,
+of every token that it returns. An engine computes them with other kernels than the trainer does, and often in another
+precision; ``train.objective`` has corrections for that (``correction``, ``off_policy_threshold``), and
+``rollout/logp_gap_max`` is the largest difference. ``None`` in place of a log-probability says that it is not known: no
+correction for that token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from logitless.train.config import ConfigError, TrainConfig
+from logitless.train.model import ModelConfig, Params
+from logitless.train.reward import RewardError, function_of
+from logitless.train.rollout import Completions, Sampling
+
+if TYPE_CHECKING:
+    from logitless.train.task import Prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a step asks for."""
+
+    prompts: list[list[int]]
+    group_size: int
+    max_new: int
+    temperature: float
+    top_p: float
+    eos_ids: tuple[int, ...]
+    seed: int
+    """A function of the run's seed and the step: an engine that uses it makes resumed runs repeat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One completion: at most ``max_new`` tokens, an end token last if there is one, and what each was drawn with."""
+
+    tokens: Sequence[int]
+    logp: Sequence[float | None]
+
+
+class Sampler(Protocol):
+    """See the module."""
+
+    def sync(self, params: Params, model: ModelConfig, step: int) -> None:
+        """Take over the weights (LoRA merged into them); the arrays are the trainer's and must not be kept."""
+
+    def sample(self, request: Request) -> Sequence[Sample]:
+        """``len(prompts) * group_size`` completions, those of one prompt side by side."""
+
+
+class SamplerError(RewardError):
+    """A sampler returned what cannot be trained on; it ends a run as a reward that cannot be used does."""
+
+
+def load_sampler(config: TrainConfig) -> Sampler:
+    """The sampler that the configuration names."""
+    spec = config.rollout.sampler
+    try:
+        sampler = function_of("sampler", spec)(config)
+    except RewardError as error:
+        raise ConfigError(f"rollout.sampler: {error}") from None
+    missing = [m for m in ("sync", "sample") if not callable(getattr(sampler, m, None))]
+    if missing:
+        raise ConfigError(f"rollout.sampler: {spec} made a {type(sampler).__name__} without {' and '.join(missing)}()")
+    return sampler
+
+
+def sampled(sampler: Sampler, prompts: Prompts, s: Sampling, seed: int, vocab: int) -> Completions:
+    """Ask for a step's completions and lay them out; whatever is wrong with one is said with its number."""
+    ids = [row[live].tolist() for row, live in zip(prompts.tokens, prompts.valid, strict=True)]
+    request = Request(ids, s.group_size, s.max_new, s.temperature, s.top_p, s.eos_ids, seed)
+    found = list(sampler.sample(request))
+    rows = len(ids) * s.group_size
+    if len(found) != rows:
+        raise SamplerError(f"rollout.sampler: {len(found)} completions, expected {rows} ({len(ids)} x {s.group_size})")
+    tokens = np.full((rows, s.max_new), s.pad_id, np.int32)
+    mask = np.zeros((rows, s.max_new), bool)
+    logp = np.zeros((rows, s.max_new), np.float32)
+    for i, one in enumerate(found):
+        drawn, n = np.asarray(one.tokens), len(one.tokens)
+        _check(i, drawn, len(one.logp), s, vocab)
+        tokens[i, :n], mask[i, :n] = drawn, True
+        logp[i, :n] = [np.nan if x is None else x for x in one.logp]
+    return Completions(tokens, mask, logp)  # type: ignore[arg-type]
+
+
+def _check(i: int, drawn: np.ndarray, log_probabilities: int, s: Sampling, vocab: int) -> None:
+    n, where = len(drawn), f"rollout.sampler: completion {i}"
+    if not 1 <= n <= s.max_new:
+        raise SamplerError(f"{where} has {n} tokens, expected 1 to {s.max_new} (rollout.max_completion_tokens)")
+    if log_probabilities != n:
+        raise SamplerError(f"{where} has {n} tokens and {log_probabilities} log-probabilities, expected as many")
+    if not np.issubdtype(drawn.dtype, np.integer) or drawn.min() < 0 or drawn.max() >= vocab:
+        raise SamplerError(f"{where} has ids outside [0, {vocab}): {drawn.tolist()[:8]}")
+    if np.isin(drawn[:-1], s.eos_ids).any():
+        raise SamplerError(f"{where} goes on after an end token {s.eos_ids}; cut it there")

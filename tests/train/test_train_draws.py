@@ -1,0 +1,168 @@
+"""Where completions come from: a sampler from outside, draws anew for groups without a spread, overlong shaping."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logitless.train import loop
+from logitless.train.config import ConfigError, load
+from logitless.train.reward import overlong_penalty
+from logitless.train.rollout import Sampling
+from logitless.train.sampler import Sample, SamplerError, sampled
+from logitless.train.task import build_task, pad_left
+from logitless.train.trainer import Trainer
+from train_micro import compile_cache, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+# A sampler that draws uniformly from the ten digits with the request's seed, and knows the odds.
+FAKE = """
+import math
+import numpy as np
+from logitless.train.sampler import Sample
+
+class Fake:
+    def __init__(self, config):
+        self.config, self.synced = config, []
+
+    def sync(self, params, model, step):
+        self.synced.append((step, float(params["norm"].sum()), model.vocab_size))
+
+    def sample(self, request):
+        rng = np.random.default_rng(request.seed)
+        out = []
+        for _ in range(len(request.prompts) * request.group_size):
+            n = int(rng.integers(1, request.max_new + 1))
+            tokens = rng.integers(0, 10, n).tolist()
+            logp = [math.log(0.1)] * n
+            logp[0] = None if n > 1 else logp[0]   # not every engine knows all of them
+            out.append(Sample(tokens, logp))
+        return out
+"""
+
+
+def trainer_of(settings: list[str]) -> tuple[Trainer, Any, Any]:
+    c = load(None, settings)
+    task = build_task(c)
+    trainer = Trainer(c, task)
+    return trainer, *trainer.initial(task.load_params())
+
+
+def test_a_sampler_from_outside(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
+    (tmp_path / "fake.py").write_text(FAKE)
+    corrected = "train.objective={aggregation: dapo, correction: token, correction_max: 3.0}"
+    own = [f"rollout.sampler={tmp_path / 'fake.py'}:Fake", corrected, "checkpoint.every=2", "train.steps=4"]
+    folder = tmp_path / "run"
+    loop.run(load(None, [*micro, *own, f"run_dir={folder}"]), say=lambda _: None)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 4 and len({r["rollout/tokens_crc32"] for r in records}) == 4
+    assert any(r["train/grad_norm"] > 0 for r in records) and "time/sync_s" in records[0]
+    assert all(0 < r["train/rollout_missing"] < 1 and r["train/correction_weight"] > 0 for r in records)
+    # A run that was cut off draws the same again.
+    loop.run(load(None, [*micro, *own, f"run_dir={tmp_path / 'cut'}", "train.steps=2"]), say=lambda _: None)
+    loop.run(load(None, [*micro, *own, f"run_dir={tmp_path / 'cut'}"]), resume=True, say=lambda _: None)
+    again = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["train/loss"] for r in again] == [r["train/loss"] for r in records]
+
+
+def test_the_sampler_gets_the_weights_of_its_step(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
+    (tmp_path / "fake.py").write_text(FAKE)
+    trainer, state, frozen = trainer_of([*micro, f"rollout.sampler={tmp_path / 'fake.py'}:Fake"])
+    for step in (1, 2):
+        state, _, rolled = trainer.step(state, frozen, step)
+    (first, before, vocab), (second, after, _) = trainer.sampler.synced  # type: ignore[union-attr]
+    assert (first, second, vocab) == (1, 2, 16) and before != after
+    lengths = np.asarray(rolled.completions.mask).sum(axis=1)
+    assert np.isnan(rolled.completions.logp[lengths > 1, 0]).all()
+
+
+class Returns:
+    def __init__(self, samples: list[Sample]):
+        self.samples = samples
+
+    def sync(self, *_: Any) -> None: ...
+
+    def sample(self, request: Any) -> list[Sample]:
+        assert request.prompts == [[1, 2], [3]] and request.group_size == 1 and request.max_new == 3
+        return self.samples
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ([], "0 completions, expected 2"),
+        ([Sample([1], [0.0]), Sample([1, 2, 3, 4], [0.0] * 4)], "completion 1 has 4 tokens, expected 1 to 3"),
+        ([Sample([1], [0.0]), Sample([], [])], "completion 1 has 0 tokens"),
+        ([Sample([1, 2], [0.0]), Sample([1], [0.0])], "completion 0 has 2 tokens and 1 log-probabilities"),
+        ([Sample([16], [0.0]), Sample([1], [0.0])], r"completion 0 has ids outside \[0, 16\)"),
+        ([Sample([9, 1], [0.0, 0.0]), Sample([1], [0.0])], "completion 0 goes on after an end token"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(bad: list[Sample], message: str) -> None:
+    prompts, sampling = pad_left([[1, 2], [3]], 4, 0), Sampling(3, 1.0, 1.0, 1, (9,), 0)
+    with pytest.raises(SamplerError, match=message):
+        sampled(Returns(bad), prompts, sampling, 0, vocab=16)
+    good = sampled(Returns([Sample([1, 9], [-1.0, None]), Sample([2], [-0.5])]), prompts, sampling, 0, vocab=16)
+    assert good.tokens.tolist() == [[1, 9, 0], [2, 0, 0]] and good.mask.sum(axis=1).tolist() == [2, 1]
+    assert good.logp[0, 0] == -1.0 and np.isnan(good.logp[0, 1]) and good.logp[1].tolist() == [-0.5, 0.0, 0.0]
+
+
+def test_a_sampler_that_is_none_is_refused(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
+    (tmp_path / "none.py").write_text("def make(config):\n    return object()\n")
+    for spec, message in {
+        f"{tmp_path / 'none.py'}:make": "made a object without sync and sample",
+        f"{tmp_path / 'none.py'}:mak": "has no function 'mak'",
+        "vllm": "expected 'package.module:function'",
+        "no_such_module:make": "importing no_such_module failed",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"rollout\.sampler: .*{message}"):
+            trainer_of([*micro, f"rollout.sampler={spec}"])
+
+
+def test_groups_without_a_spread_are_drawn_again(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
+    """Rewards are those of the problem's answer: some groups are equal throughout, in every draw."""
+    reward = "def score(text, problem):\n    return float(len(text) % 2) if int(problem.answer) % 2 else 1.0\n"
+    (tmp_path / "odd.py").write_text(reward)
+    settings = [*micro, "train.prompts_per_step=4", f"reward.kind={tmp_path / 'odd.py'}:score"]
+    plain, state, frozen = trainer_of(settings)
+    eager, *_ = trainer_of([*settings, "rollout.redraw=6"])
+    eager.rollout_program = plain.rollout_program  # compiled once
+    improved = 0
+    for step in (1, 2, 3):
+        first, more = (t.rollouts(state, frozen, step) for t in (plain, eager))
+        groups, better = (r.rewards.reshape(-1, 4) for r in (first, more))
+        had, has = (g.min(axis=1) != g.max(axis=1) for g in (groups, better))
+        assert (has >= had).all()
+        np.testing.assert_array_equal(better[had], groups[had])  # a good group keeps its place
+        notes = more.notes
+        assert notes["rollout/groups_replaced"] == (has & ~had).sum() and 1 <= notes["rollout/draws"] <= 7
+        assert notes["reward/first_draw"] == pytest.approx(first.rewards.mean())
+        again = eager.rollouts(state, frozen, step)
+        np.testing.assert_array_equal(again.completions.tokens, more.completions.tokens)
+        # Prompts, completions and texts moved together with the rewards.
+        for i in np.flatnonzero(np.repeat(has & ~had, 4)):
+            assert more.rewards[i] == float(len(more.texts[i]) % 2)
+            assert more.texts[i] == eager.task.decode(more.completions)[i]
+        improved += int((has & ~had).sum())
+    assert improved > 0
+
+
+def test_overlong_completions_lose_what_is_asked(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
+    lengths = np.array([1, 80, 81, 90, 100])
+    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])
+    plain, state, frozen = trainer_of(micro)
+    shaped, *_ = trainer_of([*micro, "reward.overlong_buffer=2", "reward.overlong_penalty=0.5"])
+    shaped.rollout_program = plain.rollout_program
+    a, b = (t.rollouts(state, frozen, 1) for t in (plain, shaped))
+    n = np.asarray(b.completions.mask).sum(axis=1)
+    np.testing.assert_allclose(b.rewards, a.rewards + overlong_penalty(n, 3, 2, 0.5))
+    assert b.parts["overlong"] == pytest.approx(np.mean(b.rewards - a.rewards)) and b.parts["overlong"] < 0
+    with pytest.raises(ConfigError, match=r"reward.overlong_buffer: 4 tokens, more than"):
+        load(None, [*micro, "reward.overlong_buffer=4"])
+    with pytest.raises(ConfigError, match=r"rollout.redraw: 2 has no effect with rollout.kind random"):
+        load(None, ["rollout.kind=random", "warm_start.steps=0", "rollout.redraw=2"])

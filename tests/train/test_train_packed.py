@@ -1,0 +1,216 @@
+"""Updates on packed rows: the numbers of padded ones, with any number of micro-batches and one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless.objectives.metrics import metric_values
+from logitless.train.config import ConfigError, load, objective_of
+from logitless.train.model import init
+from logitless.train.packed import make_packed_score, make_packed_update, pack_batch
+from logitless.train.task import build_task, pad_left
+from logitless.train.trainer import Trainer
+from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
+from train_micro import MICRO, compile_cache, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+PARAMS = init(MICRO, jax.random.key(1))
+P, C = 6, 7
+GROUPS, SIZE = 3, 4
+SETTINGS = [
+    f"train.prompts_per_step={GROUPS}",
+    f"train.group_size={SIZE}",
+    f"rollout.max_prompt_tokens={P}",
+    f"rollout.max_completion_tokens={C}",
+]
+PACKED = ["train.packing=shared", "train.microbatch=2", "train.pack_length=32"]
+
+
+def batch(seed: int = 0) -> Batch:
+    """Three groups, of which the second has no spread; some off-policy."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, P + 1, GROUPS)
+    prompts = pad_left([rng.integers(0, 16, n).tolist() for n in lengths], P, 0).repeat(SIZE)
+    advantages = rng.standard_normal(GROUPS * SIZE).astype(np.float32)
+    advantages[SIZE : 2 * SIZE] = 0.0
+    shape = (GROUPS * SIZE, C)
+    logp = (-2.7 + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+    arrays: dict[str, Any] = dict(
+        prompt=prompts.tokens,
+        prompt_valid=prompts.valid,
+        completion=rng.integers(0, 16, shape, dtype=np.int32),
+        mask=np.arange(C) < rng.integers(1, C + 1, (shape[0], 1)),
+        advantages=advantages,
+        old_logp=logp,
+        rollout_logp=logp - 0.1,
+        ref_logp=logp + 0.2,
+    )
+    return Batch(**arrays)
+
+
+@functools.cache
+def programs(*overrides: str) -> Any:
+    c = load(None, [*SETTINGS, *overrides])
+    optimizer, objective = make_optimizer(c), objective_of(c)
+    update, score = (make_update, make_score) if c.train.packing == "off" else (make_packed_update, make_packed_score)
+    return c, objective, optimizer, jax.jit(update(c, MICRO, objective, optimizer)), jax.jit(score(c, MICRO, objective))
+
+
+def updated(x: Batch, *overrides: str) -> tuple[State, dict[str, Any]]:
+    c, objective, optimizer, update, _ = programs(*overrides)
+    trained = Policy(PARAMS, None)
+    given: Any = x if c.train.packing == "off" else pack_batch(c, objective, x, c.train.skip_rows)
+    return update(State(trained, optimizer.init(trained)), Policy(None, None), given)
+
+
+def assert_same_update(a: Any, b: Any) -> None:
+    (one, x), (other, y) = a, b
+    assert abs(float(x["loss"])) > 1e-3 and float(x["grad_norm"]) > 1e-2
+    np.testing.assert_allclose(x["loss"], y["loss"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(x["grad_norm"], y["grad_norm"], rtol=1e-5)
+    # The first moment is the gradient, times a constant.
+    for g, ours in zip(jax.tree.leaves(one.optimizer), jax.tree.leaves(other.optimizer), strict=True):
+        np.testing.assert_allclose(g, ours, rtol=0, atol=1e-5 * float(np.abs(g).max() + 1e-30))
+
+
+OBJECTIVES = {
+    "dapo": "{aggregation: dapo}",
+    "gspo": "{level: sequence, aggregation: grpo, eps_low: 0.05, eps_high: 0.05}",
+    "corrected": "{aggregation: dr_grpo, max_length: 7, correction: sequence, off_policy_threshold: 0.3}",
+    "entropy": "{aggregation: luspo, entropy_coef: 0.01}",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["dapo", "gspo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("corrected", "entropy"))]
+)
+def test_a_packed_update_is_the_padded_one(name: str) -> None:
+    objective = f"train.objective={OBJECTIVES[name]}"
+    for seed in (0, 1, 2):
+        plain = updated(batch(seed), objective)
+        packed = updated(batch(seed), objective, *PACKED, "train.skip_rows=true", "train.report_skipped=true")
+        assert_same_update(plain, packed)
+        ours, theirs = metric_values(packed[1]["metrics"]), metric_values(plain[1]["metrics"])
+        for key, value in theirs.items():  # report_skipped: all metrics are those of the whole batch
+            np.testing.assert_allclose(ours[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+        assert ours["update_rows"] == pytest.approx(1.0 if name == "entropy" else 2 / 3)
+        assert 0.5 < ours["packed_fill"] <= 1
+
+
+def test_skipped_rows_change_no_gradient_and_no_count() -> None:
+    objective = f"train.objective={OBJECTIVES['dapo']}"
+    plain = updated(batch(), objective)
+    skipping = updated(batch(), objective, *PACKED, "train.skip_rows=true")
+    assert_same_update(plain, skipping)
+    ours, theirs = metric_values(skipping[1]["metrics"]), metric_values(plain[1]["metrics"])
+    for key in ("live_tokens", "zero_gradient_tokens", "clip_fraction_low", "clip_fraction_high"):
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5, err_msg=key)
+    assert theirs["zero_gradient_tokens"] > 0.2
+    # Statistics of the policy are over what went through the model.
+    assert ours["kl_k1"] != pytest.approx(theirs["kl_k1"], rel=1e-4)
+
+
+@pytest.mark.optimized
+def test_rows_that_are_left_out_change_no_bit_of_the_others() -> None:
+    """One micro-batch, float32: skipping is exact, for what it leaves out contributes exact zeros."""
+    c = load(None, [*SETTINGS, "train.packing=sequences", "train.microbatch=12", "train.skip_rows=true"])
+    optimizer, objective = make_optimizer(c), objective_of(c)
+    update = jax.jit(make_packed_update(c, MICRO, objective, optimizer))
+    x = batch()
+    left_out = pack_batch(c, objective, x, skip=True)
+    # The same rows, with the skipped sequences in rows that were empty.
+    rest = pack_batch(c, objective, dataclasses.replace(x, advantages=1.0 - (x.advantages != 0)), skip=True)
+    used, free = int((left_out.rows.segment_ids[0] > 0).any(1).sum()), (rest.rows.segment_ids[0] > 0).any(1)
+    assert used + free.sum() <= 12 and free.sum() > 0
+
+    def together(a: Any, b: Any) -> Any:
+        out = np.array(a)
+        out[0, used : used + free.sum()] = np.asarray(b)[0, free]
+        return out
+
+    bare = [dataclasses.replace(p.rows, slots=None) for p in (left_out, rest)]
+    with_zeros = jax.tree.map(together, *bare)
+    with_zeros.arrays["advantages"][0, used:] = 0.0
+    with_zeros = dataclasses.replace(left_out, rows=dataclasses.replace(with_zeros, slots=left_out.rows.slots))
+    trained = Policy(PARAMS, None)
+    state = State(trained, optimizer.init(trained))
+    (a, x_info), (b, y_info) = (update(state, Policy(None, None), p) for p in (left_out, with_zeros))
+    assert float(x_info["grad_norm"]) > 0
+    np.testing.assert_array_equal(x_info["grad_norm"], y_info["grad_norm"])
+    for g, ours in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(g, ours)
+
+
+def test_one_program_for_any_number_of_micro_batches() -> None:
+    objective = f"train.objective={OBJECTIVES['dapo']}"
+    c, o, optimizer, update, _ = programs(objective, *PACKED, "train.skip_rows=true")
+    trained = Policy(PARAMS, None)
+    state, base, counts = State(trained, optimizer.init(trained)), Policy(None, None), set()
+    for learning in (0, 1, 12):
+        x = batch(5)
+        x = dataclasses.replace(x, advantages=np.where(np.arange(12) < learning, 1.0, 0.0).astype(np.float32))
+        packed = pack_batch(c, o, x, skip=True)
+        counts.add(int(packed.learning))
+        norm = float(update(state, base, packed)[1]["grad_norm"])
+        assert (norm > 0) == (learning > 0)
+    assert len(counts) == 3 and 0 in counts and update._cache_size() == 1
+
+
+def test_packed_log_probabilities_are_the_padded_ones() -> None:
+    x = batch(4)
+    _, _, _, _, plain = programs()
+    c, o, _, _, packed = programs(*PACKED)
+    theirs, ours = plain(PARAMS, None, x), packed(PARAMS, None, pack_batch(c, o, x, skip=False))
+    assert float(jnp.min(theirs)) < -1
+    np.testing.assert_allclose(ours, theirs, atol=2e-6, rtol=0)
+
+
+def run_steps(settings: list[str], steps: int = 3) -> list[dict[str, Any]]:
+    c = load(None, settings)
+    task = build_task(c)
+    trainer = Trainer(c, task)
+    state, frozen = trainer.initial(task.load_params())
+    trainer.compile(state, frozen)
+    compiled, records = trainer._compile_seconds(), []
+    for step in range(1, steps + 1):
+        state, record, _ = trainer.step(state, frozen, step)
+        records.append(record)
+    assert trainer._compile_seconds() == compiled  # no step compiles
+    return records
+
+
+def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  # noqa: F811
+    own = ["train.inner_epochs=2", "train.kl_report=true", "train.minibatches=2"]
+    packed = ["train.packing=shared", "train.microbatch=2", "train.skip_rows=true", "train.report_skipped=true"]
+    plain, ours = run_steps([*micro, *own]), run_steps([*micro, *own, *packed])
+    for a, b in zip(plain, ours, strict=True):
+        assert a["rollout/tokens_crc32"] == b["rollout/tokens_crc32"]
+        for key in ("train/loss", "train/grad_norm", "train/kl", "train/live_tokens", "train/entropy"):
+            np.testing.assert_allclose(b[key], a[key], rtol=1e-3, atol=1e-5, err_msg=key)
+        assert b["train/ratio_first"] in (0.0, 1.0) and 0 <= b["train/update_rows"] <= 1
+    assert plain[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["train.packing=shared"], "train.packing: saves nothing"),
+        (["train.skip_rows=true"], "train.skip_rows: True has no effect with train.packing off"),
+        (
+            ["train.packing=sequences", "train.microbatch=8", "train.pack_length=7"],
+            "train.pack_length: 7, but .* 8 slots",
+        ),
+        (["train.packing=sequences", "train.microbatch=8", "train.report_skipped=true"], "without train.skip_rows"),
+        (["train.packing=share"], "Did you mean 'shared'"),
+    ],
+)
+def test_packing_that_cannot_be_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, settings)
