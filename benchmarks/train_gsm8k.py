@@ -1,0 +1,309 @@
+"""What the GSM8K run costs, on one GPU: update phase old against packed, decode, and the largest batch and context.
+
+    python benchmarks/train_gsm8k.py update --out results --rollouts runs/gsm8k/dense    # its recorded completions
+    python benchmarks/train_gsm8k.py decode --out results
+    python benchmarks/train_gsm8k.py largest --out results --what context --arm fused    # a bisection; --what batch
+    python benchmarks/train_gsm8k.py learn --out results --work runs/gsm8k --resume      # `logitless ab`, with the bars
+
+``update`` takes the same completions through padded micro-batches of ``--padded`` rows (the way before packing) and
+through packed ones, in alternation, and compares the gradients of the first step with how far another split of the
+padded rows is away. Without ``--rollouts`` they are random ones of like lengths, a third of the groups without a
+spread. ``decode`` times a loop that no end token stops. ``largest`` doubles and then halves until the step between what
+fits and what does not is below a sixteenth; every size that was tried is in ``--work``, so that a second call goes on.
+``learn`` is cut off by a signal (``timeout -s TERM 560``) without harm.
+
+Everything runs at a small size too: ``--small`` is for a CPU, where ``largest`` counts ``--memory`` bytes of the
+compiler's plan. Further arguments are ``key=value`` overrides of the configuration. Exit code 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.objectives.advantages import group_advantages
+from logitless.tools import timing
+from logitless.train import ab, recorded
+from logitless.train.config import TrainConfig, load, save
+from logitless.train.random_rollouts import random_rollouts
+from logitless.train.records import Rollouts
+from logitless.train.rollout import Sampling, generate
+from logitless.train.task import build_task
+from logitless.train.trainer import Trainer
+from logitless.train.update import Batch
+
+CONFIG = Path(__file__).parent.parent / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
+BARS = {"update": 0.45, "decode_ms": 3.0, "reward_rise": 0.25}
+RANDOM = ["rollout.kind=random", "model.weights=", "model.architecture=qwen2.5-1.5b", "eval.every=0"]
+"""The run's shapes without its weights and data."""
+SMALL = [
+    "model.architecture=tiny", "model.compute_dtype=float32", "model.remat=false", "rollout.max_prompt_tokens=12",
+    "rollout.max_completion_tokens=20", "train.pack_length=40", "train.prompts_per_step=6", "train.group_size=4",
+    "train.microbatch=2", "ab.arms.fused.backend=chunked", "ab.arms.sparse.backend=chunked", "checkpoint.every=0",
+]  # fmt: skip
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def configured(args: argparse.Namespace, *settings: str) -> TrainConfig:
+    return load(CONFIG, [*settings, *(SMALL if args.small else []), *args.overrides])
+
+
+# -- update ----------------------------------------------------------------------------------------------------------
+
+
+def _rollouts(args: argparse.Namespace, c: TrainConfig) -> list[Rollouts]:
+    if not args.rollouts:
+        return [random_rollouts(c, 16 if args.small else 151_936, step) for step in range(1, args.steps + 1)]
+    widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
+    steps = min(args.steps, recorded.steps_in(args.rollouts))
+    rows = c.train.prompts_per_step * c.train.group_size
+    return [recorded.load_rollouts(args.rollouts, step, rows, widths) for step in range(1, steps + 1)]
+
+
+def _batch(c: TrainConfig, rolled: Rollouts) -> Batch:
+    t, done = c.train, rolled.completions
+    advantages = group_advantages(jnp.asarray(rolled.rewards), t.group_size, scale=t.advantage_scale)  # type: ignore[arg-type]
+    return Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, np.asarray(advantages))  # type: ignore[arg-type]
+
+
+def _distance(a: Any, b: Any) -> float:
+    """``|a - b| / |a|`` over whole trees, in float32."""
+
+    def norm(tree: Any) -> Any:
+        return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+
+    return float(jax.jit(lambda x, y: norm(jax.tree.map(jnp.subtract, x, y)) / norm(x))(a, b))
+
+
+def update_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Seconds of the update phase, padded and packed in turn, and how far their first gradients are from each other."""
+    padded = 6 if args.small else args.padded
+    packed = configured(args, *RANDOM, f"train.loss.backend={args.backend}")
+    configs = {"packed": packed}
+    for name, rows in (("padded", padded), ("control", padded // 2)):
+        train = dataclasses.replace(packed.train, packing="off", pack_length=0, skip_rows=False, microbatch=rows)
+        configs[name] = dataclasses.replace(packed, train=train)
+    steps = _rollouts(args, configs["packed"])
+    task = build_task(configs["packed"])
+    params = task.load_params()
+    trainers = {name: Trainer(c, task) for name, c in configs.items()}
+    gradients, infos = {}, {}
+    for name, trainer in trainers.items():
+        batch = _batch(configs[name], steps[0])
+        state, frozen = trainer.initial(params)
+        state, infos[name] = trainer._updates(state, frozen, batch if trainer.packed else jax.device_put(batch), None)
+        moments = [x for x in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu")]
+        gradients[name] = jax.device_get(moments[0].mu)  # the first moment of a first step is the gradient
+        del state
+    distance = {n: _distance(gradients["padded"], gradients[n]) for n in ("control", "packed")}
+    del gradients
+    seconds: dict[str, list[float]] = {"padded": [], "packed": []}
+    states = {name: trainers[name].initial(params) for name in seconds}
+    for i, rolled in enumerate(steps):
+        order = list(seconds) if i % 2 == 0 else list(seconds)[::-1]
+        for name in order:
+            trainer, (state, frozen) = trainers[name], states[name]
+            batch = _batch(configs[name], rolled)
+            jax.block_until_ready(state)
+            trainer.times = {}
+            state, info = trainer._updates(state, frozen, batch if trainer.packed else jax.device_put(batch), None)
+            states[name] = (state, frozen)
+            seconds[name].append(trainer.times["update"])
+            infos[name] = info
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    metrics = {k: float(v.sum) / max(float(v.count), 1) for k, v in infos["packed"][0]["metrics"].items()}
+    result = {
+        "kind": "train_update",
+        "seconds": seconds,
+        "median": medians,
+        "ratio": medians["packed"] / medians["padded"],
+        "gradient_distance": distance,
+        "losses": {n: float(i[0]["loss"]) for n, i in infos.items()},
+        "last": {k: metrics[k] for k in ("live_tokens", "update_rows", "packed_fill", "zero_gradient_tokens")},
+        "config": dataclasses.asdict(configs["packed"]),
+        "environment": timing.environment(),
+    }
+    say(f"update: {medians}, ratio {result['ratio']:.3f}; gradients: {distance}")
+    # Rounding of another split is the measure; in float32 both are a few units in the last place.
+    same = distance["packed"] <= 3 * distance["control"] + 1e-5
+    return result, same and (args.small or result["ratio"] <= BARS["update"])
+
+
+# -- decode ----------------------------------------------------------------------------------------------------------
+
+
+def decode_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Milliseconds of a decoded token at a step's rows: a loop to the end, less a loop of one token."""
+    c = configured(args, *RANDOM)
+    task = build_task(c)
+    params = task.load_params()
+    dtype = jnp.dtype(c.model.compute_dtype)
+    rng = np.random.default_rng(0)
+    shape = (c.train.prompts_per_step, c.rollout.max_prompt_tokens)
+    prompts = jnp.asarray(rng.integers(0, task.model.vocab_size, shape), jnp.int32)
+    valid = jnp.asarray(np.arange(shape[1]) >= rng.integers(0, shape[1] // 2, (shape[0], 1)))
+    times: dict[int, list[float]] = {}
+    compile_s = {}
+    for new in (1, c.rollout.max_completion_tokens):
+        s = Sampling(new, c.rollout.temperature, c.rollout.top_p, c.train.group_size, (), 0)
+        run = jax.jit(functools.partial(generate, config=task.model, sampling=s, compute_dtype=dtype))
+        begin = time.perf_counter()
+        compiled = run.lower(params, None, prompts, valid, jax.random.key(0)).compile()
+        compile_s[new] = time.perf_counter() - begin
+        times[new] = []
+        for i in range(args.repeats + 1):
+            begin = time.perf_counter()
+            jax.block_until_ready(compiled(params, None, prompts, valid, jax.random.key(i)))
+            times[new].append(time.perf_counter() - begin)
+    one, many = (statistics.median(t[1:]) for t in times.values())
+    rows = shape[0] * c.train.group_size
+    per_token = (many - one) / (c.rollout.max_completion_tokens - 1) * 1e3
+    say(f"decode: {per_token:.3f} ms a token at {rows} rows; the prompts {one * 1e3:.1f} ms; compiling {compile_s}")
+    result = {
+        "kind": "train_decode", "rows": rows, "ms_per_token": per_token, "prompt_s": one, "seconds": times,
+        "compile_s": compile_s, "config": dataclasses.asdict(c), "environment": timing.environment(),
+    }  # fmt: skip
+    return result, args.small or per_token <= BARS["decode_ms"]
+
+
+# -- largest ---------------------------------------------------------------------------------------------------------
+
+
+def _fits(args: argparse.Namespace, size: int) -> dict[str, Any]:
+    """Two steps with rows of ``size`` completion tokens, or ``size`` rows in one gradient, in a process of its own."""
+    folder = args.work / f"largest-{args.arm}-{args.what}-{size}"
+    kept = folder.with_suffix(".json")
+    if kept.exists():
+        return json.loads(kept.read_text())
+    loss = configured(args, *RANDOM).ab.arms[args.arm]
+    settings = [*RANDOM, "train.steps=2", f"run_dir={folder}", "checkpoint.every=0"]
+    c = configured(args, *settings)
+    c = dataclasses.replace(
+        c,
+        run_dir=str(folder),
+        rollout=dataclasses.replace(c.rollout, max_completion_tokens=size if args.what == "context" else 512),
+        train=dataclasses.replace(
+            c.train,
+            packing="off",
+            pack_length=0,
+            skip_rows=False,
+            prompts_per_step=2 if args.what == "context" else -(-size // c.train.group_size),
+            microbatch=0,
+            loss=dataclasses.replace(c.train.loss, **loss),
+        ),
+        ab=dataclasses.replace(c.ab, arms={}),
+    )
+    if args.small and args.what == "batch":
+        c = dataclasses.replace(c, rollout=dataclasses.replace(c.rollout, max_completion_tokens=20))
+    args.work.mkdir(parents=True, exist_ok=True)
+    save(c, folder.with_suffix(".yaml"))
+    command = [sys.executable, "-m", "logitless", "train", "--config", str(folder.with_suffix(".yaml"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = c.train.prompts_per_step * c.train.group_size
+    row: dict[str, Any] = {"size": size, "rows": rows, "tokens": c.rollout.max_completion_tokens}
+    row["fits"] = done.returncode == 0
+    if row["fits"]:
+        summary = json.loads((folder / "summary.json").read_text())
+        plan = summary["memory/compiler"]["update"]
+        row |= {"peak_bytes": summary["memory/device_peak_bytes"], "planned_bytes": sum(plan.values())}
+        if args.memory:
+            row["fits"] = plan["temporaries"] + plan["arguments"] <= args.memory
+    else:
+        last = done.stderr.strip().splitlines()
+        row["error"] = last[-1][:300] if last else "no message"
+        if "memory" not in done.stderr.lower() and "RESOURCE_EXHAUSTED" not in done.stderr:
+            raise SystemExit(f"size {size} failed, and not for memory: {row['error']}")
+    kept.write_text(json.dumps(row) + "\n")
+    say(f"{args.arm}, {args.what} {size}: {row}")
+    return row
+
+
+def largest_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Bisection: the largest size that fits, and the smallest that does not."""
+    unit = 8 if args.what == "batch" or args.small else 128
+    low, high, size = 0, 0, args.start or unit
+    tried = []
+    while not high or (high - low > unit and high - low > low // 16):
+        row = _fits(args, size)
+        tried.append(row)
+        low, high = (size, high) if row["fits"] else (low, size)
+        size = 2 * low if not high else (low + high) // 2 // unit * unit
+        if size <= low:
+            break
+    say(f"{args.arm}: {args.what} {low} fits, {high} does not")
+    result = {
+        "kind": "train_largest", "arm": args.arm, "what": args.what, "fits": low, "fails": high, "tried": tried,
+        "environment": timing.environment(),
+    }  # fmt: skip
+    return result, low > 0
+
+
+# -- learn -----------------------------------------------------------------------------------------------------------
+
+
+def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The A/B of the configuration: curves, held-out scores, ratios, and whether every arm learned."""
+    c = configured(args, f"run_dir={args.work}", *(RANDOM if args.small else []))
+    result = ab.run(c, resume=args.resume, say=say)
+    print(ab.table(result))
+    print(ab.curve(result), flush=True)
+    rises = {
+        name: arm["summary"]["train/reward_last10"] - arm["summary"]["train/reward_first10"]
+        for name, arm in result["arms"].items()
+    }
+    result["bars"] = {f"reward_rise/{n}": {"value": v, "at_least": BARS["reward_rise"]} for n, v in rises.items()}
+    learned = args.small or all(rise >= BARS["reward_rise"] for rise in rises.values())
+    return result, learned and not ab.disagreeing(result)
+
+
+CASES = {"update": update_case, "decode": decode_case, "largest": largest_case, "learn": learn_case}
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("case", choices=CASES)
+    p.add_argument("--out", type=Path, required=True, help="folder of the JSON file")
+    p.add_argument("--work", type=Path, default=Path("runs/train_gsm8k"), help="folder of the runs themselves")
+    p.add_argument("--small", action="store_true", help="a size for a CPU; no bar on times")
+    p.add_argument("--backend", default="auto", help="update: train.loss.backend of all three")
+    p.add_argument("--rollouts", type=Path, help="update: a run's folder with recorded completions (rollout.record)")
+    p.add_argument("--steps", type=int, default=20, help="update: steps, each of them padded and packed")
+    p.add_argument("--padded", type=int, default=32, help="update: rows of a padded micro-batch")
+    p.add_argument("--repeats", type=int, default=5, help="decode: loops, after a first one")
+    p.add_argument("--arm", default="fused", help="largest: an arm of the configuration")
+    p.add_argument(
+        "--what", choices=("batch", "context"), default="context", help="largest: rows, or completion tokens"
+    )
+    p.add_argument("--start", type=int, default=0, help="largest: the first size to try")
+    p.add_argument(
+        "--memory", type=int, default=0, help="largest: bytes of the compiler's plan that fit; 0: the device's"
+    )
+    p.add_argument("--resume", action="store_true", help="learn: go on with the runs in --work")
+    p.add_argument("overrides", nargs="*", metavar="key=value")
+    args = p.parse_intermixed_args()
+    result, met = CASES[args.case](args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"train_gsm8k_{args.case}" + (f"_{args.arm}_{args.what}" if args.case == "largest" else "")
+    file = args.out / f"{name}.json"
+    file.write_text(json.dumps(result) + "\n")
+    say(f"wrote {file}; bars {'met' if met else 'MISSED'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
