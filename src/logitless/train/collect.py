@@ -80,10 +80,8 @@ def _replace_groups(
     )
     completions = jax.tree.map(put, rolled.completions, more.completions)
     rewards = put(rolled.rewards, more.rewards)
-    kept = 1.0 - len(places) / (len(rolled.rewards) // group_size)
-    # Parts of the reward are means over a draw: of the mixture, as far as they are known.
-    parts = {k: kept * v + (1.0 - kept) * more.parts[k] for k, v in rolled.parts.items()}
-    return Rollouts(prompts, completions, rewards, parts, texts)
+    # Parts of the reward are means over a draw: they stay those of the first one.
+    return Rollouts(prompts, completions, rewards, rolled.parts, texts)
 
 
 def _draw(t: Trainer, params: Any, lora: Any, step: int, attempt: int) -> Rollouts:
