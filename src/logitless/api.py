@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from logitless import vjp
-from logitless.arguments import Bound, bind
+from logitless.arguments import Bound, bind, reference_call, with_reference
 from logitless.mesh.spec import Sharding
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
@@ -203,6 +203,9 @@ def linear_grpo_loss(
     mask: Array | None = None,
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,
+    ref_hidden: Float[Array, "B T H2"] | None = None,
+    ref_lm_head: Float[Array, "V H2"] | Float[Array, "H2 V"] | None = None,
+    ref_bias: Float[Array, "V"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"] | None = None,
@@ -241,6 +244,9 @@ def linear_grpo_loss(
       mask: 1 on completion tokens; prompts and padding have no loss, no gradient and no cost.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
       ref_logp: the reference policy's, for a KL term (``objective.beta``).
+      ref_hidden, ref_lm_head, ref_bias: in the place of ``ref_logp``, what it is made of: it is computed in this call,
+        one matmul more for each live token, without logits and without a gradient. For a frozen head, ``ref_lm_head``
+        is ``lm_head``; ``lora`` is not added to it.
       rollout_logp: the sampler's, for the train/rollout correction.
       segment_ids: sequences of packed rows.
       token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
@@ -272,10 +278,18 @@ def linear_grpo_loss(
 def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     if given["sharding"] is None:
-        return _run(bind(name, given), with_stats)
+        return _bind_and_run(name, given, with_stats)
     from logitless.mesh import context
 
-    return context.over_mesh(name, lambda arguments: _run(bind(name, arguments), with_stats), given, with_stats)
+    return context.over_mesh(name, lambda arguments: _bind_and_run(name, arguments, with_stats), given, with_stats)
+
+
+def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> Any:
+    """The call; before it, one without gradients for its reference's log-probabilities, if it has a reference head."""
+    reference, given = reference_call(name, given)
+    if reference is not None:
+        given = with_reference(given, _run(bind(*reference), False).logp)
+    return _run(bind(name, given), with_stats)
 
 
 def _run(b: Bound, with_stats: bool) -> Any:

@@ -23,6 +23,7 @@ _LOSS_ARRAYS = (
     "mask", "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
     "token_weights",
 )  # fmt: skip
+_REFERENCE = ("ref_hidden", "ref_lm_head", "ref_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,38 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
     return Bound(_placed(p, loss, route), loss, route, shape)
+
+
+def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
+    """``(call, given)``: the call of ``linear_logprobs`` that gives the reference's log-probabilities, where a loss was
+    given the reference's hidden states and head, as :func:`bind` takes it; and the loss's arguments without them."""
+    asked = {k: given.get(k) for k in _REFERENCE}
+    rest = {k: v for k, v in given.items() if k not in _REFERENCE}
+    if all(v is None for v in asked.values()):
+        return None, rest
+    for missing in ("ref_hidden", "ref_lm_head"):
+        if asked[missing] is None:
+            present = ", ".join(k for k, v in asked.items() if v is not None)
+            raise ValueError(
+                f"{name}: {present} without {missing}: the reference's log-probabilities need both ref_hidden and "
+                "ref_lm_head (lm_head itself, if the head is frozen)."
+            )
+    if given["ref_logp"] is not None:
+        raise ValueError(f"{name}: ref_logp and ref_hidden were both given; leave one of them out.")
+    arrays = (None if v is None else validation.float_array(name, k, v) for k, v in asked.items())
+    hidden, head, bias = jax.lax.stop_gradient(tuple(arrays))
+    call = dict(rest, hidden=hidden, lm_head=head, bias=bias, lora=None, lora_scale=1.0, temperature=1.0)
+    call |= dict(validate=False, sparse_backward="off", head_grad_dtype="float32")
+    of_the_loss = set(_LOSS_ARRAYS) - {"mask"}
+    return (f"{name}, the reference", {k: v for k, v in call.items() if k not in of_the_loss}), rest
+
+
+def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
+    """The arguments of a loss with its reference's log-probabilities, which divide as the policy's do."""
+    o = given["objective"]
+    if o.temperature is not None and o.temperature_on == "logp":
+        logp = logp / jnp.asarray(o.temperature, jnp.float32)
+    return dict(given, ref_logp=jax.lax.stop_gradient(logp))
 
 
 def _temperature(name: str, given: Any, objective: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from logitless import api
-from logitless.arguments import bind
+from logitless.arguments import bind, reference_call, with_reference
 from logitless.route import Route
 
 _CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
@@ -50,7 +51,7 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
         def trace(arrays: list[Any]) -> None:
             given_now = iter(arrays)
             leaves_now = [next(given_now) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
-            found.append(bind(name, jax.tree.unflatten(tree, leaves_now), describe=True).route)
+            found.append(_described(name, jax.tree.unflatten(tree, leaves_now)))
 
         jax.eval_shape(trace, shapes)
 
@@ -62,6 +63,16 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
         with context.under(name, given["sharding"]):
             take(given)
     return found[0]
+
+
+def _described(name: str, given: dict[str, Any]) -> Route:
+    """The route of a call with that of its reference, if it computes one."""
+    reference, given = reference_call(name, given)
+    if reference is None:
+        return bind(name, given, describe=True).route
+    first = bind(*reference, describe=True)
+    route = bind(name, with_reference(given, jnp.zeros(first.shape)), describe=True).route
+    return dataclasses.replace(route, reference=first.route)
 
 
 def call_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +101,8 @@ def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
     """Stand-ins for arrays that the objective asks for and that do not change the route."""
     objective, shape = given["objective"], jax.ShapeDtypeStruct(tokens, jnp.float32)
     missing = {}
-    if getattr(objective, "beta", None) is not None and given["ref_logp"] is None:
+    beta = getattr(objective, "beta", None)
+    if beta is not None and given["ref_logp"] is None and given.get("ref_hidden") is None:
         missing["ref_logp"] = shape
     asks = (getattr(objective, k, None) is not None for k in ("correction", "off_policy_threshold"))
     if any(asks) and given["rollout_logp"] is None:

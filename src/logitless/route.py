@@ -33,6 +33,7 @@ class Route:
     because: str
     placement: Any = None
     cost: Cost | None = None
+    reference: Route | None = None  # of the reference's log-probabilities, where the call computes them
 
     @property
     def backend(self) -> str:
@@ -63,12 +64,14 @@ class Route:
     @property
     def matmuls(self) -> str:
         """Matmuls per token, in words."""
-        return self.described.matmuls
+        own = self.described.matmuls
+        return own if self.reference is None else f"{own}; and 1 per live token for the reference"
 
     @property
     def bytes_moved(self) -> str:
         """Memory traffic, in words."""
-        return self.described.bytes_moved
+        own = self.described.bytes_moved
+        return own if self.reference is None else f"{own}; and those of the reference's statistics"
 
     @property
     def tiles(self) -> dict[str, Any]:
@@ -88,6 +91,11 @@ class Route:
             f"  matmuls  {self.matmuls}\n"
             f"  bytes    {self.bytes_moved}\n"
             f"  tiles    {shown}"
+            + (
+                ""
+                if self.reference is None
+                else f"\n  first    {self.reference.backend}: log-probabilities of the reference, no gradient"
+            )
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from logitless.oracle.linear import HeadLayout, linear_token_stats, linear_token_stats_vjp
@@ -66,9 +67,15 @@ def linear_grpo_loss(
     scale: ArrayLike | None = None,
     vocab_size: int | None = None,
     head_layout: HeadLayout = "vh",
+    ref_hidden: ArrayLike | None = None,
+    ref_lm_head: ArrayLike | None = None,
+    ref_bias: ArrayLike | None = None,
     **loss_inputs: Any,
 ) -> tuple[float, Floats, Floats, Floats | None]:
-    """``(loss, dhidden, dlm_head, dbias)`` of ``hidden [B, T, H]``; ``loss_inputs`` as in :func:`grpo_loss`."""
+    """``(loss, dhidden, dlm_head, dbias)`` of ``hidden [B, T, H]``; ``loss_inputs`` as in :func:`grpo_loss`.
+
+    ``ref_hidden`` and ``ref_lm_head`` are what ``ref_logp`` is made of, by the same transform.
+    """
     options: dict[str, Any] = {
         "bias": bias,
         "temperature": _temperature(objective),
@@ -78,6 +85,11 @@ def linear_grpo_loss(
         "mask": mask,
         "head_layout": head_layout,
     }
+    if ref_hidden is not None:
+        assert ref_lm_head is not None
+        reference = linear_token_stats(ref_hidden, ref_lm_head, targets, **dict(options, bias=ref_bias)).logp
+        divides = objective.temperature is not None and objective.temperature_on == "logp"
+        loss_inputs["ref_logp"] = reference / np.asarray(objective.temperature) if divides else reference
     stats = linear_token_stats(hidden, lm_head, targets, **options)
     loss, dlogp, dentropy = policy_loss_grad(
         stats.logp, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs

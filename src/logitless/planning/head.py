@@ -44,6 +44,7 @@ def plan(
     active_columns: float | None = None,
     hard_rows: float | None = None,
     vocabulary_shard: bool = False,
+    reference: bool = False,
 ) -> HeadPlan:
     """Predict the memory and the work of :func:`logitless.linear_grpo_loss` (``objective=None``: of
     :func:`logitless.linear_logprobs`) before anything runs.
@@ -58,6 +59,9 @@ def plan(
     ``hard_rows`` are the shares to assume, as the metrics of these names report them (default: those of a policy
     calibrated to Qwen2.5 on GSM8K at the tolerance of ``"auto"`` with bfloat16). The plan's ``exact`` is the one
     without it. ``vocabulary_shard``: ``lm_head`` is one device's part of the vocabulary.
+
+    ``reference``: the call is given ``ref_hidden`` and ``ref_lm_head`` of the same shapes, and computes the reference's
+    log-probabilities first.
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h = jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16)
@@ -152,7 +156,14 @@ def plan(
         )
 
     exact = prediction("off", None, None)
-    return exact if shares is None else prediction(mass, shares, exact)
+    own = exact if shares is None else prediction(mass, shares, exact)
+    if not reference:
+        return own
+    first = plan(
+        hidden, lm_head, objective=None, gradients=(), live_tokens=live_tokens, chip=chip,
+        **{k: v for k, v in options.items() if k != "objective"},
+    )  # fmt: skip
+    return own.after(first)
 
 
 def longest_context(
