@@ -10,9 +10,11 @@ from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.causal import next_tokens
 from logitless.loss_stats import with_stats
 from logitless.mesh.spec import Sharding
+from logitless.objectives.adaptive_entropy import AdaptiveEntropy
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.api import policy_loss
+from logitless.objectives.correction import entropy_denominator
 from logitless.objectives.gradient_rows import rows_with_gradient
 from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from logitless.planning.head import plan
 
 __all__ = [
+    "AdaptiveEntropy",
     "LossAux",
     "Metric",
     "Objective",
@@ -34,6 +37,7 @@ __all__ = [
     "TokenStats",
     "__version__",
     "dapo_denominator",
+    "entropy_denominator",
     "explain",
     "group_advantages",
     "grpo_loss",

@@ -39,22 +39,28 @@ class TokenStats:
 
     ``logp``, ``entropy`` and ``lse`` are float32 and differentiable; the rest are not (their gradient is zero).
     A live token whose target lies outside ``[0, V)`` has NaN in every float field. Tokens masked out by ``mask=``
-    have zeros.
+    have zeros. The calls of this library fill in every field. Who makes statistics for
+    :func:`logitless.policy_loss` needs ``logp``, and ``entropy`` where the objective reads it.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> stats = logitless.TokenStats(logp=jnp.array([[-1.0, -2.0]]))
+    >>> float(logitless.policy_loss(stats, advantages=jnp.array([2.0]))[0])
+    -2.0
     """
 
     logp: Array
     """Log-probability of the target."""
-    entropy: Array
+    entropy: Array = None  # type: ignore[assignment]  # None only in statistics that a user made
     """Entropy of the whole distribution, in nats."""
-    lse: Array
+    lse: Array = None  # type: ignore[assignment]
     """Logsumexp of the transformed logits."""
-    max_logit: Array
+    max_logit: Array = None  # type: ignore[assignment]
     """Largest transformed logit (float32)."""
-    log_sum_p2: Array
+    log_sum_p2: Array = None  # type: ignore[assignment]
     """``log sum_v p_v^2``, the negative Renyi-2 entropy (float32)."""
-    is_top1: Array
+    is_top1: Array = None  # type: ignore[assignment]
     """Whether no other column has a larger logit than the target (bool)."""
-    max_logp: Array
+    max_logp: Array = None  # type: ignore[assignment]
     """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
 
     def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]

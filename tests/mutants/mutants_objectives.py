@@ -17,6 +17,85 @@ def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
 
 
 MUTANTS = [
+    # -- metrics as the peers log them, a reference head, the state of a loop
+    m(
+        "objectives/metrics",
+        "total + of_nothing * (rows - count), rows",
+        "total, rows",
+        f"{METRICS}::test_sequence_level_metrics_as_trl_logs_them",
+    ),
+    m(
+        "objectives/metrics",
+        "total + of_nothing * (rows - count), rows",
+        "total + of_nothing * (rows - count), count",
+        f"{METRICS}::test_sequence_level_metrics_as_trl_logs_them",
+    ),
+    m(
+        "objectives/metrics",
+        'not x.counted.one_advantage and o.clip_metrics == "trl"',
+        "False",
+        f"{METRICS}::test_sequence_level_metrics_as_trl_logs_them",
+    ),
+    m(
+        "objectives/metrics",
+        "if _whole_rows(o, x) and by_sequence else False",
+        "if by_sequence else False",
+        f"{METRICS}::test_sequence_level_metrics_as_trl_logs_them",
+    ),
+    m(
+        "objectives/metrics",
+        "jnp.sum(terms.policy) * counted.denominator",
+        "jnp.sum(terms.policy) * counted.own_denominator",
+        f"{METRICS}::test_the_kl_of_the_loss_policy_loss_and_coefficient",
+    ),
+    m(
+        "objectives/metrics",
+        "mask if terms.high_entropy is None else terms.high_entropy",
+        "mask",
+        "tests/objectives/test_loop_state.py",
+    ),
+    m(
+        "objectives/loss",
+        "kl = kl * exp(w) if o.kl_bias_correction else kl",
+        "kl = kl",
+        f"{METRICS}::test_the_kl_of_the_loss_policy_loss_and_coefficient",
+    ),
+    m(
+        "objectives/policy_terms",
+        "k2 = 0.5 * raw * raw",
+        "k2 = 0.5 * d * d",
+        f"{HAND}::test_k3_plus_has_the_gradient_of_an_unclamped_k2",
+    ),
+    m(
+        "oracle/policy_terms",
+        'if inside or o.kl == "k3+" else',
+        "if inside else",
+        f"{HAND}::test_k3_plus_has_the_gradient_of_an_unclamped_k2",
+    ),
+    m(
+        "objectives/adaptive_entropy",
+        "<= self.target, self.coef, 0.0",
+        "<= self.target, self.coef, self.coef",
+        "tests/objectives/test_loop_state.py",
+    ),
+    m(
+        "objectives/adaptive_entropy",
+        "entropy <= self.target, up",
+        "entropy < self.target, up",
+        "tests/objectives/test_loop_state.py",
+    ),
+    m(
+        "arguments",
+        "hidden, head, bias = jax.lax.stop_gradient(tuple(arrays))",
+        "hidden, head, bias = tuple(arrays)",
+        "tests/head/test_reference_head.py",
+    ),
+    m(
+        "arguments",
+        "logp = logp / jnp.asarray(o.temperature, jnp.float32)",
+        "pass",
+        "tests/head/test_reference_head.py",
+    ),
     # -- NaN
     m(
         "objectives/policy_terms",
@@ -227,7 +306,7 @@ MUTANTS = [
     m("objectives/policy_terms", "kl = -d\n", "kl = d\n", f"{FAMILY}::test_kl[k1-{{}}-False]"),
     m(
         "objectives/policy_terms",
-        "kl = k2 + jax.lax.stop_gradient(kl - k2)",
+        "kl = jax.lax.stop_gradient(kl) + (k2 - jax.lax.stop_gradient(k2))",
         "kl = k2",
         f"{FAMILY}::test_kl[k3+-{{}}-False]",
     ),
@@ -468,8 +547,8 @@ MUTANTS = [
     ),
     m(
         "objectives/metrics",
-        "share = share / x.sequences.lengths()",
-        "pass",
+        "1.0 if per_token else 1.0 / sequences.lengths()",
+        "1.0",
         "tests/objectives/test_disagreements.py::test_6_clip_metrics",
         "tests/objectives/test_disagreements.py",
     ),
@@ -493,8 +572,8 @@ MUTANTS = [
     ),
     m(
         "objectives/metrics",
-        "Metric(x.rollout_missing, tokens)",
-        "Metric(tokens - x.rollout_missing, tokens)",
+        "Metric(counted.rollout_missing, tokens)",
+        "Metric(tokens - counted.rollout_missing, tokens)",
         f"{NAN}::test_a_missing_rollout_value_is_no_correction_for_its_token",
     ),
     m(

@@ -373,3 +373,14 @@ def test_a_lora_scale_of_zero_is_the_head_alone() -> None:
     targets = rng.integers(0, 7, (1, 2))
     with_lora = logitless.linear_logprobs(hidden, head, targets, lora=(a, b), lora_scale=0)
     np.testing.assert_array_equal(with_lora.logp, logitless.linear_logprobs(hidden, head, targets).logp)
+
+
+def test_k3_plus_has_the_gradient_of_an_unclamped_k2() -> None:
+    """d = 3 and d = -25: the values are k3, clamped to 10 and to 19 at d = -20; the gradients -d, as in veRL."""
+    o = Objective(beta=1.0, kl="k3+", kl_log_ratio_clamp=20.0, kl_clamp=10.0)
+    for d, value in ((3.0, 10.0), (-25.0, 10.0), (0.5, math.exp(0.5) - 1.5)):
+        inputs = {"advantages": np.float32([0.0]), "ref_logp": np.float32([[-30.0 + d]])}
+        got = evaluate(o, [[-30.0]], [[1.0]], **inputs)
+        assert float(got.loss) == pytest.approx(value, rel=1e-5) and float(got.dlogp[0, 0]) == pytest.approx(-d)
+        want, gradient, _ = oracle.policy_loss_grad([[-30.0]], None, objective=o, **inputs)
+        assert want == pytest.approx(value) and gradient[0, 0] == pytest.approx(-d)

@@ -52,7 +52,11 @@ def test_every_metric_by_hand() -> None:
         "live_tokens": (11, 12),
         "clip_fraction_low": (2, 11),  # row 1: 0.5 and 0.7
         "clip_fraction_high": (2, 11),  # row 0: 1.5 and 4.0
+        "clip_fraction": (4, 11),
         "clip_fraction_dual": (1, 11),  # row 1: 4.0
+        "clip_fraction_low_min": (0, 2),  # of the rows: 0 and 2/5
+        "clip_fraction_high_max": (2 / 6, 2),  # 2/6 and 0
+        "kl_loss": (11 * (np.exp(-0.5) + 0.5 - 1), 11),  # k3, as the loss has it
         "kl_k1": (11 * 0.5, 11),
         "kl_k3": (11 * (np.exp(-0.5) + 0.5 - 1), 11),
         "correction_weight": (11 * 1.2, 11),
@@ -106,15 +110,18 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_batch(policy: str, leve
     ]
     reduced = reduce_metrics(parts)
     assert set(reduced) == set(whole)
-    for name in whole:
+    assert pair(reduced.pop("entropy_coef")) == pytest.approx((0.02, 2))  # once a call
+    for name in reduced:
         assert pair(reduced[name]) == pytest.approx(pair(whole[name]), rel=1e-5), name
 
 
 def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
-    o = objective_of("clip", "sequence", **EVERY_METRIC)
+    o = objective_of("clip", "sequence", "bnpo", **EVERY_METRIC, clip_metrics="liger")
     logp, entropy, inputs = random_batch(3)
     whole = evaluate(o, logp, entropy, **inputs).metrics
     nothing = evaluate(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))}).metrics
+    for metrics in (whole, nothing):
+        assert metric_values(metrics)["entropy_coef"] == pytest.approx(0.01) and metrics.pop("entropy_coef").count == 1
     assert set(metric_values(nothing).values()) == {0.0}  # nothing was counted, and no NaN to log
     assert all(not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_tokens")
     reduced = reduce_metrics([nothing, whole])
@@ -122,6 +129,62 @@ def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
         if name != "live_tokens":
             assert pair(reduced[name]) == pair(whole[name]), name
     assert pair(reduced["live_tokens"]) == (inputs["mask"].sum(), 48)
+
+
+def test_sequence_level_metrics_as_trl_logs_them() -> None:
+    """Four rows, the last of them empty, sequence ratios 1.5, 1.1, 0.5 and none. Per sequence every row counts, the
+    empty one with a ratio of one; with advantages that differ within a row, tokens count."""
+    mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    ratio = np.array([1.5, 1.1, 0.5, 1.0])[:, None]
+    logp = np.full((4, 3), -1.0, np.float32)
+    old = (logp - np.log(ratio)).astype(np.float32)
+
+    def of(o: Objective, advantages: Any) -> dict[str, tuple[float, float]]:
+        metrics = evaluate(o, logp, logp, advantages=np.float32(advantages), mask=mask, old_logp=old).metrics
+        return {k: pair(v) for k, v in metrics.items() if "clip" in k or k == "vespo_phi"}
+
+    rows, trl = [1.0, 1.0, -1.0, -1.0], Objective(level="sequence")
+    assert of(trl, rows) == {
+        "clip_fraction_low": pytest.approx((1, 4)),
+        "clip_fraction_high": pytest.approx((1, 4)),
+        "clip_fraction": pytest.approx((2, 4)),
+        "clip_fraction_low_min": (0, 4),
+        "clip_fraction_high_max": (1, 4),
+    }
+    tokens = [[1.0, 0.0, 1.0], [1.0] * 3, [-1.0] * 3, [-1.0] * 3]
+    got = of(trl, tokens)
+    assert (got["clip_fraction_low"], got["clip_fraction_high"]) == ((1, 6), (2, 6))
+    assert got["clip_fraction_high_max"] == pytest.approx((2 / 3, 3)) and got["clip_fraction_low_min"] == (0, 3)
+    got = of(trl.replace(clip_metrics="liger"), rows)
+    assert (got["clip_fraction_low"], got["clip_fraction_high"]) == ((1, 6), (3, 6)) and len(got) == 3
+    # At the token level a row without a token has no fraction: all rows that have one are clipped below.
+    got = of(Objective(eps_low=0.2), [[0.0] * 3, [0.0] * 3, [-1.0] * 3, [-1.0] * 3])
+    assert got["clip_fraction_low_min"] == (0, 3)
+    low = evaluate(Objective(), logp, logp, advantages=np.float32(rows), mask=mask * [[0], [0], [1], [0]], old_logp=old)
+    assert pair(low.metrics["clip_fraction_low_min"]) == (1, 1)
+    # phi = exp(lam + k s - lam exp(s)) with s the sum of log-ratios; 1 for the empty row.
+    s = np.log(ratio[:3, 0]) * [3, 2, 1]
+    k, lam = np.array([2, 2, 3]), np.array([3, 3, 2])
+    phi = np.exp(lam + k * s - lam * np.exp(s))
+    vespo = Objective(policy="vespo")
+    assert of(vespo, rows)["vespo_phi"] == pytest.approx((phi.sum() + 1, 4), rel=1e-5)
+    assert of(vespo.replace(clip_metrics="liger"), rows)["vespo_phi"] == pytest.approx((phi.sum(), 3), rel=1e-5)
+    by_token = [[1.0] * 3, [1.0] * 3, [-1.0] * 3, [-1.0] * 3]
+    assert of(vespo, by_token)["vespo_phi"] == pytest.approx(((phi * [3, 2, 1]).sum(), 6), rel=1e-5)
+
+
+def test_the_kl_of_the_loss_policy_loss_and_coefficient() -> None:
+    """One token of ratio 2 with d = 1: k1 = -1, weighted by the ratio -2, clamped to 0.5 before that: -1."""
+    inputs = {"advantages": np.float32([0.5]), "old_logp": np.float32([[-1.5 - np.log(2.0)]])}
+    inputs |= {"ref_logp": np.float32([[-0.5]]), "mask": np.ones((1, 1)), "denominator": 4.0}
+    o = Objective(beta=0.1, kl="k1", kl_bias_correction=True, entropy_coef=0.25, eps_high=5.0)
+    got = evaluate(o, [[-1.5]], [[3.0]], **inputs)
+    assert pair(got.metrics["kl_loss"]) == pytest.approx((-2.0, 1))
+    assert pair(got.metrics["policy_loss"]) == pytest.approx((-2 * 0.5 - 0.2, 1))  # over one sequence, not over four
+    assert float(got.loss) == pytest.approx((-2 * 0.5 - 0.2) / 4 - 0.25 * 3.0)
+    assert pair(got.metrics["entropy_coef"]) == (0.25, 1)
+    got = evaluate(o.replace(kl_clamp=0.5), [[-1.5]], [[3.0]], **inputs)
+    assert pair(got.metrics["kl_loss"]) == pytest.approx((-1.0, 1))
 
 
 def test_metrics_carry_no_gradient() -> None:

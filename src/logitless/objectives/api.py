@@ -29,6 +29,8 @@ def policy_loss(
 ) -> tuple[Array, Metrics]:
     """The loss over statistics that are already there, for users who compute or combine them on their own.
 
+    ``stats`` need ``logp``; the entropy only where the objective reads it, the other fields never.
+
     ``token_weights`` multiply each token's policy term, as a correction weight does (``vespo`` folds them in): an
     importance ratio that was computed before, per token, or ``[B]`` or ``[B, 1]`` for one a sequence.
 
@@ -45,8 +47,12 @@ def policy_loss(
     if jnp.ndim(stats.logp) != 2:
         raise ValueError(f"{name}: stats.logp has shape {jnp.shape(stats.logp)}, expected [B, T].")
     validation.not_empty(name, "stats.logp", stats.logp)
+    reads_entropy = [k for k in ("entropy_coef", "top_entropy") if getattr(objective, k) is not None]
+    if stats.entropy is None and reads_entropy:
+        raise ValueError(f"{name}: objective.{reads_entropy[0]} reads the entropy, and stats.entropy is None; give it.")
     for field in ("logp", "entropy"):
-        validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
+        if getattr(stats, field) is not None:
+            validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
     objective, inputs = loss_inputs(
         name, objective, stats.logp.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
         denominator, entropy_denominator, token_weights,

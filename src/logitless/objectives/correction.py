@@ -70,6 +70,31 @@ def off_policy_keep(
     return (advantage >= 0) | ~(drift > objective.off_policy_threshold)
 
 
+def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None = None) -> Array:
+    """What ``entropy_denominator=`` has to be where a batch is split: the number of tokens that the entropy bonus acts
+    on. These are the valid ones; with ``top_entropy``, those that it keeps of them, which follows from ``entropy``.
+
+    With ``top_entropy`` every part of a batch takes its own quantile, so the counts of the parts are added up.
+
+    >>> import jax.numpy as jnp
+    >>> from logitless import Objective, entropy_denominator
+    >>> mask, entropy = jnp.array([[1, 1, 1, 1, 0]]), jnp.array([[0.1, 0.9, 0.5, 0.7, 9.0]])
+    >>> float(entropy_denominator(Objective(entropy_coef=0.1), mask))
+    4.0
+    >>> float(entropy_denominator(Objective(entropy_coef=0.1, top_entropy=0.5), mask, entropy))
+    2.0
+    """
+    live = jnp.asarray(mask) != 0
+    if objective.top_entropy is not None:
+        if entropy is None:
+            raise ValueError(
+                f"entropy_denominator: objective.top_entropy={objective.top_entropy} keeps tokens by their entropy; "
+                "give it (statistics.entropy)."
+            )
+        live = top_entropy_keep(objective, jnp.where(live, jnp.asarray(entropy, jnp.float32), 0.0), live)
+    return jnp.maximum(jnp.sum(live, dtype=jnp.float32), 1.0)
+
+
 def top_entropy_keep(objective: Objective, entropy: Array, mask: Array) -> Array:
     """Tokens whose entropy is at or above the ``1 - top_entropy`` quantile of the valid ones.
 

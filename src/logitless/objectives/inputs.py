@@ -19,7 +19,19 @@ from logitless import validation
 from logitless.objectives.aggregate import Sequences, aggregation_weights, default_denominator, sequences_of
 from logitless.objectives.correction import correction_weight, vespo_log_weight
 from logitless.objectives.objective import Objective
-from logitless.pytree import register
+from logitless.pytree import register, static
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What the metrics count by."""
+
+    sequences: Sequences
+    denominator: Array  # of the aggregation, as given or counted
+    own_denominator: Array  # the count of this batch: 0 where there is nothing to count
+    rollout_missing: Array | None  # number of live tokens without a rollout log-probability
+    one_advantage: bool = static(False)  # [B]: a row's tokens share it
 
 
 @register
@@ -41,11 +53,12 @@ class LossInputs:
     sequences: Sequences | None = None
     vespo_log_weight: Array | None = None
     entropy_denominator: Array | None = None
-    rollout_missing: Array | None = None  # number of live tokens without a rollout log-probability, for the metrics
+
+    counted: Counted | None = None  # what only the metrics read
 
     def for_sweep(self) -> LossInputs:
         """Without what only the metrics read."""
-        return dataclasses.replace(self, rollout_missing=None)
+        return dataclasses.replace(self, counted=None)
 
 
 def prepare(
@@ -71,9 +84,9 @@ def prepare(
     old, ref, rollout = clean(old_logp), clean(ref_logp), clean(rollout_logp)
     given = None if token_weights is None else clean(_per_token(token_weights, mask.shape))
 
-    if denominator is None:
-        denominator = default_denominator(objective, sequences)
-    weight = aggregation_weights(objective, sequences, jnp.asarray(denominator, jnp.float32))
+    own = default_denominator(objective, sequences)
+    total = own if denominator is None else jnp.asarray(denominator, jnp.float32)
+    weight = aggregation_weights(objective, sequences, total)
     for x in (advantage, old, given, None if objective.beta is None else ref):
         if x is not None:
             weight = jnp.where(jnp.isnan(x), jnp.nan, weight)
@@ -110,8 +123,20 @@ def prepare(
         sequences=sequences if coupled else None,
         vespo_log_weight=log_weight,
         entropy_denominator=None if entropy_denominator is None else jnp.asarray(entropy_denominator, jnp.float32),
-        rollout_missing=None if rollout is None else jnp.sum(jnp.isnan(rollout), dtype=jnp.float32),
+        counted=Counted(
+            sequences=sequences,
+            denominator=total,
+            own_denominator=own if _counts_empty(objective, sequences) else jnp.where(jnp.any(mask), own, 0.0),
+            rollout_missing=None if rollout is None else jnp.sum(jnp.isnan(rollout), dtype=jnp.float32),
+            one_advantage=advantages.ndim == 1,
+        ),
     )
+
+
+def _counts_empty(objective: Objective, sequences: Sequences) -> bool:
+    """Whether rows without a token are counted by the aggregation."""
+    rows = objective.aggregation in ("grpo", "dr_grpo", "luspo") and sequences.index is None
+    return rows and objective.count_rows == "all"
 
 
 def _per_token(x: Array, shape: tuple[int, ...]) -> Array:

@@ -21,7 +21,7 @@ from jax import Array
 from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.objective import Objective
-from logitless.objectives.policy_terms import exp, kl_estimate, log_ratio, policy_term
+from logitless.objectives.policy_terms import exp, kl_estimate, log_ratio, policy_term, vespo_weight
 from logitless.pytree import register
 
 
@@ -31,8 +31,12 @@ class TokenTerms:
     """Per-token pieces of a loss, for the sum and for the metrics."""
 
     contribution: Array
+    policy: Array  # the contribution without the entropy bonus
+    kl: Array | None  # as it is in the loss, before beta
+    vespo_phi: Array | None
     log_ratio: Array  # w, at the objective's level
     keep: Array | None  # tokens that the off-policy and top-entropy masks kept
+    high_entropy: Array | None  # of them, the top-entropy mask
     correction: Array | None
 
 
@@ -54,7 +58,11 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
         else:
             correction = own if correction is None else correction * own
 
-    loss = policy_term(o, logp, r, w, x.advantage, x.sequences, log_correction)
+    phi = None
+    if o.policy == "vespo":
+        assert x.sequences is not None
+        phi = vespo_weight(o, r, x.advantage, x.sequences, log_correction)
+    loss = policy_term(o, logp, r, w, x.advantage, x.sequences, phi)
     keep: Array | None = None
     if o.off_policy_threshold is not None:
         assert x.sequences is not None
@@ -68,12 +76,14 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     if correction is not None:
         # A weight of zero drops the token, even one whose loss is infinite.
         loss = jnp.where(correction != 0, loss, 0.0) * correction
+    kl = None
     if o.beta is not None:
         assert x.ref is not None
         kl = kl_estimate(o.kl, logp, x.ref, o.kl_log_ratio_clamp, o.kl_clamp)
-        loss = loss + o.beta * (kl * exp(w) if o.kl_bias_correction else kl)
+        kl = kl * exp(w) if o.kl_bias_correction else kl
+        loss = loss + o.beta * kl
 
-    contribution = jnp.where(x.mask, x.weight * loss, 0.0)
+    policy = contribution = jnp.where(x.mask, x.weight * loss, 0.0)
     if o.entropy_coef is not None:
         contribution = contribution - o.entropy_coef * _entropy_weight(x, high_entropy) * entropy
     unknown = jnp.isnan(logp)
@@ -81,7 +91,7 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
         unknown |= jnp.isnan(entropy)
     # A product and not NaN itself, so that the gradient of the token is NaN as well.
     contribution = contribution + jnp.where(unknown, jnp.nan, 0.0) * jnp.where(unknown, logp, 0.0)
-    return TokenTerms(contribution, w, keep, correction)
+    return TokenTerms(contribution, policy, kl, phi, w, keep, high_entropy, correction)
 
 
 def _entropy_weight(x: LossInputs, high_entropy: Array | None) -> Array:

@@ -85,7 +85,8 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTerms) -> Metrics:
     """All metrics of a loss call; none carries a gradient."""
     stats, x, terms = jax.lax.stop_gradient((stats, x, terms))
-    mask = x.mask
+    mask, counted = x.mask, x.counted
+    assert counted is not None
     tokens = jnp.sum(mask, dtype=jnp.float32)
 
     def over_tokens(value: Array) -> Metric:
@@ -93,27 +94,40 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
 
     ratio = jnp.exp(terms.log_ratio)
     out: Metrics = {
-        "entropy": over_tokens(stats.entropy),
         "logp": over_tokens(stats.logp),
-        "is_top1": over_tokens(stats.is_top1),
         "ratio": over_tokens(ratio),
         "ratio_squared": over_tokens(ratio * ratio),
         "ratio_min": Metric(jnp.min(jnp.where(mask, ratio, jnp.inf)), tokens),
         "ratio_max": Metric(jnp.max(jnp.where(mask, ratio, -jnp.inf)), tokens),
         "live_tokens": Metric(tokens, jnp.float32(mask.size)),
     }
+    for name in ("entropy", "is_top1"):  # statistics that a user made may lack them
+        if getattr(stats, name) is not None:
+            out[name] = over_tokens(getattr(stats, name))
     out.update(_clip_fractions(o, ratio, x))
     if x.ref is not None:
         logp = stats.logp if x.logp_temperature is None else stats.logp / x.logp_temperature
         out["kl_k1"] = over_tokens(kl_estimate("k1", logp, x.ref))
         out["kl_k3"] = over_tokens(kl_estimate("k3", logp, x.ref))
-    if x.rollout_missing is not None:
-        out["rollout_missing"] = Metric(x.rollout_missing, tokens)
+    if terms.kl is not None:
+        out["kl_loss"] = over_tokens(terms.kl)
+    if terms.vespo_phi is not None:
+        out["vespo_phi"] = _sequence_mean(o, terms.vespo_phi, x, of_nothing=1.0)
+    if o.entropy_coef is not None:
+        # Over this batch's own count, whatever denominator the loss was given: so parts reduce to the whole.
+        policy = jnp.sum(terms.policy) * counted.denominator
+        out["policy_loss"] = Metric(policy, counted.own_denominator)
+        acted_on = mask if terms.high_entropy is None else terms.high_entropy
+        total = jnp.sum(jnp.where(acted_on, stats.entropy, 0.0))
+        out["bonus_entropy"] = Metric(total, jnp.sum(acted_on, dtype=jnp.float32))
+        out["entropy_coef"] = Metric(jnp.asarray(o.entropy_coef, jnp.float32), jnp.float32(1.0))
+    if counted.rollout_missing is not None:
+        out["rollout_missing"] = Metric(counted.rollout_missing, tokens)
     if terms.correction is not None:
         out["correction_weight"] = over_tokens(terms.correction)
     if terms.keep is not None:
         out["kept_tokens"] = over_tokens(terms.keep)
-    g_logp, g_entropy = cotangents(o, stats.logp, stats.entropy, x)
+    g_logp, g_entropy = cotangents(o, stats.logp, _entropy(stats), x)
     out["zero_gradient_tokens"] = over_tokens((g_logp == 0) & (g_entropy == 0))
     return out
 
@@ -137,27 +151,67 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
     else:
         low = (ratio < 1.0 - jnp.asarray(o.eps_low)) & (a < 0)
         high = (ratio > 1.0 + jnp.asarray(o.eps_high)) & (a > 0)
-    share = mask.astype(jnp.float32)
-    if o.level != "token" and o.clip_metrics == "trl":
-        assert x.sequences is not None
-        share = share / x.sequences.lengths()
-    count = jnp.sum(share)
+    by_sequence = o.level != "token" and o.clip_metrics == "trl"
 
     def fraction(hit: Array) -> Metric:
-        return Metric(jnp.sum(jnp.where(hit, share, 0.0)), count)
+        if by_sequence:
+            return _sequence_mean(o, hit, x)
+        return Metric(jnp.sum(hit & mask, dtype=jnp.float32), jnp.sum(mask, dtype=jnp.float32))
 
-    out = {"clip_fraction_low": fraction(low), "clip_fraction_high": fraction(high)}
+    out = {
+        "clip_fraction_low": fraction(low),
+        "clip_fraction_high": fraction(high),
+        "clip_fraction": fraction(low | high),
+    }
     if o.dual_clip is not None:
         out["clip_fraction_dual"] = fraction((a < 0) & (raw > o.dual_clip))
+    if o.clip_metrics == "trl" and o.policy == "clip":
+        assert x.counted is not None
+        rows = x.counted.sequences
+        # A row without a token has no mean over tokens; as a sequence it has a ratio, of one.
+        counts = mask | (~jnp.any(mask, axis=1, keepdims=True) if _whole_rows(o, x) and by_sequence else False)
+        number = jnp.sum(jnp.any(counts, axis=1), dtype=jnp.float32)
+        low_mean, high_mean = (rows.mean(hit.astype(jnp.float32)) for hit in (low, high))
+        out["clip_fraction_low_min"] = Metric(jnp.min(jnp.where(counts, low_mean, jnp.inf)), number)
+        out["clip_fraction_high_max"] = Metric(jnp.max(jnp.where(counts, high_mean, -jnp.inf)), number)
     return out
+
+
+def _whole_rows(o: Objective, x: LossInputs) -> bool:
+    """Whether a value of a sequence is one value of its row: not so with packed rows, or an advantage per token."""
+    assert x.counted is not None
+    return x.counted.sequences.index is None and x.counted.one_advantage
+
+
+def _sequence_mean(o: Objective, value: Array, x: LossInputs, of_nothing: float = 0.0) -> Metric:
+    """The mean over sequences of what is the same for all their tokens.
+
+    As TRL logs it: every row counts, those without a token with ``of_nothing``, the value at a ratio of one; and where
+    the advantages of a row differ, so that the value does, the mean is over tokens. Otherwise over sequences that have
+    a token.
+    """
+    assert x.counted is not None
+    sequences, mask = x.counted.sequences, x.mask
+    per_token = sequences.index is None and not x.counted.one_advantage and o.clip_metrics == "trl"
+    share = jnp.where(mask, 1.0 if per_token else 1.0 / sequences.lengths(), 0.0)
+    total, count = jnp.sum(jnp.where(mask, value, 0.0) * share), jnp.sum(share)
+    if _whole_rows(o, x) and o.clip_metrics == "trl":
+        rows = jnp.float32(mask.shape[0])
+        total, count = total + of_nothing * (rows - count), rows
+    return Metric(total, count)
+
+
+def _entropy(stats: TokenStats) -> Array:
+    """The entropy; zeros where a user's statistics lack it and the objective does not read it."""
+    return jnp.zeros_like(stats.logp) if stats.entropy is None else stats.entropy
 
 
 def metrics_of(objective: Objective, stats: TokenStats, inputs: LossInputs) -> Metrics:
     """The metrics of a loss whose statistics are known."""
-    return loss_metrics(objective, stats, inputs, token_terms(objective, stats.logp, stats.entropy, inputs))
+    return loss_metrics(objective, stats, inputs, token_terms(objective, stats.logp, _entropy(stats), inputs))
 
 
 def loss_of_stats(objective: Objective, stats: TokenStats, inputs: LossInputs) -> tuple[Array, Metrics]:
     """Loss and metrics, differentiable through the statistics."""
-    terms = token_terms(objective, stats.logp, stats.entropy, inputs)
+    terms = token_terms(objective, stats.logp, _entropy(stats), inputs)
     return jnp.sum(terms.contribution), loss_metrics(objective, stats, inputs, terms)

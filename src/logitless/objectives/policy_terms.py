@@ -133,9 +133,9 @@ def policy_term(
     w: Array,
     advantage: Array,
     sequences: Sequences | None,
-    log_correction: Array | None,
+    phi: Array | None,
 ) -> Array:
-    """The per-token policy loss, before masks, weights and KL."""
+    """The per-token policy loss, before masks, weights and KL; ``phi``: VESPO's weight."""
     moves = advantage != 0
     # Without an advantage the ratio does not matter: keep an infinite one from making 0 * inf.
     safe_w = jnp.where(moves, w, 0.0)
@@ -146,8 +146,8 @@ def policy_term(
     elif o.policy == "sapo":
         loss = sapo_loss(o, safe_w, advantage)
     elif o.policy == "vespo":
-        assert sequences is not None
-        loss = -vespo_weight(o, r, advantage, sequences, log_correction) * advantage * logp
+        assert phi is not None
+        loss = -phi * advantage * logp
     elif o.policy == "gmpo":
         assert sequences is not None
         loss = gmpo_loss(o, r, advantage, sequences)
@@ -162,8 +162,9 @@ def policy_term(
 def kl_estimate(
     kind: KLEstimator, logp: Array, ref: Array, log_ratio_clamp: Number | None = None, clamp: Number | None = None
 ) -> Array:
-    """The estimator's value per token; clamps pass the gradient at and inside their bounds."""
-    d = ref - logp
+    """The estimator's value per token; clamps pass the gradient at and inside their bounds, and do not touch the
+    gradient of ``k3+``, which is that of an unclamped k2 (veRL)."""
+    raw = d = ref - logp
     if log_ratio_clamp is not None:
         d = clip(d, -jnp.asarray(log_ratio_clamp), log_ratio_clamp)
     if kind == "k1":
@@ -172,11 +173,11 @@ def kl_estimate(
         kl = 0.5 * d * d
     else:
         kl = _k3(d)
-        if kind == "k3+":
-            k2 = 0.5 * d * d
-            kl = k2 + jax.lax.stop_gradient(kl - k2)
     if clamp is not None:
         kl = clip(kl, -jnp.asarray(clamp), clamp)
+    if kind == "k3+":
+        k2 = 0.5 * raw * raw
+        kl = jax.lax.stop_gradient(kl) + (k2 - jax.lax.stop_gradient(k2))
     return kl
 
 

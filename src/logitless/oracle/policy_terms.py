@@ -140,7 +140,8 @@ def kl_term(w: float, logp: float, ref: float, o: Objective) -> Term:
         k3 = e^d - d - 1   dk3/dd = e^d - 1
         k3+                the value of k3, the derivative of k2
 
-    First ``d`` is clamped, then the estimator; a clamp passes no derivative outside its bounds. ``dd/dlogp = -1``.
+    First ``d`` is clamped, then the estimator; a clamp passes no derivative outside its bounds, but leaves that of k3+
+    alone: it is ``d`` before any clamp. ``dd/dlogp = -1``.
     """
     bound, cap = number_or_none(o.kl_log_ratio_clamp), number_or_none(o.kl_clamp)
     raw = ref - logp
@@ -152,12 +153,12 @@ def kl_term(w: float, logp: float, ref: float, o: Objective) -> Term:
         "k1": (-d, -1.0),
         "k2": (0.5 * d * d, d),
         "k3": (expm1 - d, expm1),
-        "k3+": (expm1 - d, d),
+        "k3+": (expm1 - d, raw),
     }[o.kl]
     if cap is not None:
         inside *= within(value, -cap, cap)
         value = clamp(value, -cap, cap)
-    d_logp = -slope if inside else 0.0
+    d_logp = -slope if inside or o.kl == "k3+" else 0.0
     if not o.kl_bias_correction:
         return Term(value, d_logp=d_logp)
     ratio = exp(w)

@@ -11,7 +11,7 @@
 | ``top_entropy_quantile``, ``off_policy_mask_threshold`` | ``top_entropy`` (1: none), ``off_policy_threshold`` |
 | ``vllm_importance_sampling_*`` with ``use_vllm`` | ``correction``, ``correction_mode``, its bounds |
 | ``sapo_temperature_pos``, ``_neg`` | ``tau_pos``, ``tau_neg`` |
-| ``use_adaptive_entropy`` | refused: the coefficient changes between steps |
+| ``use_adaptive_entropy`` and its numbers | refused: a state of the loop, :class:`logitless.AdaptiveEntropy` |
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ LIGER = Library(
     },
     other=frozenset({"compiled", "chunk_size"}),
 )
+_LAMBDA_MIN = 1e-4
+"""Both libraries raise VESPO's lambda to it."""
 _LOSS_TYPES: dict[str, tuple[str, str]] = {
     **{name: ("clip", name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
     "cispo": ("cispo", "dapo"),
@@ -102,8 +104,10 @@ def from_trl(config: Any = None, **given: Any) -> Objective:
     s = read(TRL, config, given)
     if s["use_adaptive_entropy"]:
         s.refuse(
-            "use_adaptive_entropy=True moves the entropy coefficient between steps; keep it in your loop, and give "
-            "each step objective.replace(entropy_coef=...) (it is traced: nothing compiles anew)."
+            "use_adaptive_entropy=True moves the entropy coefficient between steps, which is a state of your loop: "
+            "control = AdaptiveEntropy.from_trl(config), and each step gets "
+            "objective.replace(entropy_coef=control.applied), where objective = Objective.from_trl(config, "
+            "use_adaptive_entropy=False)."
         )
     high = s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
     fields = _common(s, "epsilon", s["epsilon"], high)
@@ -155,7 +159,7 @@ def _common(s: Settings, low_name: str, eps_low: Any, eps_high: Any) -> dict[str
         s.ignored(["sapo_temperature_pos", "sapo_temperature_neg"], here)
     vespo = [name for name in _SHAPES if name.startswith("vespo")]
     if policy == "vespo":
-        fields.update({name: s[name] for name in vespo})
+        fields.update({name: max(s[name], _LAMBDA_MIN) if "lambda" in name else s[name] for name in vespo})
     else:
         s.ignored(vespo, here)
     if aggregation == "dr_grpo":
