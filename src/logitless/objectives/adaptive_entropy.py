@@ -9,22 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.objectives.frameworks.settings import Library, read
 from logitless.objectives.metrics import Metric
 from logitless.objectives.objective import Number
 from logitless.pytree import register
-
-_TRL = Library(
-    "TRL",
-    "AdaptiveEntropy.from_trl",
-    loss={
-        "entropy_coef": 0.0,
-        "entropy_coef_min": 0.0,
-        "entropy_coef_max": 1.0,
-        "entropy_coef_delta": 0.005,
-        "entropy_target": 0.2,
-    },
-)
 
 
 @register
@@ -64,7 +51,10 @@ class AdaptiveEntropy:
         >>> AdaptiveEntropy.from_trl(entropy_coef=0.01, entropy_target=0.4).target
         0.4
         """
-        s = read(_TRL, None if config is None else {k: getattr(config, k) for k in _TRL.loss}, settings)
+        from logitless.objectives.frameworks.settings import read
+        from logitless.objectives.frameworks.trl import ADAPTIVE_ENTROPY as names
+
+        s = read(names, None if config is None else {k: getattr(config, k) for k in names.loss}, settings)
         return AdaptiveEntropy(
             coef=s["entropy_coef"],
             target=s["entropy_target"],

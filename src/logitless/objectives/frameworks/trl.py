@@ -69,6 +69,17 @@ TRL = Library(
         lr_scheduler_kwargs torch_empty_cache_steps""".split()  # noqa: SIM905
     ),
 )
+ADAPTIVE_ENTROPY = Library(
+    "TRL",
+    "AdaptiveEntropy.from_trl",
+    loss={
+        "entropy_coef": 0.0,
+        "entropy_coef_min": 0.0,
+        "entropy_coef_max": 1.0,
+        "entropy_coef_delta": 0.005,
+        "entropy_target": 0.2,
+    },
+)
 LIGER = Library(
     "Liger",
     "Objective.from_liger",
