@@ -58,7 +58,7 @@ docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md
 
 site: $(STAMP)  # the pages as a website, in site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo site/index.html
 
 dist: $(STAMP)  # wheel and sdist in dist/, each tried in an empty environment

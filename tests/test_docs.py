@@ -62,15 +62,16 @@ def test_snippets_of_a_page_run(page: Path) -> None:
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor exists (mkdocs.yml asks for it)."""
     pytest.importorskip("material", reason="mkdocs-material comes with logitless[site]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # --quiet would hide warnings from --strict
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [*command, "--site-dir", tmp_path],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert not (done.stdout + done.stderr).strip()
+    assert "WARNING" not in done.stdout + done.stderr
     assert (tmp_path / "index.html").exists()
 
 
