@@ -123,20 +123,30 @@ def sharded_tables() -> list[str]:
     out = [
         "## Many chips, ahead of time",
         "",
-        f"{result['what']}. {result['tokens_per_chip']} tokens a chip, H={result['hidden']}, V={result['vocab']}, "
-        f"libtpu {result['versions']['libtpu']}.",
+        f"{result['what']}. {result['tokens_per_chip']} tokens a chip, H={result['hidden']}, V={result['vocab']}. "
+        "Collectives: bytes of whole arrays, in the dtype that is summed or moved, all trips of a loop counted.",
         "",
         f"    {result['command']}",
         "",
-        "| slice | layout | program | peak MiB a chip |",
-        "|---|---|---|---|",
+        "| slice | layout | program | peak MiB a chip | collectives, MiB | libtpu |",
+        "|---|---|---|---|---|---|",
     ]
     for slice_name, layouts in result["slices"].items():
         for layout, programs in layouts.items():
             for name, row in programs.items():
                 if isinstance(row, dict) and "peak_bytes" in row:
-                    out.append(f"| {slice_name} | {layout} | {name} | {mib(row['peak_bytes'])} |")
+                    cells = [slice_name, layout, name, mib(row["peak_bytes"]), sent(row), row["versions"]["libtpu"]]
+                    out.append(f"| {' | '.join(cells)} |")
     return [*out, ""]
+
+
+def sent(row: dict[str, Any]) -> str:
+    """A program's collectives by kind and dtype; those below a MiB are left out."""
+    found: dict[str, int] = {}
+    for c in row.get("collectives", ()):
+        what = f"{c['kind']} {c['dtype']}"
+        found[what] = found.get(what, 0) + c["bytes"] * c["times"]
+    return ", ".join(f"{k} {mib(v)}" for k, v in found.items() if v >= 1 << 20) or "-"
 
 
 def cpu_tables() -> list[str]:

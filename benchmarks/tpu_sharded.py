@@ -2,19 +2,23 @@
 
     python benchmarks/tpu_sharded.py                 (about 20 minutes on two cores; needs libtpu)
     python benchmarks/tpu_sharded.py v6e:2x4         (one slice)
+    python benchmarks/tpu_sharded.py --forms fused v6e:2x4   (some of its programs; the others are kept)
 
 Loss, dH and dW of a token-level objective at 8192 tokens per chip, H = 4096, V = 151936, bfloat16, by the Pallas
 kernels under ``sharding=``, and by dense losses that GSPMD partitions: the strong form (a custom_vjp that keeps the
-logits) and the naive one (log_softmax and a gather). Peak HBM of a chip is the compiler's own figure. Each program is
-compiled in a process of its own.
+logits) and the naive one (log_softmax and a gather). Peak HBM of a chip is the compiler's own figure. Collectives are
+counted with the trips of the loops around them, in the dtype that is summed. Each program is compiled in a process of
+its own, and has the versions that compiled it.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from logitless import Objective, Sharding, linear_grpo_loss
 from logitless.tools import baselines
 from logitless.tpu import aot
-from logitless.tpu.programs import collectives_of
+from logitless.tpu.collectives import collectives_of
 
 HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_sharded.json"
@@ -93,6 +97,7 @@ def compile_one(slice_name: str, layout_name: str, form: str) -> dict[str, Any]:
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "collectives": [c for c in collectives_of(text) if c["bytes"] > 8],
         "seconds": round(compiled.seconds, 1),
+        "versions": aot.versions(),
     }
 
 
@@ -105,31 +110,37 @@ def in_a_process(slice_name: str, layout_name: str, form: str) -> dict[str, Any]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(names: list[str]) -> None:
-    record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    record |= {
-        "what": "HBM of a chip by the TPU compiler, ahead of time; nothing was run",
-        "tokens_per_chip": TOKENS,
-        "hidden": HIDDEN,
-        "vocab": VOCAB,
-        "versions": aot.versions(),
-        "command": "python benchmarks/tpu_sharded.py",
-    }
-    slices = record.setdefault("slices", {})
-    for slice_name in names or SLICES:
-        found = slices.setdefault(slice_name, {})
-        for layout_name, layout in layouts(SLICES[slice_name]).items():
-            entry: dict[str, Any] = {"axes": layout.axes}
-            # Dense losses of many chips say nothing new: a chip's share is the same.
-            for form in FORMS if SLICES[slice_name] == 8 else FORMS[:1]:
-                entry[form] = in_a_process(slice_name, layout_name, form)
-                print(slice_name, layout_name, form, entry[form], flush=True)
-            found[layout_name] = entry
-            RESULT.write_text(json.dumps(record, indent=1) + "\n")
+def main() -> None:
+    p = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    p.add_argument("slices", nargs="*", help=f"some of {', '.join(SLICES)} (default: all)")
+    p.add_argument("--forms", default="", help="programs whose name matches this regular expression")
+    p.add_argument("--layouts", default="", help="layouts whose name matches this regular expression")
+    p.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.one:
+        print("\n" + json.dumps(compile_one(*args.one)))
+        return
+    for slice_name in args.slices or SLICES:
+        # Dense losses of many chips say nothing new: a chip's share is the same.
+        forms = [f for f in (FORMS if SLICES[slice_name] == 8 else FORMS[:1]) if re.search(args.forms, f)]
+        for form in forms:
+            for layout_name, layout in layouts(SLICES[slice_name]).items():
+                if not re.search(args.layouts, layout_name):
+                    continue
+                found = in_a_process(slice_name, layout_name, form)
+                print(slice_name, layout_name, form, found, flush=True)
+                record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+                record |= {
+                    "what": "HBM of a chip by the TPU compiler, ahead of time; nothing was run",
+                    "tokens_per_chip": TOKENS,
+                    "hidden": HIDDEN,
+                    "vocab": VOCAB,
+                    "command": "python benchmarks/tpu_sharded.py",
+                }
+                entry = record.setdefault("slices", {}).setdefault(slice_name, {}).setdefault(layout_name, {})
+                entry |= {"axes": layout.axes, form: found}
+                RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(compile_one(*sys.argv[2:5])))
-    else:
-        main(sys.argv[1:])
+    main()

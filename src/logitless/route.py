@@ -190,8 +190,6 @@ def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
             return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"
         try:
             backend = registry.backend_of(level, kernel, sparse)
-            if place is not None and not getattr(backend, "on_mesh", True):
-                raise NotImplementedError("its sparse backward does not work with sharding= yet")
             backend.check(p, columns_apart)
         except NotImplementedError as error:
             return f"{name}: backend={kernel!r} cannot serve this call: {error}"

@@ -389,9 +389,51 @@ def test_refusals_say_why() -> None:
         small(logits_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="no LoRA yet"):
         small(lora=(jnp.ones((300, 2), jnp.bfloat16), jnp.ones((2, 128), jnp.bfloat16)))
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    with pytest.raises(NotImplementedError, match="does not work with sharding= yet"):
-        small(sharding=Sharding(mesh, tokens=PartitionSpec("data"), head=PartitionSpec()))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    with pytest.raises(NotImplementedError, match="needs the whole vocabulary on a device"):
+        small(sharding=Sharding(mesh, tokens=PartitionSpec(), head=PartitionSpec("tensor", None)))
+
+
+# -- over a mesh -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["in forward", "late"])
+def test_tokens_over_a_mesh(late: bool) -> None:
+    """Data x FSDP: every device does with its own tokens what one device does, to the bit; dW is their sum."""
+    case = calibrated()
+    rest = loss_inputs(case)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
+    where = Sharding(mesh, tokens=PartitionSpec(("data", "fsdp")), head=PartitionSpec("fsdp", None))
+    # A sequence-level ratio couples tokens: gradients come later, from the cotangents that arrive.
+    objective = Objective(level="sequence", eps_low=9.0, eps_high=9.0) if late else DAPO
+
+    @functools.partial(jax.jit, static_argnums=(4,))
+    def f(h: Any, w: Any, y: Any, rest: Any, sharding: Sharding | None) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            return linear_grpo_loss(
+                h, w, y, objective=objective, backend="pallas_tpu", interpret=True, sparse_backward="auto",
+                sharding=sharding, denominator=32.0, **rest,
+            )  # fmt: skip
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+
+    h, w = case.parameters()
+    (value, metrics), (dh, dw) = f(h, w, jnp.asarray(case.targets), rest, where)
+    values = metric_values(metrics)
+    assert values["dense_chunks"] == 0 and 0 < values["backward_columns"] < 0.25
+    assert 0 < values["left_out_mass_max"] <= TOLERANCE and 0 < values["hard_rows"] < 0.5
+    total, rows, weight = 0.0, [], np.zeros(w.shape)
+    for k in range(0, 8, 2):
+        part = slice(k, k + 2)
+        own = {name: x[part] for name, x in rest.items()}
+        (one, _), (dh_own, dw_own) = f(h[part], w, jnp.asarray(case.targets)[part], own, None)
+        total, weight = total + float(one), weight + f64(dw_own)
+        rows.append(f64(dh_own))
+    np.testing.assert_allclose(float(value), total, rtol=1e-5)
+    np.testing.assert_array_equal(f64(dh), np.concatenate(rows))
+    assert dw.dtype == jnp.bfloat16
+    assert np.linalg.norm(f64(dw) - weight) <= 2.0**-8 * np.linalg.norm(weight)  # roundings of the parts and the sum
 
 
 def test_explain_says_what_it_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -221,29 +222,46 @@ def _product(axes: dict[str, int], names: list[str]) -> int:
     return int(np.prod([axes[n] for n in names], initial=1))
 
 
-@pytest.mark.parametrize(
-    ("axes", "tokens", "head"),
-    [
-        ({"data": 2, "fsdp": 4}, P("data", "fsdp"), P("fsdp", None)),
-        ({"data": 4, "tensor": 2}, P("data"), P("tensor", None)),
-    ],
-)
-def test_dw_in_parts_has_the_bits_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], tokens: P, head: P
-) -> None:
-    data = batch()
-    data = dict(data, hidden=data["hidden"].astype(jnp.bfloat16), lm_head=data["lm_head"].astype(jnp.bfloat16))
-    options = {"backend": "pallas_tpu", "interpret": True, "sharding": Sharding(mesh(axes), tokens=tokens, head=head)}
-    bias = np.linspace(-1, 1, 64, dtype=np.float32)
+def _kernel_program(data: dict[str, Any], objective: Objective, sharding: Sharding) -> Any:
+    """Gradients of hidden states, head and bias by the kernels."""
     rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+    options = {"backend": "pallas_tpu", "interpret": True, "sharding": sharding}
 
-    def f(w: Any, bias: Any) -> Any:
-        return loss(data["hidden"], w, rest, TOKEN, bias=bias, **options)[0]
+    def f(h: Any, w: Any, bias: Any) -> Any:
+        return loss(h, w, rest, objective, bias=bias, **options)[0]
 
-    whole, program = run(jax.grad(f, (0, 1)), data["lm_head"], bias)
-    monkeypatch.setattr(parts, "MOST_BYTES", 4 * 32 * 128 // axes.get("tensor", 1))  # two parts
-    cut, cut_program = run(jax.grad(f, (0, 1)), data["lm_head"], bias)
+    bias = np.linspace(-1, 1, 64, dtype=np.float32)
+    return run(jax.grad(f, (0, 1, 2)), data["hidden"], data["lm_head"], bias)
+
+
+def _bfloat16(data: dict[str, Any]) -> dict[str, Any]:
+    return dict(data, hidden=data["hidden"].astype(jnp.bfloat16), lm_head=data["lm_head"].astype(jnp.bfloat16))
+
+
+def _largest(program: str, gathers: bool) -> int:
+    return max(n for kind, n in collectives(program) if (kind == "all-gather") == gathers)
+
+
+def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, where = _bfloat16(batch()), Sharding(mesh({"data": 4, "tensor": 2}), tokens=P("data"), head=P("tensor", None))
+    whole, program = _kernel_program(data, TOKEN, where)
+    monkeypatch.setattr(parts, "MOST_BYTES", 4 * 32 * 128 // 2)  # two parts
+    cut, cut_program = _kernel_program(data, TOKEN, where)
     for a, b in zip(cut, whole, strict=True):
         np.testing.assert_array_equal(a, b)
-    largest = [max(n for kind, n in collectives(text) if kind != "all-gather") for text in (cut_program, program)]
-    assert 2 * largest[0] == largest[1]
+    assert 2 * _largest(cut_program, False) == _largest(program, False)
+
+
+@pytest.mark.parametrize("objective", [TOKEN, dataclasses.replace(TOKEN, entropy_coef=0.1)], ids=["token", "entropy"])
+def test_a_head_that_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch, objective: Objective) -> None:
+    """The gradients of a head that is gathered whole, up to the order of the statistics' sums; half of it at a time."""
+    data = _bfloat16(batch())
+    where = Sharding(mesh({"data": 2, "fsdp": 4}), tokens=P("data", "fsdp"), head=P("fsdp", None))
+    whole, program = _kernel_program(data, objective, where)
+    monkeypatch.setattr(parts, "MOST_BYTES", 4 * 32 * 128)  # two parts
+    cut, cut_program = _kernel_program(data, objective, where)
+    for a, b in zip(cut, whole, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 2.0**-9 * np.linalg.norm(b)
+    for gathers in (True, False):
+        assert 2 * _largest(cut_program, gathers) == _largest(program, gathers)

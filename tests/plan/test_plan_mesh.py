@@ -37,9 +37,10 @@ def test_a_mesh_of_one_chip_is_a_plan() -> None:
 def test_what_each_axis_sends() -> None:
     assert sent(mesh("data=8")) == pytest.approx({"all-reduce of dW": 2 * 2 * HEAD * 7 / 8})  # in float32
     assert sent(mesh("data=8", head_grad_dtype="param")) == pytest.approx({"all-reduce of dW": 2 * HEAD * 7 / 8})
-    assert sent(mesh("fsdp=8")) == pytest.approx(
-        {"all-gather of the head": HEAD * 7 / 8, "reduce-scatter of dW": 2 * HEAD * 7 / 8}
+    assert sent(mesh("fsdp=8")) == pytest.approx(  # in parts, gathered in each pass
+        {"all-gather of the head": 2 * HEAD * 7 / 8, "reduce-scatter of dW": 2 * HEAD * 7 / 8}
     )
+    assert sent(mesh("fsdp=8", chip="h100"))["all-gather of the head"] == pytest.approx(HEAD * 7 / 8)
     tensor = sent(mesh("tensor=4"))
     assert tensor["all-reduce of dH"] == pytest.approx(2 * 8192 * H * 4 * 3 / 4)
     assert tensor["all-reduce of per-token scalars"] < 0.01 * tensor["all-reduce of dH"]
@@ -54,10 +55,15 @@ def test_each_chip_has_its_share() -> None:
     assert columns.head.flops * 8 == whole.head.flops
     assert columns.peak < whole.peak / 3
     assert (columns.head.matmuls, mesh("tensor=8", chip="h100").head.matmuls) == (4, 4)  # by recompute off TPUs
-    # The whole head and dW (in float32 until it is reduced), and the shards beside them.
-    assert mesh("fsdp=8").peak == whole.peak + HEAD + 2 * HEAD // 8
-    assert mesh("fsdp=8", head_grad_dtype="param").peak == whole.peak + 2 * HEAD // 8
-    assert mesh("fsdp=8", gradients=("hidden",)).peak == mesh("data=1", gradients=("hidden",)).peak + HEAD // 8
+    # An eighth of the head and of dW (in float32 until it is reduced) at a time, and the shards beside them; the second
+    # accumulator of the direction, and the targets' head rows.
+    more = 6 * 8192 * H
+    assert mesh("fsdp=8").peak == whole.peak + HEAD + 2 * HEAD // 8 - 3 * (HEAD * 7 // 8) + more
+    frozen = mesh("data=1", gradients=("hidden",))
+    assert mesh("fsdp=8", gradients=("hidden",)).peak == frozen.peak + HEAD // 8 - HEAD * 7 // 8 + more
+    # A small head is gathered whole, and dW is whole until it is reduced.
+    small, alone = (plan_mesh(1024, 32768, n * 2048, parse_mesh(f"fsdp={n}"), chip="v6e") for n in (8, 1))
+    assert small.peak == alone.peak + 2 * 1024 * 32768 + 2 * 2 * 1024 * 32768 // 8
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from logitless import cli
 from logitless.tpu import aot, command
-from logitless.tpu.programs import collectives_of
+from logitless.tpu.collectives import collectives_of
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SMALL = ["--hidden", "128", "--vocab", "4096", "--tokens", "2048"]
@@ -89,13 +89,44 @@ def test_a_compiler_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_collectives_are_read_from_the_programs_text() -> None:
+    """A gather, an asynchronous sum, and in a loop of eight a sum that is rounded as it is written and a fused
+    reduce-scatter; each in what it sums, with the loop's trips."""
     hlo = """
-  %ag = bf16[1024,128]{1,0:T(8,128)(2,1)} all-gather(bf16[128,128]{1,0} %p), replica_groups={}
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%all-reduce-scatter.1 (p: f32[1024,128]) -> f32[128,128] {
+  %p = f32[1024,128]{1,0} parameter(0)
+  %all-reduce.2 = f32[1024,128]{1,0} all-reduce(%p), to_apply=%add
+  ROOT %slice = f32[128,128]{1,0} dynamic-slice(%all-reduce.2, %i, %j), dynamic_slice_sizes={128,128}
+}
+
+%body (t: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %k = f32[64]{0} get-tuple-element(%t), index=1
+  %psum = bf16[64]{0} all-reduce(%k), to_apply=%add
+  %w = f32[1024,128]{1,0} custom-call(%psum), custom_call_target="tpu_custom_call"
+  %fusion.3 = f32[128,128]{1,0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%condition (t: (s32[], f32[64])) -> pred[] {
+  %eight = s32[] constant(8)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %eight), direction=LT
+}
+
+ENTRY %main (p: bf16[128,128]) -> bf16[8] {
+  %p = bf16[128,128]{1,0} parameter(0)
+  %ag = bf16[1024,128]{1,0:T(8,128)(2,1)} all-gather(%p), replica_groups={}
   %ars = (f32[64]{0}, f32[64]{0}) all-reduce-start(f32[64]{0} %x), to_apply=%add
   %ard = f32[64]{0} all-reduce-done(%ars)
+  %loop = (s32[], f32[64]{0}) while(%start), condition=%condition, body=%body
   %f = bf16[8]{0} fusion(%ag), kind=kLoop
+}
 """
     assert collectives_of(hlo) == [
-        dict(kind="all-gather", bytes=1024 * 128 * 2),
-        dict(kind="all-reduce", bytes=256),
+        dict(kind="all-gather", bytes=1024 * 128 * 2, dtype="bf16", times=1),
+        dict(kind="all-reduce", bytes=256, dtype="f32", times=1),
+        dict(kind="all-reduce", bytes=256, dtype="f32", times=8),
+        dict(kind="reduce-scatter", bytes=1024 * 128 * 4, dtype="f32", times=8),
     ]

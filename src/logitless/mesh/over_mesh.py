@@ -2,11 +2,13 @@
 
 ``custom_vjp`` stands outside (``vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP axes,
 flattens its own tokens, does what one device does (``vocabulary.py`` where it has a part of the columns only), and
-reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call.
+reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call; the TPU
+kernels take a large one in parts, gathered in both passes (``parts.py``).
 
     collectives              forward                             backward
     tokens, head replicated  none                                all-reduce dW
     tokens, head FSDP        all-gather W                        reduce-scatter dW
+    the same, in parts       all-gather W                        all-gather W, reduce-scatter dW
     vocabulary-parallel      all-reduce [N] (max), [4, N] (sum)  all-reduce dH; dW over the axes of the tokens, if any
     sparse backward          the report's four numbers more (vocabulary-parallel: [3, N] too)
 
@@ -96,14 +98,21 @@ def placed(place: Placement, p: AnyProblem) -> Any:
 
 def _gathered(place: Placement, p: AnyProblem) -> Any:
     """A device's own problem, flat, its head gathered."""
-    rank = len(place.tokens)
     if isinstance(p, LogitsProblem):
-        return flat_tokens(p, rank)
-    head = collectives.gather_head(place, p.head)
-    flat = flat_tokens(dataclasses.replace(p, head=None), rank)  # type: ignore[arg-type]
+        return flat_tokens(p, len(place.tokens))
+    return _flat(place, dataclasses.replace(p, head=collectives.gather_head(place, p.head)))
+
+
+def _flat(place: Placement, p: Problem) -> Problem:
+    """A device's own problem, flat, its head as it is."""
+    flat = flat_tokens(dataclasses.replace(p, head=None), len(place.tokens))  # type: ignore[arg-type]
     # What a device has is a part of a sum over the axes of the tokens (LoRA's inner factor also over the vocabulary's).
     summed = bool(place.token_axes) or (bool(place.vocab) and p.head.lora_a is not None)
-    return dataclasses.replace(flat, head=head).calling(partial_hidden=bool(place.vocab), partial_head=summed)
+    return dataclasses.replace(flat, head=p.head).calling(partial_hidden=bool(place.vocab), partial_head=summed)
+
+
+def _shaped(x: Array | None, shape: tuple[int, ...]) -> Array | None:
+    return None if x is None else x.reshape(shape)
 
 
 def _unflat(tree: Any, shape: tuple[int, ...]) -> Any:
@@ -158,6 +167,11 @@ class OverMesh:
         """What a device does with its own part."""
         return shard_of(self.own, self.place) if self.place.vocab else self.own
 
+    def _arriving(self, p: Any) -> parts.Arriving | None:
+        """What a device does whose head is gathered in parts, from its own problem."""
+        number = parts.arriving(self.own, self.place, p)
+        return None if number == 1 else parts.Arriving(self.own, self.place, number)  # type: ignore[arg-type]
+
     def check(self, p: Any, columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
 
@@ -194,6 +208,9 @@ class OverMesh:
         def local(p: Any, loss: Any) -> Any:
             shape = p.targets.shape
             own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
+            arriving = self._arriving(p)
+            if arriving is not None:
+                return _unflat(arriving.statistics(_flat(place, p)), shape), None
             out, report = self.device.statistics(_gathered(place, p), own)
             return _unflat(out, shape), _of_all_devices(place, report, shape, blank=True)
 
@@ -204,7 +221,11 @@ class OverMesh:
         place = self.place
 
         def local(p: Any) -> Any:
-            own, shape = _gathered(place, p), p.targets.shape
+            shape, arriving = p.targets.shape, self._arriving(p)
+            if arriving is not None:
+                out, residual = arriving.forward(_flat(place, p), want)
+                return _unflat(out, shape), None, (residual, None)
+            own = _gathered(place, p)
             out, report, residual = self.device.forward(own, want)
             whole = dataclasses.replace(own.head, lora_scale=None) if place.gathers else None
             kept = jax.tree.map(lambda x: x if x.ndim else x[None], (residual, whole))
@@ -220,8 +241,12 @@ class OverMesh:
 
         def local(p: Any, out: TokenStats, g: StatCotangents, kept: Any) -> Any:
             residual, whole = kept
-            own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
             out, g = flat_tokens((out, g), rank)
+            arriving = self._arriving(p)
+            if arriving is not None:
+                found = arriving.backward(_flat(place, p), want, out, g, residual, only_logp)
+                return dataclasses.replace(found, hidden=_shaped(found.hidden, p.h.shape))
+            own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
             if isinstance(p, LogitsProblem):
                 return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
             apart = parts.count(self.own, place, own, want)
@@ -231,7 +256,7 @@ class OverMesh:
                 head = collectives.reduce_grads(place, found.head, p.head)
             else:
                 head = parts.reduced_grads(self.own, place, own, want, (out, g), apart, p.head)
-            return Gradients(None if found.hidden is None else found.hidden.reshape(p.h.shape), head)
+            return Gradients(_shaped(found.hidden, p.h.shape), head)
 
         specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)
         return self._run(local, (p, out, g, residual), specs, _gradient_specs(place, p, want))
@@ -246,7 +271,7 @@ class OverMesh:
             out, report = _unflat(out, shape), _of_all_devices(place, report, shape)
             if isinstance(p, LogitsProblem):
                 return out, report, found.reshape(p.logits.shape)
-            hidden = None if found.hidden is None else found.hidden.reshape(p.h.shape)
+            hidden = _shaped(found.hidden, p.h.shape)
             return out, report, Gradients(hidden, collectives.reduce_grads(place, found.head, p.head))
 
         specs = (_specs(place, p), _loss_specs(place, loss))

@@ -1,7 +1,8 @@
 """What the fused loss needs on each chip of a mesh, and what the chips have to tell each other.
 
     data     each chip has its own tokens and the whole head; dW is all-reduced
-    fsdp     tokens and head are both split: one all-gather of the head before, one reduce-scatter of dW after
+    fsdp     tokens and head are both split: one all-gather of the head before, one reduce-scatter of dW after; TPU
+             kernels gather a large head in parts, in each pass, and never have it whole (mesh/parts.py)
     tensor   the vocabulary is split, tokens are not: per-token scalars and dH (in float32) are all-reduced; off TPUs
              the gradient is by recompute, four matmuls (with a sparse backward each shard has columns of its own)
 
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from logitless.mesh import parts
 from logitless.objectives.objective import Objective
 from logitless.planning.chips import Chip, chip_of
 from logitless.planning.head import HeadPlan, plan
@@ -200,7 +202,7 @@ def plan_mesh(
     if live_tokens is not None:
         live_tokens = -(-live_tokens // rows)
     item = jnp.dtype(dtype).itemsize
-    if where.platform == "tpu" and rows * shards > 1 and options.get("sparse_backward", "off") != "off":
+    if where.platform == "tpu" and shards > 1 and options.get("sparse_backward", "off") != "off":
         options = {"backend": ANYWHERE, **{k: v for k, v in options.items() if k != "backend" or v is not None}}
     local, columns = tokens // rows, vocab // shards
     head = plan(
@@ -219,8 +221,13 @@ def plan_mesh(
     dw = columns * width * (item if head_grad_dtype == "param" else 4)
     wants_head, wants_hidden = "lm_head" in gradients, "hidden" in gradients
     found = []
+    exact = options.get("sparse_backward", "off") == "off"
+    in_parts = 1
+    if axes["fsdp"] > 1 and shards == 1 and exact and head.backend == KERNELS["tpu"] and columns % axes["fsdp"] == 0:
+        in_parts = parts.number(columns * width, columns // axes["fsdp"])
     if axes["fsdp"] > 1:
-        found.append(_collective("all-gather of the head", "gather", "fsdp", axes, part, where))
+        passes = 2 if in_parts > 1 and wants_head else 1
+        found.append(_collective("all-gather of the head", "gather", "fsdp", axes, passes * part, where))
         if wants_head:
             found.append(_collective("reduce-scatter of dW", "gather", "fsdp", axes, dw, where))
     if axes["data"] > 1 and wants_head:
@@ -234,4 +241,9 @@ def plan_mesh(
     if rows > 1 and wants_head and head.backend == KERNELS["tpu"]:
         # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole or only a shard.
         beside += dw if axes["fsdp"] == 1 else dw - part
+    if in_parts > 1:
+        # Neither the head nor dW is ever whole; a second accumulator of the direction, and the targets' head rows.
+        saved = part * (in_parts - 1) // in_parts
+        beside -= saved + (dw * (in_parts - 1) // in_parts if wants_head else 0)
+        beside += local * width * (4 + item)
     return MeshPlan(dict(axes), where, local, head, beside, tuple(found))

@@ -116,7 +116,7 @@ def _show(form: str, row: dict[str, Any]) -> str:
         return f"  {form}: {row['error']}"
     sent: dict[str, list[int]] = {}
     for c in row["collectives"]:
-        sent.setdefault(c["kind"], []).append(c["bytes"])
+        sent.setdefault(c["kind"], []).extend([c["bytes"]] * c["times"])
     collectives = ", ".join(f"{len(v)} {k} ({sum(v) / MIB:,.1f} MiB)" for k, v in sent.items()) or "none"
     inside = "in the program" if row["logits_in_program"] else "nowhere in the program"
     temporaries = row["peak"] - row["arguments"] - row["outputs"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
@@ -16,9 +15,7 @@ from logitless.api import grpo_loss, linear_grpo_loss
 from logitless.mesh.spec import Sharding
 from logitless.objectives.objective import Objective
 from logitless.tools import baselines
-
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16, "f64": 64, "s64": 64, "u64": 64}
+from logitless.tpu.collectives import collectives_of
 
 
 def program(
@@ -65,25 +62,6 @@ def program(
     gradients = (0,) if frozen_head else (0, 1)
     h, w = s((rows, n // rows, hidden), dtype), s((vocab, hidden), dtype, columns)
     return jax.value_and_grad(over_head, argnums=gradients), (h, w, *rest)
-
-
-def _array_bytes(shape: str) -> int:
-    """Bytes of ``bf16[8,128]{1,0}``; of the largest array where it is a tuple, as asynchronous starts have it."""
-    sizes = [0]
-    for kind, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", shape):
-        count = 1
-        for d in filter(None, dims.split(",")):
-            count *= int(d)
-        sizes.append(count * _BITS.get(kind, 32) // 8)
-    return max(sizes)
-
-
-def collectives_of(hlo: str) -> list[dict[str, Any]]:
-    """Every collective in a compiled program's text, with the bytes of the array it makes."""
-    found = []
-    for name, kind in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo):
-        found.append(dict(kind=kind, bytes=_array_bytes(name)))
-    return found
 
 
 def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ How the two make one gradient: ``sparse.py``.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def over_slabs(rule: Rule, want: Wanted, m: Moving, active: Active) -> Slabs:
     start = Slabs(
         jnp.zeros((size,), jnp.float32),
         jnp.zeros((size, width), jnp.float32) if want.hidden else None,
-        jnp.zeros((rule.most, width), head.weight.dtype) if want.weight else None,
+        jnp.zeros((rule.most, width), weight_dtype(m.p)) if want.weight else None,
         jnp.zeros((rule.most,), jnp.float32) if want.bias else None,
     )
     return lax.fori_loop(0, rule.slabs(active.count), slab, start)
@@ -152,10 +153,11 @@ def gradients(
         own = slabs.dh + in_their_place(mean_row(rule, p), own_mass, easy, m.p.transform)
         exact = kernels.dhidden(few, f.count, few_stats, few_g, _hard_tiles("dhidden", p))
         assert f.order is not None and f.count is not None
+        dtype = jnp.float32 if p.call.partial_hidden else p.h.dtype
         at = jnp.where(jnp.arange(n) < f.count, f.order, n)
-        dh = visit.put(jnp.zeros_like(p.h), own).at[at].set(exact.astype(p.h.dtype), mode="drop")
+        dh = visit.put(jnp.zeros(p.h.shape, dtype), own).at[at].set(exact.astype(dtype), mode="drop")
     if want.weight or want.bias:
-        dweight, dbias = kernels.dhead(few, f.count, few_stats, few_g, tiles=_hard_tiles("dhead", p))
+        dweight, dbias = kernels.dhead(few, f.count, few_stats, few_g, weight_dtype(p), _hard_tiles("dhead", p))
 
         def put(whole: Array | None, own: Array | None) -> Array | None:
             if whole is None or own is None:
@@ -164,6 +166,12 @@ def gradients(
 
         dweight, dbias = put(dweight, slabs.weight), put(dbias, slabs.bias)
     return Gradients(dh, HeadGrads(dweight, own_dtype(p, dbias))), report
+
+
+def weight_dtype(p: Problem) -> Any:
+    """Of dW: the parameter's, but for a part of a sum over devices in float32."""
+    whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
+    return jnp.dtype(jnp.float32) if whole else p.head.weight.dtype
 
 
 def _hard_tiles(kernel: Kernel, p: Problem) -> Tiles:

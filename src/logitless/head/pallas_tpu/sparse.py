@@ -28,6 +28,9 @@ if the logits are flat.
 The mass left out is ``1 - sum of p over the active columns``, good to ``MASS_ERROR``: rows count as hard that much
 earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels.
 
+Over a mesh that shards tokens each device has its own columns and hard rows, and its dW is summed with the others' in
+float32, whole: which of its rows are zero differs between devices.
+
 Bytes beside those of the exact kernels: ``[K limit, H]`` of dW's rows, a slab of the head, of x, dx and dW, ``[N, H]``
 float32 of dH, ``[128, V]`` float32 of the look.
 """
@@ -64,10 +67,15 @@ class TpuSparse:
     name: ClassVar[str] = PallasTpu.name
     kernels: ClassVar[str | None] = PallasTpu.kernels
     in_forward: ClassVar[bool] = True
-    on_mesh: ClassVar[bool] = False
 
     def check(self, p: Problem, columns_apart: bool) -> None:
-        """What the kernels serve, of a ``[V, H]`` head, with float32 logits."""
+        """What the kernels serve, of a whole ``[V, H]`` head, with float32 logits."""
+        if columns_apart:
+            raise NotImplementedError(
+                "its sparse backward needs the whole vocabulary on a device: the mass left out is one minus the mass "
+                "kept, which a shard does not know (shard the tokens, with the head replicated or in FSDP, or "
+                "sparse_backward='off')"
+            )
         self.own.check(p, columns_apart)
         if p.head.layout != "vh":
             raise NotImplementedError(
@@ -77,8 +85,8 @@ class TpuSparse:
         if jnp.dtype(p.call.logits_dtype) != jnp.float32:
             raise NotImplementedError(
                 f"its sparse backward needs logits_dtype='float32', not {jnp.dtype(p.call.logits_dtype).name!r}: the "
-                "mass left out is one minus the mass kept, and no logits are stored, so that narrower ones would save "
-                "nothing"
+                "mass left out is one minus the mass kept, which logits that are made again and may round to a "
+                "neighbour do not give, and no logits are stored, so that narrower ones would save nothing"
             )
 
     def describe(self, p: Problem, way: Way) -> Cost:
@@ -125,7 +133,9 @@ class TpuSparse:
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Active, only_logp: bool
     ) -> Gradients:
         moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-        return slabs.gradients(_rule(p, want), want, p, moving, out, g, residual)[0]
+        # A residual over a mesh has a first dimension throughout.
+        active = dataclasses.replace(residual, count=residual.count.reshape(()), dense=residual.dense.reshape(()))
+        return slabs.gradients(_rule(p, want), want, p, moving, out, g, active)[0]
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         rule, counts = _rule(p, want), loss.may_move()
