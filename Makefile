@@ -6,11 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := .[dev,tpu]
+TUNIX := .venv-tunix
+TUNIX_TESTS := 'pytest>=8' pytest-xdist hypothesis
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow mutants lint style types tests core docs site dist matrix clean
+.PHONY: install demo test quick test-slow mutants lint style types tests core docs site dist matrix test-tunix clean
 
 install: $(STAMP)
 
@@ -51,6 +53,18 @@ quick: style
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
+# Tunix brings about a hundred packages, so it has an environment of its own. Its losses are compiled by the dozen,
+# and run on one core each.
+$(TUNIX)/.installed: pyproject.toml
+	"$(PYTHON)" -m venv --clear $(TUNIX)
+	{ $(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check uv \
+	  && $(TUNIX)/bin/uv pip install --quiet --python $(TUNIX)/bin/python -e '.[tunix]' $(TUNIX_TESTS); } 2>/dev/null \
+	  || $(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[tunix]' $(TUNIX_TESTS)
+	touch $@
+
+test-tunix: $(TUNIX)/.installed
+	$(TUNIX)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/objectives/test_frameworks.py
+
 mutants: $(STAMP)  # faults planted one at a time, and the tests that must see them
 	$(BIN)/python tests/mutants
 
@@ -68,4 +82,4 @@ matrix:  # the suite on jax 0.10, 0.11 and 0.12; environments in .matrix/, resul
 	"$(PYTHON)" scripts/matrix.py
 
 clean:
-	rm -rf $(VENV) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) $(TUNIX) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache

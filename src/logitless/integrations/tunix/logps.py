@@ -1,0 +1,166 @@
+"""In the place of ``tunix.rl.common.compute_per_token_logps``: the same numbers without logits.
+
+Padding behind a completion is not computed, its log-probabilities are 0. Tunix multiplies them by 0 in any case; but
+where the pad token is also the end token, the first one of a row's end may be a real one, so it is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.api import linear_logprobs
+from logitless.integrations.tunix.interface import Interface, modules
+from logitless.integrations.tunix.model import PolicyHead, take_head
+from logitless.integrations.tunix.placement import sharding_of
+from logitless.pytree import register
+from logitless.stats import TokenStats
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TokenEntropy:
+    """What stands where Tunix 0.1.7 hands logits on, from which its losses compute the entropy."""
+
+    entropy: Array
+
+
+def entropy_from_logits(stock: Callable[[Any], Array]) -> Callable[[Any], Array]:
+    """``algo_core.compute_entropy_from_logits``, which also takes entropies that are there already."""
+
+    @functools.wraps(stock)
+    def compute_entropy_from_logits(logits: Any) -> Array:
+        return logits.entropy if isinstance(logits, TokenEntropy) else stock(logits)
+
+    return compute_entropy_from_logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """What a head has to predict: hidden states, the tokens that follow them, and where they are."""
+
+    head: PolicyHead
+    hidden: Array  # [B, T, H]
+    targets: Array  # [B, T]
+    packed: bool  # T is one less than the width of the packed row
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``linear_logprobs`` and ``linear_grpo_loss``."""
+        found = self.head.arguments(self.hidden)
+        return dict(found, targets=self.targets, sharding=sharding_of(self.head, self.targets.shape[0]))
+
+
+def predictions(
+    graphdef: Any,
+    state: Any,
+    prompt_tokens: Array,
+    completion_tokens: Array,
+    pad_id: int,
+    eos_id: int,
+    images: Array | None = None,
+    segment_ids: Array | None = None,
+    segment_positions: Array | None = None,
+) -> Predictions:
+    """Runs a model up to its head, as Tunix runs it."""
+    from flax import nnx
+
+    common, _, _ = modules()
+    model = nnx.merge(graphdef, state)  # a copy: its head is taken out
+    head = take_head(model)
+    tokens, positions, attention_mask, not_padding = common.process_ids(
+        prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
+    )
+    options: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    parameters = inspect.signature(type(model).__call__).parameters
+    if "segment_ids" in parameters:
+        options["segment_ids"] = not_padding if segment_ids is None else segment_ids
+    elif segment_ids is not None:
+        raise NotImplementedError(
+            f"logitless.integrations.tunix: {type(model).__name__} takes no segment_ids; packed rows need them."
+        )
+    if images is not None:
+        options["images"] = images
+    hidden, _ = model(tokens, **options)
+    packed = segment_ids is not None
+    keep = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
+    return Predictions(head, hidden[:, -keep - 1 : -1], tokens[:, -keep:], packed)
+
+
+def worth_computing(targets: Array, pad_id: int) -> Array:
+    """All but the padding at the end of a row, whose first token may be an end token: bool ``[B, T]``."""
+    real = (targets != pad_id).astype(jnp.int32)
+    here_or_later = jnp.flip(jax.lax.cummax(jnp.flip(real, 1), axis=1), 1) > 0
+    before = jnp.pad(here_or_later[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return here_or_later | before
+
+
+def _statistics(temperature: float, pad_id: int, **what: Any) -> TokenStats:
+    p = predictions(pad_id=pad_id, **what)
+    mask = worth_computing(p.targets, pad_id)
+    stats = linear_logprobs(**p.arguments(), mask=mask, temperature=1.0 if temperature == 0 else temperature)
+    # A packed row's first token has nothing before it.
+    return stats.map(lambda s: jnp.pad(s, ((0, 0), (1, 0)))) if p.packed else stats
+
+
+def per_token_logps(interface: Interface) -> Callable[..., Any]:
+    """``compute_per_token_logps`` with the signature of an interface."""
+    static = ("pad_id", "eos_id", "stop_gradient", "temperature")
+    if interface == "0.1.7":
+
+        @functools.partial(jax.jit, static_argnames=(*static, "return_logits"))
+        def compute_per_token_logps(
+            graphdef: Any,
+            state: Any,
+            prompt_tokens: Array,
+            completion_tokens: Array,
+            pad_id: int,
+            eos_id: int,
+            images: Array | None = None,
+            stop_gradient: bool = True,
+            return_logits: bool = False,
+            segment_ids: Array | None = None,
+            segment_positions: Array | None = None,
+            temperature: float = 1.0,
+        ) -> Any:
+            stats = _statistics(
+                temperature, pad_id, graphdef=graphdef, state=state, prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens, eos_id=eos_id, images=images, segment_ids=segment_ids,
+                segment_positions=segment_positions,
+            )  # fmt: skip
+            stats = jax.lax.stop_gradient(stats) if stop_gradient else stats
+            return (stats.logp, TokenEntropy(stats.entropy)) if return_logits else stats.logp
+
+        return compute_per_token_logps
+
+    @functools.partial(jax.jit, static_argnames=(*static, "return_entropy", "chunk_size"))
+    def compute_per_token_logps_and_entropy(
+        graphdef: Any,
+        state: Any,
+        prompt_tokens: Array,
+        completion_tokens: Array,
+        pad_id: int,
+        eos_id: int,
+        images: Array | None = None,
+        stop_gradient: bool = True,
+        return_entropy: bool = False,
+        segment_ids: Array | None = None,
+        segment_positions: Array | None = None,
+        temperature: float = 1.0,
+        chunk_size: int = 0,  # nothing to choose here: memory does not depend on it
+    ) -> Any:
+        stats = _statistics(
+            temperature, pad_id, graphdef=graphdef, state=state, prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens, eos_id=eos_id, images=images, segment_ids=segment_ids,
+            segment_positions=segment_positions,
+        )  # fmt: skip
+        stats = jax.lax.stop_gradient(stats) if stop_gradient else stats
+        return (stats.logp, stats.entropy) if return_entropy else stats.logp
+
+    return compute_per_token_logps_and_entropy
