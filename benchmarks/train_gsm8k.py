@@ -46,7 +46,7 @@ from logitless.train.update import Batch
 
 CONFIG = Path(__file__).parent.parent / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
 BARS = {"update": 0.45, "decode_ms": 3.0, "reward_rise": 0.25}
-RANDOM = ["rollout.kind=random", "model.weights=", "model.architecture=qwen2.5-1.5b", "eval.every=0"]
+RANDOM = ["rollout.kind=random", "model.weights=''", "model.architecture=qwen2.5-1.5b", "eval.every=0"]
 """The run's shapes without its weights and data."""
 SMALL = [
     "model.architecture=tiny", "model.compute_dtype=float32", "model.remat=false", "rollout.max_prompt_tokens=12",
@@ -185,6 +185,14 @@ def decode_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def _fits(args: argparse.Namespace, size: int) -> dict[str, Any]:
+    """What came of a size, and whether that fits."""
+    row = _tried(args, size)
+    row["fits"] = row["ran"] and (not args.memory or row["planned_bytes"] <= args.memory)
+    say(f"{args.arm}, {args.what} {size}: {row}")
+    return row
+
+
+def _tried(args: argparse.Namespace, size: int) -> dict[str, Any]:
     """Two steps with rows of ``size`` completion tokens, or ``size`` rows in one gradient, in a process of its own."""
     folder = args.work / f"largest-{args.arm}-{args.what}-{size}"
     kept = folder.with_suffix(".json")
@@ -216,20 +224,18 @@ def _fits(args: argparse.Namespace, size: int) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = c.train.prompts_per_step * c.train.group_size
     row: dict[str, Any] = {"size": size, "rows": rows, "tokens": c.rollout.max_completion_tokens}
-    row["fits"] = done.returncode == 0
-    if row["fits"]:
+    row["ran"] = done.returncode == 0
+    if row["ran"]:
         summary = json.loads((folder / "summary.json").read_text())
         plan = summary["memory/compiler"]["update"]
-        row |= {"peak_bytes": summary["memory/device_peak_bytes"], "planned_bytes": sum(plan.values())}
-        if args.memory:
-            row["fits"] = plan["temporaries"] + plan["arguments"] <= args.memory
+        row["peak_bytes"] = summary["memory/device_peak_bytes"]
+        row["planned_bytes"] = plan["temporaries"] + plan["arguments"]
     else:
         last = done.stderr.strip().splitlines()
         row["error"] = last[-1][:300] if last else "no message"
         if "memory" not in done.stderr.lower() and "RESOURCE_EXHAUSTED" not in done.stderr:
             raise SystemExit(f"size {size} failed, and not for memory: {row['error']}")
     kept.write_text(json.dumps(row) + "\n")
-    say(f"{args.arm}, {args.what} {size}: {row}")
     return row
 
 
