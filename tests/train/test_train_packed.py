@@ -89,7 +89,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["dapo", "gspo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("corrected", "entropy"))]
+    "name", ["dapo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gspo", "corrected", "entropy"))]
 )
 def test_a_packed_update_is_the_padded_one(name: str) -> None:
     objective = f"train.objective={OBJECTIVES[name]}"
@@ -110,7 +110,9 @@ def test_skipped_rows_change_no_gradient_and_no_count() -> None:
     skipping = updated(batch(), objective, *PACKED, "train.skip_rows=true")
     assert_same_update(plain, skipping)
     ours, theirs = metric_values(skipping[1]["metrics"]), metric_values(plain[1]["metrics"])
-    for key in ("live_tokens", "zero_gradient_tokens", "clip_fraction_low", "clip_fraction_high"):
+    known = ["live_tokens", "zero_gradient_tokens", *(k for k in theirs if k.startswith("clip_fraction"))]
+    assert len(known) >= 4
+    for key in known:
         np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5, err_msg=key)
     assert theirs["zero_gradient_tokens"] > 0.2
     # Statistics of the policy are over what went through the model.

@@ -218,7 +218,13 @@ def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch,
         out["zero_gradient_tokens"] = Metric(none.sum + tokens, none.count + tokens)
         by_sequence = objective.level != "token" and objective.clip_metrics == "trl"
         for name in (k for k in out if k.startswith("clip_fraction")):
-            out[name] = Metric(out[name].sum, out[name].count + (sequences if by_sequence else tokens))
+            found, more = out[name], sequences if by_sequence else tokens
+            if name.endswith(("_min", "_max")):  # of sequences: of a skipped one nothing is clipped
+                extreme = jnp.minimum if name.endswith("_min") else jnp.maximum
+                known, more = jnp.where(sequences > 0, extreme(found.sum, 0.0), found.sum), sequences
+            else:
+                known = found.sum
+            out[name] = Metric(known, found.count + more)
     out["live_tokens"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
     out["update_rows"] = Metric(jnp.sum(batch.learned, dtype=jnp.float32), jnp.float32(len(mask)))
     read = jnp.arange(rows.tokens.shape[0]) < batch.learning
