@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow mutants lint style types tests core docs site dist matrix test-tunix clean
+.PHONY: install demo test quick test-slow mutants conformance lint style types tests core docs site dist matrix test-tunix clean
 
 install: $(STAMP)
 
@@ -68,6 +68,21 @@ test-tunix: $(TUNIX)/.installed
 mutants: $(STAMP)  # faults planted one at a time, and the tests that must see them
 	$(BIN)/python tests/mutants
 
+# Their code and ours on the same batches, with the peers in a folder of their own. Liger and veRL come without what they
+# ask for (Triton, vLLM, older transformers): the losses need none of it. PyTorch 2.13.0, so that a build that is here is
+# taken and no newest one with CUDA.
+CONFORMANCE := .venv-conformance
+CONFORMANCE_PYTHON ?= $(shell command -v python3.11 || echo python3)
+$(CONFORMANCE)/.installed: pyproject.toml
+	"$(CONFORMANCE_PYTHON)" -m venv --clear $(CONFORMANCE)
+	$(CONFORMANCE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(CONFORMANCE)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[conformance]'
+	$(CONFORMANCE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps liger-kernel==0.8.5 verl==0.9.1
+	touch $@
+
+conformance: $(CONFORMANCE)/.installed
+	$(CONFORMANCE)/bin/python tests/conformance benchmarks/results/conformance.json docs/conformance.md
+
 docs: $(STAMP)
 	$(BIN)/python -m logitless.docs docs/api.md
 
@@ -82,4 +97,4 @@ matrix:  # the suite on jax 0.10, 0.11 and 0.12; environments in .matrix/, resul
 	"$(PYTHON)" scripts/matrix.py
 
 clean:
-	rm -rf $(VENV) $(TUNIX) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) $(TUNIX) $(CONFORMANCE) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache
