@@ -82,7 +82,7 @@ def program(case: str, n: int, entropy: bool = False, temperature: bool = False)
         if case == "token_stats":
             return pallas_tpu.token_stats(p)
         if case == "dlogits":
-            stats = TokenStats(old, ref, advantage, weight, old, mask, ref)
+            stats = TokenStats(old, ref, advantage, weight, old, mask, ref, old)
             return pallas_tpu.dlogits(p, stats, StatCotangents(old, ref, advantage))
         return pallas_tpu.stats_and_dlogits(p, token_program(objective, inputs))
 

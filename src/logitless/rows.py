@@ -33,12 +33,13 @@ from logitless.stats import (
     dz,
     empty_sums,
     finish,
+    log_probability,
     merge,
     row_sums,
     valid_targets,
 )
 from logitless.tiles import column_tile
-from logitless.transform import LogitTransform, forward, pull_back
+from logitless.transform import LogitTransform, factor, pull_back, swept
 
 Rows = Problem | LogitsProblem
 T = TypeVar("T")
@@ -55,9 +56,9 @@ def column_ids(width: int) -> Array:
     return jnp.arange(width, dtype=jnp.int32)[None, :]
 
 
-def transformed(x: Array, transform: LogitTransform, vocab_size: int, ids: Array) -> Array:
-    """``z`` in float32 from the raw logits of the columns ``ids``; padded columns at ``-inf``."""
-    return jnp.where(ids < vocab_size, forward(x, transform), NEG_INF)
+def swept_columns(x: Array, transform: LogitTransform, vocab_size: int, ids: Array) -> Array:
+    """``u`` in float32 from the raw logits of the columns ``ids``; padded columns at ``-inf``."""
+    return jnp.where(ids < vocab_size, swept(x, transform), NEG_INF)
 
 
 def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, Any], Any], carry: Any) -> Any:
@@ -77,18 +78,26 @@ def columns(x: Array, start: Array | int, size: int) -> Array:
 def sums(x: Array, p: Rows) -> RowSums:
     """Sums over the columns of the rows ``x [C, V]``."""
     transform, vocab_size = p.transform.column(), p.call.vocab_size
+    k, k_column = factor(p.transform), factor(transform)
 
     def step(start: Array | int, size: int, so_far: RowSums) -> RowSums:
         ids = start + column_ids(size)
-        z = transformed(columns(x, start, size), transform, vocab_size, ids)
-        return merge(so_far, row_sums(z, ids == p.targets[:, None]))
+        u = swept_columns(columns(x, start, size), transform, vocab_size, ids)
+        return merge(so_far, row_sums(u, ids == p.targets[:, None], k_column), k)
 
     return over_columns(x.shape[-1], column_tile(), step, empty_sums(p.targets.shape))
 
 
 def statistics(x: Array, p: Rows) -> TokenStats:
     """Statistics of the rows ``x [C, V]``, every one of them live."""
-    return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size))
+    return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), factor(p.transform))
+
+
+def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:
+    """``p_v`` of the rows ``x [C, W]``, whose columns are ``ids``; 0 in padded columns."""
+    t = p.transform.column()
+    u, s = swept_columns(x, t, p.call.vocab_size, ids), jax.tree.map(lambda a: a[:, None], stats)
+    return jnp.exp(log_probability(u, factor(t), s))
 
 
 def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
@@ -97,13 +106,14 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any) -> A
     In slices, and with the dtype of ``x``, it is written over ``x``.
     """
     transform = p.transform.column()
+    k = factor(transform)
     stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
 
     def step(start: Array | int, size: int, out: Array) -> Array:
         ids = start + column_ids(size)
         part = columns(out if dtype == x.dtype else x, start, size)
-        z = transformed(part, transform, p.call.vocab_size, ids)
-        d = pull_back(dz(z, ids == p.targets[:, None], stats, g), part, transform).astype(dtype)
+        u = swept_columns(part, transform, p.call.vocab_size, ids)
+        d = pull_back(dz(u, ids == p.targets[:, None], stats, g, k), part, transform).astype(dtype)
         return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
 
     return over_columns(x.shape[-1], column_tile(), step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))

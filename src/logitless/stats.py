@@ -8,10 +8,11 @@ With ``z`` the transformed logits of one token (``logitless.transform``), ``y`` 
 
 The plain difference ``z_y - lse`` is exactly 0 in float32 once the target leads by about 15 nats, which is where RL
 policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Logits enter only as
-differences from the largest one, so their common offset costs no digits. Both statistics need sums over the columns
-*other than the target*, which are what a sweep over the vocabulary carries (:class:`RowSums`):
+differences from the largest one, so their common offset costs no digits; with ``z = k u`` (``logitless.transform``) the
+difference is that of two ``u``, and the factor ``k`` comes after it. Both statistics need sums over the columns *other
+than the target*, which are what a sweep over the vocabulary carries (:class:`RowSums`):
 
-    m = max_{v != y} z_v    S = sum e_v    A = sum e_v (z_v - m)    Q = sum e_v^2      with e_v = exp(z_v - m)
+    m = max_{v != y} u_v    S = sum e_v    A = sum e_v s_v    Q = sum e_v^2      with s_v = k (u_v - m), e_v = exp(s_v)
 
 Sweeps over disjoint column ranges are combined by :func:`merge`, whether the ranges are tiles or shards.
 
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.pytree import register
+from logitless.transform import times
 
 NEG_INF = float("-inf")
 
@@ -62,6 +64,9 @@ class TokenStats:
     """Whether no other column has a larger logit than the target (bool)."""
     max_logp: Array = None  # type: ignore[assignment]
     """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
+    peak: Array = None  # type: ignore[assignment]
+    """``max_logit`` before its last factor (``u`` of ``logitless.transform``): what gradients are taken relative to
+    (float32)."""
 
     def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
         """``f`` applied to every field."""
@@ -71,7 +76,7 @@ class TokenStats:
 def blank_stats(n: int) -> TokenStats:
     """Statistics of ``n`` tokens that nobody has visited: zeros."""
     zero = jnp.zeros((n,), jnp.float32)
-    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero)
+    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero, zero)
 
 
 def valid_targets(targets: Array, vocab_size: int) -> Array:
@@ -89,11 +94,11 @@ def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
 class RowSums:
     """What a sweep over vocabulary columns carries for each row; the target column is in ``target`` only."""
 
-    maximum: Array  # m, -inf while no column other than the target was seen
+    maximum: Array  # m, as swept (u); -inf while no column other than the target was seen
     total: Array  # S
     centred: Array  # A
     squares: Array  # Q
-    target: Array  # z_y; 0 while the target was not seen (so that shards can be added)
+    target: Array  # u_y; 0 while the target was not seen (so that shards can be added)
 
 
 def empty_sums(shape: tuple[int, ...]) -> RowSums:
@@ -102,13 +107,14 @@ def empty_sums(shape: tuple[int, ...]) -> RowSums:
     return RowSums(jnp.full(shape, NEG_INF, jnp.float32), zero, zero, zero, zero)
 
 
-def row_sums(z: Array, is_target: Array) -> RowSums:
-    """Sums over the last axis of ``z [..., V]`` (float32); ``is_target [..., V]`` marks the target's column."""
-    others = jnp.where(is_target, NEG_INF, z)
+def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
+    """Sums over the last axis of ``u [..., V]`` (float32); ``is_target [..., V]`` marks the target's column, ``k``
+    broadcasts against ``u``."""
+    others = jnp.where(is_target, NEG_INF, u)
     # The sums are relative to m, and the statistics do not depend on which m was chosen: it carries no gradient.
     m = jax.lax.stop_gradient(jnp.max(others, axis=-1))
     centre = jnp.where(m > NEG_INF, m, 0.0)
-    shifted = others - centre[..., None]
+    shifted = times(k, others - centre[..., None])
     e = jnp.exp(shifted)
     finite = jnp.where(e > 0, shifted, 0.0)  # so that neither the value nor the gradient has 0 * -inf
     return RowSums(
@@ -116,42 +122,43 @@ def row_sums(z: Array, is_target: Array) -> RowSums:
         total=jnp.sum(e, axis=-1),
         centred=jnp.sum(e * finite, axis=-1),
         squares=jnp.sum(e * e, axis=-1),
-        target=jnp.sum(jnp.where(is_target, z, 0.0), axis=-1),
+        target=jnp.sum(jnp.where(is_target, u, 0.0), axis=-1),
     )
 
 
-def rescale(s: RowSums, m: Array) -> RowSums:
-    """``s`` expressed relative to the larger maximum ``m``."""
+def rescale(s: RowSums, m: Array, k: Array | None = None) -> RowSums:
+    """``s`` expressed relative to the larger maximum ``m``; ``k`` has a row's shape, or none."""
     seen = s.maximum > NEG_INF
-    step = jnp.where(seen, s.maximum - m, 0.0)
+    step = jnp.where(seen, times(k, s.maximum - m), 0.0)
     a = jnp.where(seen, jnp.exp(step), 0.0)
     # exp(-inf) * -inf must not appear: a == 0 means that nothing of s is left.
     centred = jnp.where(a > 0, a * (s.centred + step * s.total), 0.0)
     return RowSums(m, a * s.total, centred, a * a * s.squares, s.target)
 
 
-def merge(a: RowSums, b: RowSums) -> RowSums:
+def merge(a: RowSums, b: RowSums, k: Array | None = None) -> RowSums:
     """The sums over two disjoint column ranges together."""
     m = jnp.maximum(a.maximum, b.maximum)
-    a, b = rescale(a, m), rescale(b, m)
+    a, b = rescale(a, m, k), rescale(b, m, k)
     return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
 
 
-def finish(sums: RowSums, target_valid: Array | bool = True, lead: Array | None = None) -> TokenStats:
+def finish(sums: RowSums, target_valid: Array | bool = True, k: Array | None = None) -> TokenStats:
     """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false.
 
-    ``lead`` is ``target - maximum`` where the caller has it with more digits than the difference of the two.
+    A select stands between every product with ``k`` and what is added to it: nothing is contracted, and a statistic has
+    the same bits in every program.
     """
-    z_y, m = sums.target, sums.maximum
+    u_y, m = sums.target, sums.maximum
     others_seen = m != NEG_INF  # and not "above": a NaN must not pass for an empty row
     log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
     # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
-    lead = z_y - jnp.where(others_seen, m, 0.0) if lead is None else jnp.where(others_seen, lead, z_y)
-    margin = jnp.where(others_seen | (z_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
+    lead = _product(k, u_y - jnp.where(others_seen, m, 0.0))
+    margin = jnp.where(others_seen | (u_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
     logp = -jax.nn.softplus(margin)
     # From whichever side dominates: the small correction is added to the larger number.
     gap = jnp.where(margin > 0, log_total + jax.nn.softplus(-margin), lead - logp)  # lse - m
-    lse = jnp.where(margin > 0, m + gap, z_y - logp)
+    lse = jnp.where(margin > 0, _product(k, m) + gap, _product(k, u_y) - logp)
     p_y = jnp.exp(logp)
     gap = jnp.where(others_seen, gap, 0.0)
     scale = jnp.where(others_seen, jnp.exp(-gap), 0.0)
@@ -166,11 +173,17 @@ def finish(sums: RowSums, target_valid: Array | bool = True, lead: Array | None 
         logp=known(logp),
         entropy=known(entropy),
         lse=known(lse),
-        max_logit=known(jnp.maximum(m, z_y)),
+        max_logit=known(_product(k, jnp.maximum(m, u_y))),
         log_sum_p2=known(log_sum_p2),
-        is_top1=jnp.logical_and(z_y >= m, target_valid),
-        max_logp=known(jnp.where(z_y >= m, logp, -gap)),
+        is_top1=jnp.logical_and(u_y >= m, target_valid),
+        max_logp=known(jnp.where(u_y >= m, logp, -gap)),
+        peak=known(jnp.maximum(m, u_y)),
     )
+
+
+def _product(k: Array | None, u: Array) -> Array:
+    """``k u``, rounded: see :func:`finish`."""
+    return u if k is None else jnp.where(u == NEG_INF, NEG_INF, u * k)
 
 
 @register
@@ -187,15 +200,22 @@ class StatCotangents:
         return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
 
 
-def dz(z: Array, is_target: Array, s: TokenStats, g: StatCotangents, rest: Array | None = None) -> Array:
-    """``sum_s g_s d stat_s / d z`` for rows ``z [..., V]`` (float32); ``s`` and ``g`` broadcast as ``[..., 1]``.
+def log_probability(u: Array, k: Array | None, s: TokenStats) -> Array:
+    """``log p_v = k (u_v - peak) + max_logp``, and not ``z_v - lse``: at ``|z| = 1e4`` a float32 lse is off by 5e-4,
+    which would be the relative error of every probability. ``s`` broadcasts against ``u``."""
+    return times(k, u - s.peak) + s.max_logp
 
-    ``log p_v = (z_v - max_logit) + max_logp``, and not ``z_v - lse``: at ``|z| = 1e4`` a float32 lse is off by 5e-4,
-    which would be the relative error of every probability. Exactly zero in rows whose cotangents are all zero, even
-    where the row itself is not finite. ``rest`` is ``1 - p_y`` where the caller has it (Mosaic lowers no ``expm1``).
+
+def dz(
+    u: Array, is_target: Array, s: TokenStats, g: StatCotangents, k: Array | None = None, rest: Array | None = None
+) -> Array:
+    """``sum_s g_s d stat_s / d z`` for rows ``u [..., V]`` (float32); ``s`` and ``g`` broadcast as ``[..., 1]``.
+
+    Exactly zero in rows whose cotangents are all zero, even where the row itself is not finite. ``rest`` is
+    ``1 - p_y`` where the caller has it (Mosaic lowers no ``expm1``).
     """
     rest = -jnp.expm1(s.logp) if rest is None else rest
-    log_p = jnp.where(is_target, s.logp, (z - s.max_logit) + s.max_logp)
+    log_p = jnp.where(is_target, s.logp, log_probability(u, k, s))
     p = jnp.exp(log_p)
     # entropy's own gradient is -p (log p + H): the product with p is 0 where p is, never 0 * -inf.
     spread = jnp.where(p > 0, p * (log_p + s.entropy), p)
@@ -204,13 +224,13 @@ def dz(z: Array, is_target: Array, s: TokenStats, g: StatCotangents, rest: Array
     return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)
 
 
-def dz_line(centre: Array, s: TokenStats, g: StatCotangents) -> tuple[Array, Array]:
-    """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)`` with ``s = z_v - centre``.
+def dz_line(centre: Array, s: TokenStats, g: StatCotangents, k: Array | None = None) -> tuple[Array, Array]:
+    """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)``, ``s = k (u_v - centre)``.
 
-    Five operations an element instead of a dozen, for kernels. ``centre`` is a row's reference point, at most about 80
-    above its largest logit other than the target; ``(0, 0)`` in rows whose cotangents are all zero.
+    Five operations an element instead of a dozen, for kernels. ``centre`` is a row's reference point, such that ``s``
+    of its largest logit other than the target is at least about -80; ``(0, 0)`` in rows whose cotangents are all zero.
     """
-    offset = (centre - s.max_logit) + s.max_logp  # centre - lse with all its digits
+    offset = log_probability(centre, k, s)  # of the centre
     w = jnp.exp(offset)
     a = w * ((g.lse - g.logp) - g.entropy * (offset + s.entropy))
     moves = g.any_nonzero()

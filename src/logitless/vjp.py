@@ -56,7 +56,7 @@ def _instantiate(ct: Any) -> Array:
 def only_three_differentiable(stats: TokenStats) -> TokenStats:
     """Statistics whose extras carry no gradient."""
     stop = jax.lax.stop_gradient
-    extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp)
+    extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp, stats.peak)
     return TokenStats(stats.logp, stats.entropy, stats.lse, *map(stop, extras))
 
 

@@ -127,7 +127,9 @@ def test_the_merge_of_runs():
             target = z[i, y[i]] if y[i] in columns else 0.0
             sums[:, s, i] = m, e.sum() if len(others) else 3.0, (e * t).sum(), (e * e).sum(), target
     whole = merged(jnp.asarray(sums), jnp.asarray(parts), tokens, LogitTransform(temperature=jnp.asarray(temperature)))
-    assert_stats(finish(whole), oracle.token_stats(z, y, temperature=temperature))
+    assert_stats(
+        finish(whole, k=jnp.asarray(1 / temperature, jnp.float32)), oracle.token_stats(z, y, temperature=temperature)
+    )
 
 
 def test_the_schedule_covers_every_tile_once():

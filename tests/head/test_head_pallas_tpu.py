@@ -18,7 +18,7 @@ from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.problem import Problem, Wanted
 from logitless.stats import StatCotangents, TokenStats, finish, masked_stats, merge
-from logitless.transform import LogitTransform
+from logitless.transform import LogitTransform, factor
 from numerics import (
     STATS,
     HeadStatics,
@@ -303,7 +303,7 @@ def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
             own = jnp.where((y >= start) & (y < stop), y - start, -1)
             p = head_problem(h, w[start:stop], own, bias=bias[start:stop], transform=t, interpret=True)
             parts.append((dataclasses.replace(p, live=live), *tpu.sums(dataclasses.replace(p, live=live), want)))
-        stats = masked_stats(finish(merge(parts[0][1], parts[1][1])), live)
+        stats = masked_stats(finish(merge(parts[0][1], parts[1][1], factor(t)), k=factor(t)), live)
         return tpu.forward(whole, want), (stats, sum(tpu.shard_residual(p, stats, s, x) for p, s, x in parts))
 
     (expected, report, direction), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)

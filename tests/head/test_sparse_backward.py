@@ -215,6 +215,33 @@ def test_adversarial_rows_stay_within_the_tolerance(tolerance: float) -> None:
     assert row_norms(f64(dw) - truth[1]).max() < (g * tolerance * row_norms(case.hidden).reshape(-1)).sum()
 
 
+def test_a_saturated_softcap_stays_within_its_bound() -> None:
+    """Left-out logits that are all at the softcap have no gradient at all, while the mean row is taken with the slope
+    at zero: what it adds is within the bound of docs/sparse-backward.md for a softcap, and beyond the other one."""
+    softcap, scale, temperature, rows = np.float32(7.5), 1.25, 0.9, 16
+    w = np.zeros((VOCAB, WIDTH), np.float32)
+    w[:, 0], w[:rows] = 1.0, np.eye(rows, WIDTH, 1)  # nearly all of them the same
+    y = np.arange(N) % rows
+    h = np.zeros((N, WIDTH), np.float32)
+    h[:, 0], h[np.arange(N), 1 + y] = -60.0, 8.0
+    options = dict(softcap=softcap, scale=scale, temperature=temperature)
+
+    def logp(h: Any, w: Any) -> Any:
+        return jnp.sum(linear_logprobs(h, w, y, chunk_size=CHUNK, sparse_backward=TOLERANCE, **options).logp)
+
+    dh, dw = jax.jit(jax.grad(logp, (0, 1)))(h, w)
+    one, zero = np.ones(N), np.zeros(N)
+    truth, *_ = oracle.linear_token_stats_vjp(h, w, y, one, zero, zero, **options)
+    z = softcap * np.tanh(scale * (f64(h) @ f64(w).T) / softcap) / temperature
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    mass, k, c = p[:, rows:].sum(1), scale / temperature, f64(w)[:: VOCAB // columns.slab_width(VOCAB)].mean(0)
+    assert not np.asarray(dw)[rows:].any() and 1e-4 < mass.max() < TOLERANCE  # they were left out
+    error, apart = row_norms(f64(dh) - truth), row_norms(f64(w)[rows:] - c).max()
+    floor = 1e-6 * row_norms(truth)
+    assert (error <= k * mass * max(apart, np.linalg.norm(c)) + floor).all()
+    assert (error > 20 * k * mass * apart).all()  # so much for the bound without a softcap
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_entropy_cotangents_weigh_the_tail(share: float) -> None:
     """A row is hard if what it leaves out, relative to its cotangents, can exceed the tolerance: an entropy's gradient

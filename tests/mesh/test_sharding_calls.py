@@ -252,7 +252,9 @@ def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) 
     assert 2 * _largest(cut_program, False) == _largest(program, False)
 
 
-@pytest.mark.parametrize("objective", [TOKEN, dataclasses.replace(TOKEN, entropy_coef=0.1)], ids=["token", "entropy"])
+@pytest.mark.parametrize(
+    "objective", [TOKEN, dataclasses.replace(TOKEN, entropy_coef=0.1, temperature=0.7)], ids=["token", "entropy"]
+)
 def test_a_head_that_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch, objective: Objective) -> None:
     """The gradients of a head that is gathered whole, up to the order of the statistics' sums; half of it at a time."""
     data = _bfloat16(batch())

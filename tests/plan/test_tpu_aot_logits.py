@@ -85,7 +85,7 @@ def program(
         if what == "token_stats":
             return pallas_tpu.token_stats(p)
         if what == "dlogits":
-            stats = TokenStats(*columns[:5], mask, columns[5])
+            stats = TokenStats(*columns[:5], mask, columns[5], columns[4])
             return pallas_tpu.dlogits(p, stats, StatCotangents(*columns[:3]))
         old, ref, advantage, weight, *_ = columns
         fields = {"beta": 0.04, "entropy_coef": 0.01} if objective is None else objective

@@ -24,10 +24,10 @@ from jax import Array, lax
 from logitless.head.linear import add_dhead
 from logitless.problem import Head, HeadGrads, Layout, Problem
 from logitless.pytree import register
-from logitless.rows import column_ids, columns, over_columns, transformed
+from logitless.rows import column_ids, columns, over_columns, probabilities
 from logitless.stats import NEG_INF, TokenStats
 from logitless.tiles import column_tile, platform
-from logitless.transform import forward
+from logitless.transform import factor, swept, times
 
 HARD_ROW_COST = 1.25
 """A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""
@@ -118,11 +118,13 @@ class Columns:
 def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array:
     """``[V]`` float32: the largest log-probability of each column over the rows where ``rows [C]`` is true."""
     t, width = p.transform.column(), x.shape[-1]
-    shift = jnp.where(rows, stats.max_logit - stats.max_logp, jnp.inf)[:, None]
+    k = factor(t)
+    top = stats.max_logp[:, None] if k is None else stats.max_logp[:, None] / k
+    shift = jnp.where(rows[:, None], stats.peak[:, None] - top, jnp.inf)  # the logsumexp, as swept
 
     def step(start: Array | int, size: int, out: Array) -> Array:
-        z = forward(columns(x, start, size).astype(jnp.float32), t)
-        best = jnp.max(z - shift, axis=0)
+        u = swept(columns(x, start, size), t)
+        best = jnp.max(times(k, u - shift), axis=0)
         return best if size == out.size else lax.dynamic_update_slice_in_dim(out, best, start, 0)
 
     out = over_columns(width, column_tile(), step, jnp.full((width,), NEG_INF, jnp.float32))
@@ -134,11 +136,10 @@ def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array
 def masses(rule: Rule, x: Array, p: Problem, stats: TokenStats, level: Array) -> Array:
     """``[J, C]``: for every threshold j the mass of each row in columns of ``level [V] > j``; sums of small numbers, no
     ``1 -``."""
-    t, last = p.transform.column(), len(rule.thresholds)
+    last = len(rule.thresholds)
 
     def step(start: Array | int, size: int, sums: Array) -> Array:
-        z = transformed(columns(x, start, size), t, p.call.vocab_size, start + column_ids(size))
-        probability = jnp.exp((z - stats.max_logit[:, None]) + stats.max_logp[:, None])
+        probability = probabilities(columns(x, start, size), p, stats, start + column_ids(size))
         beyond = (columns(level, start, size)[:, None] > jnp.arange(last)[None, :]).astype(jnp.float32)
         return sums + jnp.matmul(probability, beyond, precision=lax.Precision.HIGHEST)
 
@@ -148,15 +149,12 @@ def masses(rule: Rule, x: Array, p: Problem, stats: TokenStats, level: Array) ->
 
 def left_out(x: Array, p: Problem, stats: TokenStats, inactive: Array) -> Array:
     """``[C]``: the mass of each row in the columns where ``inactive [V]`` is true."""
-    t, width = p.transform.column(), x.shape[-1]
-    counted = inactive if p.call.vocab_size == width else inactive & (jnp.arange(width) < p.call.vocab_size)
 
     def step(start: Array | int, size: int, sums: Array) -> Array:
-        z = forward(columns(x, start, size).astype(jnp.float32), t)
-        probability = jnp.exp((z - stats.max_logit[:, None]) + stats.max_logp[:, None])
-        return sums + jnp.sum(jnp.where(columns(counted, start, size)[None, :], probability, 0.0), axis=1)
+        probability = probabilities(columns(x, start, size), p, stats, start + column_ids(size))
+        return sums + jnp.sum(jnp.where(columns(inactive, start, size)[None, :], probability, 0.0), axis=1)
 
-    return over_columns(width, column_tile(), step, jnp.zeros(x.shape[:1], jnp.float32))
+    return over_columns(x.shape[-1], column_tile(), step, jnp.zeros(x.shape[:1], jnp.float32))
 
 
 def compacted(active: Array, size: int) -> Array:

@@ -23,9 +23,9 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import dhidden
 from logitless.problem import Gradients, Head, Problem
-from logitless.rows import transformed
+from logitless.rows import swept_columns
 from logitless.stats import StatCotangents, TokenStats, dz
-from logitless.transform import LogitTransform, pull_back
+from logitless.transform import LogitTransform, factor, pull_back
 
 
 def misses(
@@ -71,9 +71,9 @@ class Known:
 def slab_dx(x: Array, index: Array, p: Problem, known: Known) -> Array:
     """dx of the gathered columns ``index``; zero in unused slots, which lie beyond the vocabulary."""
     t = p.transform.column()
-    z = transformed(x, t, p.call.vocab_size, index[None, :])
+    u = swept_columns(x, t, p.call.vocab_size, index[None, :])
     stats, g = jax.tree.map(lambda v: v[:, None], (known.stats, known.g))
-    d = dz(z, index[None, :] == p.targets[:, None], stats, g)
+    d = dz(u, index[None, :] == p.targets[:, None], stats, g, factor(t))
     return pull_back(d, x, t).astype(p.h.dtype)
 
 

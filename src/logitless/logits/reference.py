@@ -14,8 +14,9 @@ from jax import Array
 
 from logitless.backend import Cost, Way
 from logitless.problem import LogitsProblem, Loss
-from logitless.rows import column_ids, transformed
+from logitless.rows import column_ids, swept_columns
 from logitless.stats import StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
+from logitless.transform import factor, times
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
@@ -28,16 +29,18 @@ def token_stats(p: LogitsProblem) -> TokenStats:
     if vocab_size < x.shape[-1]:
         # Nor a NaN in a padded column, through the slope of the softcap.
         x = jnp.where(ids < vocab_size, x, zero)
-    z = transformed(x, p.transform.column(), vocab_size, ids)
-    is_target = ids == p.targets[:, None]
-    stats = finish(row_sums(z, is_target), valid_targets(p.targets, vocab_size))
-    entropy = _with_its_gradient(stats.entropy, z, is_target, jax.lax.stop_gradient(stats))
+    t = p.transform.column()
+    u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
+    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), factor(p.transform))
+    entropy = _with_its_gradient(stats.entropy, times(k, u), *jax.lax.stop_gradient((u, k, is_target, stats)))
     return masked_stats(dataclasses.replace(stats, entropy=entropy), p.live)
 
 
 @jax.custom_jvp
-def _with_its_gradient(entropy: Array, z: Array, is_target: Array, stats: TokenStats) -> Array:
-    """``entropy`` as it is, with ``-p (log p + H)`` as its gradient.
+def _with_its_gradient(
+    entropy: Array, z: Array, u: Array, k: Array | None, is_target: Array, stats: TokenStats
+) -> Array:
+    """``entropy`` as it is, with ``-p (log p + H)`` as its gradient with respect to ``z = k u``.
 
     The one gradient that JAX would lose: in a collapsed row the sum of exponentials is 1 to all its digits, and with
     what is beyond them goes the leading column's gradient.
@@ -47,10 +50,10 @@ def _with_its_gradient(entropy: Array, z: Array, is_target: Array, stats: TokenS
 
 @_with_its_gradient.defjvp
 def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    entropy, z, is_target, stats = primals
+    entropy, _, u, k, is_target, stats = primals
     zero = jnp.zeros_like(entropy)
     columns = jax.tree.map(lambda x: x[:, None], (stats, StatCotangents(zero, zero + 1.0, zero)))
-    return entropy, jnp.sum(dz(z, is_target, *columns) * tangents[1], axis=-1)
+    return entropy, jnp.sum(dz(u, is_target, columns[0], columns[1], k) * tangents[1], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,10 +87,10 @@ def reduce_grads(place: Placement, grads: HeadGrads, head: Head) -> HeadGrads:
     return HeadGrads(**parts)
 
 
-def merge_sums(axes: tuple[str, ...], sums: RowSums) -> RowSums:
+def merge_sums(axes: tuple[str, ...], sums: RowSums, k: Array | None) -> RowSums:
     """The sums over all shards' columns: :func:`logitless.stats.merge` over mesh axes."""
     m = lax.pmax(sums.maximum, axes)
-    own = rescale(sums, m)
+    own = rescale(sums, m, k)
     total = lax.psum(jnp.stack([own.total, own.centred, own.squares, own.target]), axes)
     return RowSums(m, *total)
 

@@ -44,6 +44,8 @@ from logitless.stats import (
     merge,
     valid_targets,
 )
+from logitless.transform import factor as factor_of
+from logitless.transform import times
 
 MOST_BYTES = 512 << 20
 """Of float32 dW on a device at a time."""
@@ -120,6 +122,7 @@ class Arriving:
     def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, Any]:
         """``(statistics, d logp / d hidden or None)``. A barrier keeps the statistics' bits the same with and without a
         gradient."""
+        factor = factor_of(p.transform)
 
         def swept(k: Array | int) -> Any:
             q = self._part(p, k)
@@ -132,9 +135,9 @@ class Arriving:
         def add(k: Array, before: Any) -> Any:
             sums, x_y, expected, rows = before
             more, more_x, more_expected, more_rows = swept(k)
-            both = merge(sums, more)
+            both = merge(sums, more, factor)
             if expected is not None:
-                old, new = (_factor(s.maximum, both.maximum)[:, None] for s in (sums, more))
+                old, new = (_moved(s.maximum, both.maximum, factor)[:, None] for s in (sums, more))
                 expected, rows = old * expected + new * more_expected, rows + more_rows
             return both, x_y + more_x, expected, rows
 
@@ -142,7 +145,7 @@ class Arriving:
         start = (empty_sums((p.n,)), *zeros(like[1:]))
         # Every device goes round as often: the collectives in this loop meet.
         sums, x_y, expected, rows = lax.fori_loop(0, self.parts, add, start)
-        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size))
+        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), factor)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         if rows is None:
             return stats, None
@@ -173,9 +176,9 @@ class Arriving:
         return Gradients(hidden, found.head)
 
 
-def _factor(before: Array, after: Array) -> Array:
-    """Of what is relative to the maximum ``before``, to make it relative to ``after``."""
-    return jnp.where(before > NEG_INF, jnp.exp(before - after), 0.0)
+def _moved(before: Array, after: Array, k: Array | None) -> Array:
+    """What makes sums relative to the maximum ``before`` relative to ``after``; ``k`` is the transform's factor."""
+    return jnp.where(before > NEG_INF, jnp.exp(times(k, before - after)), 0.0)
 
 
 def _each_part(parts: int, columns: int, axis: int, made: Any) -> Gradients:

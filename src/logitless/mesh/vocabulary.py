@@ -26,6 +26,7 @@ from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zero
 from logitless.mesh.spec import Placement
 from logitless.problem import Gradients, LogitsProblem, Loss
 from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
+from logitless.transform import factor
 
 
 def shard_of(own: Backend, place: Placement) -> Backend:
@@ -75,7 +76,8 @@ class VocabularyShard:
             return no_columns(shapes[0]), zeros(shapes[1])
 
         local, part = self.by_columns(mine, lambda q: self.own.sums(q, want), none)
-        stats = finish(merge_sums(self.place.vocab, local), valid_targets(p.targets, p.call.vocab_size))
+        k = factor(p.transform)
+        stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), k)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         residual = self.own.shard_residual(mine.calling(vocab_size=width_of(p)), stats, local, part)
         return stats, None, jax.tree.map(lambda x: lax.psum(x, self.place.vocab), residual)

@@ -71,7 +71,7 @@ def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., t
             logp = naive_head_logp(hidden, head, targets, logits_dtype)
             none, no = jnp.zeros_like(logp), jnp.zeros(logp.shape, bool)
             loss, metrics = policy_loss(
-                TokenStats(logp, none, none, none, none, no, none), objective=objective, **arrays
+                TokenStats(logp, none, none, none, none, no, none, none), objective=objective, **arrays
             )
             return loss, {k: v for k, v in metrics.items() if k not in NOT_MEASURED}
 

@@ -7,9 +7,8 @@ difference, a product, a power and three multiply-adds.
 
     m = max u    t = k (u - m)    e = 2^t    S = sum e    A = sum e t    Q = sum e^2
 
-``u`` is the raw logit where only a temperature follows (it commutes with the maximum and goes into ``k``), else the
-transformed one before its temperature. The columns that take no part (the target, those beyond the vocabulary) are
-masked only in the tiles that hold one, which the caller knows.
+``u`` and ``k`` are those of ``logitless.transform``, ``k`` times log2(e). The columns that take no part (the target,
+those beyond the vocabulary) are masked only in the tiles that hold one, which the caller knows.
 """
 
 from __future__ import annotations
@@ -60,11 +59,6 @@ def across(row: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))
 
 
-def bend(x: Array, transform: LogitTransform) -> Array:
-    """Raw logits (float32) as the swept quantity: scale and softcap, but no temperature."""
-    return tr.forward(x, dataclasses.replace(transform, temperature=None))
-
-
 def masked(u: Array, first: Array, target: Array, vocab_size: int) -> tuple[Array, Array]:
     """``u [M, C]``, columns ``first, first + 1, ...``, with ``LOW`` where one takes no part; the targets' ``u [M]``.
 
@@ -79,7 +73,7 @@ def masked(u: Array, first: Array, target: Array, vocab_size: int) -> tuple[Arra
 
 
 def accumulate(sums: Lanes, u: Array, found: Array, k: Array) -> Lanes:
-    """``sums`` with the columns of ``u [M, C]`` added; ``k [M, 8]`` (or a number) is log2(e) over the temperature."""
+    """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M, 8]`` or a number."""
     parts = [u[:, i : i + LANES] for i in range(0, u.shape[1], LANES)]
     m = sums.m
     for x in parts:
@@ -128,10 +122,7 @@ def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) ->
     Only the first ``parts [token tiles]`` slots of a tile of ``tokens`` tokens are read.
     """
     slots, padded = sums.shape[1:]
-    temperature = transform.temperature
-    if temperature is not None and jnp.ndim(temperature):
-        temperature = jnp.pad(jnp.asarray(temperature), (0, padded - jnp.shape(temperature)[0]), constant_values=1.0)
-    t = LogitTransform(temperature=temperature)
+    k = tr.factor(transform.rows(lambda t: jnp.pad(t, (0, padded - t.shape[0]), constant_values=1.0)))
     m, total, centred, squares, target = sums
     written = jnp.arange(slots)[:, None] < jnp.repeat(parts, tokens, total_repeat_length=padded)
     seen = written & ~(m <= LOW)  # a NaN is seen
@@ -140,16 +131,16 @@ def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) ->
         return jnp.where(seen, x, otherwise)
 
     whole = RowSums(
-        maximum=kept(tr.forward(m, t), NEG_INF),
+        maximum=kept(m, NEG_INF),
         total=kept(total, 0.0),
         centred=kept(centred * (1.0 / LOG2E), 0.0),
         squares=kept(squares, 0.0),
-        target=tr.forward(jnp.where(written, target, 0.0), t),
+        target=jnp.where(written, target, 0.0),
     )
     while slots > 1:  # pairwise: log2(slots) steps
         half = slots // 2
         first, second, odd = (_slots(whole, a, b) for a, b in ((0, half), (half, 2 * half), (2 * half, slots)))
-        whole = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), st.merge(first, second), odd)
+        whole = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), st.merge(first, second, k), odd)
         slots -= half
     return jax.tree.map(lambda x: x[0], whole)
 

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless import stats as st
+from logitless import transform as tr
 from logitless.compat import gpu_interpreter, gpu_load, mosaic_gpu_reason
 from logitless.head.mosaic_gpu import epilogue
 from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, LOW, Lanes
@@ -123,11 +124,10 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
         return gpu_load(ref.at[pl.ds(tile * t.tokens + wg * t.rows, t.rows)], per_row, optimized=False)
 
     def factor(tile: Array) -> Array:
-        if temperature is None:
-            return jnp.float32(LOG2E)
-        if temperature.shape[0] == 1:
-            return jnp.float32(LOG2E) / temperature[0]
-        return epilogue.across(jnp.float32(LOG2E) / of_rows(temperature, tile), LANES)
+        each = temperature is not None and temperature.shape[0] > 1
+        t = None if temperature is None else of_rows(temperature, tile) if each else temperature[0]
+        k = tr.times(tr.factor(dataclasses.replace(numbers, temperature=t)), jnp.float32(LOG2E))
+        return epilogue.across(k, LANES) if each else k
 
     def multiply(acc: Any, n: Array) -> Array:
         def issue(n: Array) -> Array:
@@ -177,7 +177,7 @@ def _compute(refs: _Refs, t: Tiles, vh: bool, k_tiles: int, vocab_size: int, log
             x = x + lax.broadcast_in_dim(b, x.shape, (1,))
         if logits_dtype != jnp.float32:
             x = x.astype(logits_dtype).astype(jnp.float32)
-        u = epilogue.bend(x, numbers)
+        u = tr.swept(x, numbers)
         nothing = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), per_row)
         u, found = lax.cond(
             special != 0,
@@ -377,7 +377,7 @@ def screened_stats(
     t = tiles_for(n, h, vocab_size) if tiles is None else tiles
     sums, parts, words = _partial_sums(p, n_live, t, screen)
     whole = jax.tree.map(lambda x: x[:n], epilogue.merged(sums, parts, t.tokens, p.transform))
-    out = st.finish(whole, valid_targets(p.targets, vocab_size))
+    out = st.finish(whole, valid_targets(p.targets, vocab_size), tr.factor(p.transform))
     if words is not None:
         words = words[:, :n]
     if n_live is None:

@@ -28,8 +28,8 @@ from logitless.head.columns import Rule
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.epilogue import LANES
 from logitless.problem import Problem
-from logitless.rows import Visit, live_sweep, transformed
-from logitless.transform import forward
+from logitless.rows import Visit, live_sweep, swept_columns
+from logitless.transform import factor, forward, times
 
 THRESHOLD = 2.0**-7
 """On a probability, relative to the tolerance: at 2^-8 columns above 3e-5 pass (docs/sparse-backward.md)."""
@@ -69,7 +69,8 @@ def _logsumexp_of_few(p: Problem, rows: Array) -> Array:
     def body(visit: Visit, out: Array) -> Array:
         q = visit.problem(p)
         x = raw_logits(q.h, part, jnp.float32)
-        z = transformed(x, q.transform.column(), p.call.vocab_size, index[None, :])
+        t = q.transform.column()
+        z = times(factor(t), swept_columns(x, t, p.call.vocab_size, index[None, :]))
         return visit.put(out, jax.nn.logsumexp(z, axis=1))
 
     return live_sweep(rows, p.call.chunk).run(body, jnp.full((p.n,), -jnp.inf, jnp.float32))
@@ -85,13 +86,12 @@ def guess(p: Problem, rows: Array, before: Array | None) -> Array:
 
 
 def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
-    """``[N]``: the number that a column's swept logit (before the temperature) has to be above; infinite where a row
-    has no gradient."""
+    """``[N]``: the number that a column's swept logit (``u`` of ``logitless.transform``) has to be above; infinite
+    where a row has no gradient."""
     assert p.tolerance is not None
     z = guess(p, rows, before) + jnp.log(p.tolerance * THRESHOLD)
-    temperature = p.transform.temperature
-    u = z if temperature is None else z * temperature
-    return jnp.where(rows, u, jnp.inf)
+    k = factor(p.transform)
+    return jnp.where(rows, z if k is None else z / k, jnp.inf)
 
 
 def passed(words: Array, vocab: int, tile: int) -> Array:

@@ -36,7 +36,7 @@ from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_d
 from logitless.head.sparse import Sparse, hard_chunk, in_words
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Sweep, Visit, front, live_sweep, transformed
+from logitless.rows import Sweep, Visit, front, live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 _LEAST_TOLERANCE = 2.0**-12
@@ -181,8 +181,7 @@ def _over_slabs(
             q = visit.problem(p)
             at = Known(*visit.known(known.stats, known.g, p.n))
             x = raw_logits(q.h, part, p.call.logits_dtype)
-            z = transformed(x, q.transform.column(), p.call.vocab_size, own[None, :])
-            mass = jnp.sum(jnp.exp((z - at.stats.max_logit[:, None]) + at.stats.max_logp[:, None]), axis=1)
+            mass = jnp.sum(probabilities(x, q, at.stats, own[None, :]), axis=1)
             kept = visit.put(kept, visit.take(kept) + mass)
             if dh is not None or any(v is not None for v in jax.tree.leaves(dpart)):
                 dx = slab_dx(x, own, q, at)

@@ -3,7 +3,7 @@
 With the statistics saved, a column's dlogit needs only its own logit and the two numbers of
 :func:`logitless.stats.dz_line`, which belong to the token and are computed once, in :func:`coefficients`:
 
-    s_v = z_v - max_logit        dz_v = exp(s_v) (a - b s_v),  v != y        dz_y = at_target
+    s_v = k (u_v - peak)        dz_v = exp(s_v) (a - b s_v),  v != y        dz_y = at_target        (z = k u)
 
 then ``dx = dz * slope`` (folded into a, b and at_target unless a softcap makes it vary over columns), rounded to the
 operands' dtype. Two matmuls (``4 N H V`` FLOP) each:
@@ -48,7 +48,7 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import LANES, Spec
 from logitless.problem import HeadGrads, Problem
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
-from logitless.transform import forward, pull_back, slope
+from logitless.transform import factor, pull_back, swept, times
 
 ROWS = 8
 """Per-token numbers of a backward kernel: centre, a, b, at_target, temperature, and three unused."""
@@ -60,11 +60,11 @@ def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, 
     n, t = p.n, p.transform
     moves = g.any_nonzero() & live
     zero, target = jnp.zeros((n,), jnp.float32), jnp.ones((n,), bool)
-    values = [*dz_line(stats.max_logit, stats, g), dz(zero, target, stats, g)]
-    if t.softcap is None:
-        factor = slope(zero, t)
-        values = values if factor is None else [v * factor for v in values]
-    rows = [jnp.where(moves, v, other) for v, other in zip([stats.max_logit, *values], _NOTHING, strict=False)]
+    k = factor(t)
+    values = [*dz_line(stats.peak, stats, g, k), dz(zero, target, stats, g, k)]
+    if t.softcap is None:  # the slope is k
+        values = [times(k, v) for v in values]
+    rows = [jnp.where(moves, v, other) for v, other in zip([stats.peak, *values], _NOTHING, strict=False)]
     temperature = 1.0 if t.temperature is None else t.temperature
     rows.append(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,)))
     rows = [jnp.pad(v, (0, padded - n), constant_values=other) for v, other in zip(rows, _NOTHING, strict=True)]
@@ -78,7 +78,7 @@ _NOTHING = (jnp.inf, 0.0, 0.0, 0.0, 1.0)
 def _dx(spec: Spec, x: Array, token: Callable[[int], Array], is_target: Array, scalars: Any) -> Array:
     """Unrounded cotangent of the raw logits ``x``; ``token(k)`` broadcasts the token's ``k``-th number against it."""
     transform = spec.transform(scalars, token(4) if spec.per_token_temperature else None)
-    s = jnp.maximum(forward(x, transform) - token(0), LOG_ZERO)
+    s = jnp.maximum(times(factor(transform), swept(x, transform) - token(0)), LOG_ZERO)
     d = jnp.where(is_target, token(3), jnp.exp(s) * (token(1) - token(2) * s))
     return pull_back(d, x, transform) if spec.has_softcap else d
 

@@ -1,10 +1,10 @@
 """Forward sweep of the fused head on TPU: token statistics, and the expected head row, with no logits in HBM.
 
-For a tile of tokens the vocabulary is swept tile by tile; with ``x = h W^T + bias`` and ``z = transform(x)``, both in
+For a tile of tokens the vocabulary is swept tile by tile; with ``x = h W^T + bias`` and ``z = k u = transform(x)``, in
 VMEM only, the columns other than the target are carried as :class:`logitless.stats.RowSums` relative to a running
 maximum ``m`` (:func:`_absorb`), and, when the direction is wanted, so is
 
-    E[n, :] = sum_{v != y} exp(z_v - m) slope_v W_v       slope = dz/dx, taken in here only if a softcap varies it
+    E[n, :] = sum_{v != y} exp(k (u_v - m)) slope_v W_v       slope = dz/dx, taken in here only if a softcap varies it
 
 with the exponentials rounded to the head's dtype before the matmul, as dlogits are. This is flash attention with
 queries ``h`` and keys and values ``W``. With and without the direction the statistics come from the same instructions
@@ -55,13 +55,13 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import Spec
 from logitless.pytree import register
 from logitless.stats import NEG_INF, RowSums
-from logitless.transform import forward, slope
+from logitless.transform import factor, slope, swept, times
 
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
 
 SUMS = 8
-"""Columns of the output of per-token sums: m, S, A, Q, z_y, x_y, and two unused."""
+"""Columns of the output of per-token sums: m, S, A, Q, u_y, x_y, and two unused."""
 
 
 @register
@@ -74,18 +74,18 @@ class _Out:
     maxima: Any = None  # [token tiles, 1, vocab_size]
 
 
-def _absorb(sums: RowSums, z: Array, is_target: Array) -> tuple[RowSums, Array, Array, Array]:
-    """``sums [T, 1]`` with the columns of ``z [T, C]`` taken in; also ``exp(z - m)``, the factor on what was there, and
-    ``z - m``, ``-inf`` at the target.
+def _absorb(sums: RowSums, u: Array, is_target: Array, k: Array | None) -> tuple[RowSums, Array, Array, Array]:
+    """``sums [T, 1]`` with the columns of ``u [T, C]`` taken in; also ``exp(s)``, the factor on what was there, and
+    ``s = k (u - m)``, ``-inf`` at the target.
 
-    The same sums as ``merge(sums, row_sums(z, is_target))``, relative to the new maximum at once, so that the
+    The same sums as ``merge(sums, row_sums(u, is_target, k), k)``, relative to the new maximum at once, so that the
     exponentials serve the expected head row too.
     """
-    others = jnp.where(is_target, NEG_INF, z)
+    others = jnp.where(is_target, NEG_INF, u)
     m = jnp.maximum(sums.maximum, jnp.max(others, axis=1, keepdims=True))
-    shifted = others - m
+    shifted = times(k, others - m)
     e = jnp.exp(shifted)
-    step = sums.maximum - m
+    step = times(k, sums.maximum - m)
     a = jnp.exp(step)
 
     def total(x: Array) -> Array:
@@ -107,6 +107,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
     transform = spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[...])
+    k = factor(transform)
 
     @pl.when(live & (j == 0))
     def _() -> None:
@@ -126,18 +127,19 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
             clear_outside(spec, refs.weight, width)
         w = head_tile(spec, refs.weight, width)
         x = raw_logits(spec, refs, w)
-        z = forward(x, transform)
+        u = swept(x, transform)
         column = column_ids(x)
         if masked:
-            z = jnp.where(column < spec.tail, z, NEG_INF)
+            u = jnp.where(column < spec.tail, u, NEG_INF)
         is_target = column == refs.targets[...] - j * spec.tiles.vocab
-        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[...], acc), z, is_target)
+        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[...], acc), u, is_target, k)
         acc.maximum[...], acc.total[...] = sums.maximum, sums.total
         acc.centred[...], acc.squares[...] = sums.centred, sums.squares
         acc.target[...] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
         if out.maxima is not None:
-            bound = jnp.maximum(refs.floor[...], sums.maximum + jnp.log(sums.total))
-            out.maxima[0, :, :width] = jnp.max(shifted + (sums.maximum - bound), axis=0, keepdims=True)
+            top = times(k, sums.maximum)
+            bound = jnp.maximum(refs.floor[...], top + jnp.log(sums.total))
+            out.maxima[0, :, :width] = jnp.max(shifted + (top - bound), axis=0, keepdims=True)
         if out.expected is None:
             return
         if spec.has_softcap:
@@ -153,8 +155,8 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
     def _() -> None:
         s = jax.tree.map(lambda ref: ref[...], acc)
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
-        for k, value in enumerate((m, s.total, s.centred, s.squares, forward(x_y, transform), x_y)):
-            out.sums[:, k : k + 1] = value
+        for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform), x_y)):
+            out.sums[:, i : i + 1] = value
 
 
 def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | None, Array | None]:

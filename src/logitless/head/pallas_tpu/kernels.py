@@ -32,15 +32,24 @@ from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import Tiles
 from logitless.problem import Problem
-from logitless.stats import RowSums, StatCotangents, TokenStats, dz, finish, masked_stats, valid_targets
-from logitless.transform import slope
+from logitless.stats import (
+    RowSums,
+    StatCotangents,
+    TokenStats,
+    dz,
+    finish,
+    log_probability,
+    masked_stats,
+    valid_targets,
+)
+from logitless.transform import factor, slope
 
 Count = Array | int | None
 
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
     """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
-    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size)), k.live)
+    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size), factor(p.transform)), k.live)
 
 
 def token_sums(
@@ -92,7 +101,7 @@ def token_direction(
     one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
     own = dz(zero, one > 0, stats, StatCotangents(one, zero, zero))
     # The accumulator is relative to the largest other logit: scale it by that column's probability.
-    others = jnp.exp((sums.maximum - stats.max_logit) + stats.max_logp)
+    others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))
     bend = slope(x_y, p.transform)
     if bend is not None:
         own = own * bend

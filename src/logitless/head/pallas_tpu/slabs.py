@@ -28,7 +28,7 @@ from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import front, live_sweep, transformed
+from logitless.rows import front, live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 CHUNK = 2048
@@ -87,8 +87,7 @@ def over_slabs(rule: Rule, want: Wanted, m: Moving, active: Active) -> Slabs:
 
             # Kept: XLA would make the logits once for the masses and once for dx.
             x = lax.optimization_barrier(raw_logits(part.h, columns, jnp.dtype(jnp.float32)))
-            z, s = transformed(x, part.transform.column(), part.call.vocab_size, index[None, :]), known.stats
-            kept = add(kept, jnp.sum(jnp.exp((z - s.max_logit[:, None]) + s.max_logp[:, None]), axis=1))
+            kept = add(kept, jnp.sum(probabilities(x, part, known.stats, index[None, :]), axis=1))
             if want:
                 dx = slab_dx(x, index, part, known)
                 dh = None if dh is None else add(dh, dhidden(dx, columns))

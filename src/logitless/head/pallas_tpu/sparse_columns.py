@@ -24,7 +24,7 @@ from logitless.head.linear import raw_logits
 from logitless.head.slabs import misses
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import column_ids, front, transformed
+from logitless.rows import column_ids, front
 from logitless.stats import StatCotangents, TokenStats, valid_targets
 from logitless.transform import forward
 
@@ -85,10 +85,9 @@ def surely_hard(rule: Rule, few: Few) -> Array:
     A row that keeps every probability from e on, and fills up with others below e, leaves out at least
     ``sum of p below e - e (columns left to fill)``, for any e.
     """
-    s, vocab_size = few.stats, few.p.call.vocab_size
-    z = transformed(few.x, few.p.transform.column(), vocab_size, column_ids(few.x.shape[1]))
-    probability = jnp.exp((z - s.max_logit[:, None]) + s.max_logp[:, None])
-    least = jnp.zeros_like(s.lse)
+    vocab_size = few.p.call.vocab_size
+    probability = rows.probabilities(few.x, few.p, few.stats, column_ids(few.x.shape[1]))
+    least = jnp.zeros_like(few.stats.lse)
     for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
         e = 2.0**-k / vocab_size
         below = probability < e

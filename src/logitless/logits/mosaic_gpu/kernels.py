@@ -30,10 +30,9 @@ from logitless.logits.mosaic_gpu.tiles import (
     coefficients,
     next_row,
     row_sums,
-    transformed,
 )
 from logitless.stats import StatCotangents, TokenStats
-from logitless.transform import LogitTransform
+from logitless.transform import LogitTransform, factor, swept
 
 _NOWHERE = -64  # a column left of every place of a row's first tile
 STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))
@@ -165,19 +164,15 @@ def _finish_row(
             plgpu.barrier_wait(sm.gathered)
             for i in range(wgs - 1):
                 parts.append(Lanes(*(gpu_load(sm.lanes.at[i, q], sweep.layout) for q in range(4))))
-        z_y = scalar.run(transformed, target.x, sweep.transform)
-        to_z = (lambda m: scalar.run(transformed, m, sweep.transform)) if sweep.folded else (lambda m: m)
-        sums_, top = row_sums(parts, sweep.k, sweep.power, z_y, to_z)
+        u_y = scalar.run(swept, target.x, sweep.transform)
+        whole = row_sums(parts, sweep.k, sweep.power, u_y)
         valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
-        # The sums are over k (u - top): so is the lead, and not a difference of two products rounded at |z|.
-        lead = (target.x - top) * (sweep.k * (1.0 / sweep.power.unit)) if sweep.folded else z_y - sums_.maximum
-        stats = scalar.run(st.finish, sums_, valid, lead)
+        stats = scalar.run(st.finish, whole, valid, factor(sweep.transform))
         for ref, name in zip(o.stats, STAT_FIELDS, strict=True):
             value = getattr(stats, name)
             ref[sweep.row] = jnp.where(value, 1.0, 0.0) if value.dtype == jnp.bool_ else value
         if cotangents is not None:
-            centre = jnp.where(z_y >= sums_.maximum, target.x if sweep.folded else z_y, top)
-            c = coefficients(sweep, stats, cotangents(stats), target.x, centre)
+            c = coefficients(sweep, stats, cotangents(stats), target.x)
             for q, value in enumerate(c.leaves()):
                 sm.row[q] = value
         if wgs > 1:
@@ -265,16 +260,11 @@ def gradient(o: Operands, sm: Shared) -> None:
     pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
 
     def row(r: Array, label: Array, after: Array, n: Array) -> None:
-        transform = o.transform_at(r)
-        # The swept quantity must belong to max_logit, which is a transformed one: nothing is folded here.
-        sweep = Sweep(sm.slots(o), transform, r)
-        sweep.folded, sweep.k = transform.temperature is None and sweep.folded, jnp.float32(sweep.power.unit)
-        # The select between the factor and the subtraction of max_logit keeps the two from becoming one operation.
-        sweep.patched = sweep.folded
+        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
         target = o.target_at(r, label)
         s = TokenStats(*(ref[r] for ref in o.stats))
         g = StatCotangents(*(ref[r] for ref in o.given))
-        c = coefficients(sweep, s, g, target.x, s.max_logit)
+        c = coefficients(sweep, s, g, target.x)
         base = n * sweep.count
 
         def refill(j: Array) -> None:

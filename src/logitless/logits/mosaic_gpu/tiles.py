@@ -19,7 +19,7 @@ clamped only at the end of the *array*, and write into the next row.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,14 +38,6 @@ from logitless.transform import LogitTransform
 LOG2E = scalar.LOG2E
 _LOW = -1e30  # stands for -inf in the carries: differences stay finite
 ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
-
-
-def transformed(x: Array, transform: LogitTransform) -> Array:
-    """``transform.forward`` with the temperature as a factor, for numbers and vectors alike: the chip's division of a
-    vector is approximate, that of a number is not, and a row's maximum has to be the same as both (at ``|z| = 1000`` an
-    ulp between them is 1e-4 of every probability)."""
-    u = tr.forward(x, dataclasses.replace(transform, temperature=None))
-    return u if transform.temperature is None else u * (1.0 / transform.temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +62,7 @@ class Power:
 class Lanes:
     """Per-lane sums, ``[lanes]`` float32: maximum ``m``, and sums of ``e``, ``e t``, ``e^2`` with ``t = k (u - m)``.
 
-    ``u`` is what is swept (raw logits where only a temperature follows, else transformed logits); ``k`` carries that
-    temperature and the :class:`Power`'s unit, ``e = exp(t / unit)``.
+    ``u`` and ``k`` are those of ``logitless.transform``, ``k`` times the :class:`Power`'s unit: ``e = exp(t / unit)``.
     """
 
     m: Array
@@ -116,14 +107,10 @@ class Sweep:
         self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
         self.count = lax.div(shape.tiles(t) - self.w + (t.warpgroups - 1), jnp.int32(t.warpgroups))
         self.transform = transform
-        # A temperature alone commutes with the maximum and is folded into the factor k.
-        self.folded = transform.softcap is None and transform.scale is None
-        self.patched = self.folded
-        temperature = transform.temperature if self.folded else None
+        self.bent = transform.softcap is not None
         itemsize = jnp.dtype(x.dtype).itemsize
         self.power = Power(exact=itemsize == 4)
-        unit = jnp.float32(self.power.unit)
-        self.k = unit if temperature is None else unit / temperature
+        self.k = tr.times(tr.factor(transform), jnp.float32(self.power.unit))
         self.layout = plgpu.Layout.WG_STRIDED((t.lanes,), vec_size=min(t.lanes // 128, 8 // min(itemsize, 4) * 2))
 
     # Tiles, slots and copies.
@@ -224,7 +211,7 @@ class Sweep:
     def hide_padding(self, j: Array, slot: Array) -> None:
         """``-inf`` in the places that hold no column of the vocabulary."""
         full = self.shape.vocab % self.t.columns == 0 and self.shape.vocab == self.shape.width
-        if (full and not self.shape.ragged) or not self.patched:
+        if (full and not self.shape.ragged) or self.bent:
             return
         holds = (self.tile(j) + 1) * self.t.columns > self.shape.vocab + self.shift
         if self.shape.ragged:
@@ -240,7 +227,7 @@ class Sweep:
 
     def hide_target(self, j: Array, slot: Array, column: Array) -> None:
         """``-inf`` in the target's column."""
-        if self.patched:
+        if not self.bent:
             self.put(j, slot, column, jnp.float32(NEG_INF))
 
     def put(self, j: Array, slot: Array, column: Array, value: Array) -> None:
@@ -257,8 +244,8 @@ class Sweep:
 
     def swept(self, x: Array, j: Array, s: int, target: Array) -> Array:
         """The quantity whose maximum and sums are carried."""
-        u = x.astype(jnp.float32) if self.folded else transformed(x, self.transform)
-        if self.patched:
+        u = tr.swept(x, self.transform)
+        if not self.bent:
             return u
         column = self.columns(j, s)
         return jnp.where(jnp.logical_and(self.counts(column), column != target), u, NEG_INF)
@@ -284,7 +271,7 @@ class Sweep:
             t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, _LOW)
             # Float32 keeps log p + entropy together, as stats.dz does: apart, they cancel.
             d = self.power(t) * (c.first - c.second * (t + c.shift if self.power.exact else t))
-            if not self.folded:
+            if self.bent:
                 d = tr.pull_back(d, x, self.transform)
             self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = d.astype(x.dtype)
 
@@ -312,31 +299,28 @@ class Coefficients:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
 
 
-def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array, centre: Array) -> Coefficients:
-    """What sweep 2 needs of a row (``stats.dz`` with the per-row part taken out of the loop).
-
-    ``x_y`` is the target's raw logit, ``centre`` the swept quantity that belongs to ``s.max_logit``.
-    """
+def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array) -> Coefficients:
+    """What sweep 2 needs of a row (``stats.dz`` with the per-row part taken out of the loop); ``x_y`` is the target's
+    raw logit."""
     transform, power = sweep.transform, sweep.power
 
     def at_target(x_y: Array, s: TokenStats, g: StatCotangents, transform: LogitTransform) -> Array:
-        d = st.dz(transformed(x_y, transform), jnp.bool_(True), s, g)
+        d = st.dz(s.peak, jnp.bool_(True), s, g)
         return tr.pull_back(d, x_y, transform)
 
     first, second = g.lse - g.logp, g.entropy * (1.0 / power.unit)
     if not power.exact:
         first = first - g.entropy * s.entropy
-    if sweep.folded and transform.temperature is not None:
-        first, second = first / transform.temperature, second / transform.temperature
+    if not sweep.bent:  # the slope is the same in every column
+        k = tr.factor(transform)
+        first, second = tr.times(k, first), tr.times(k, second)
     nonzero = jnp.where(g.logp != 0, 1.0, jnp.where(g.entropy != 0, 1.0, jnp.where(g.lse != 0, 1.0, 0.0)))
     own = scalar.run(at_target, x_y, s, g, transform)
-    return Coefficients(centre, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
+    return Coefficients(s.peak, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
 
 
-def row_sums(
-    parts: Sequence[Lanes], k: Array, power: Power, z_y: Array, to_z: Callable[[Array], Array]
-) -> tuple[RowSums, Array]:
-    """``stats.RowSums`` of a row from all its lanes, and the largest swept quantity."""
+def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array) -> RowSums:
+    """``stats.RowSums`` of a row from all its lanes."""
     m = parts[0].m
     for p in parts[1:]:
         m = jnp.maximum(m, p.m)
@@ -346,14 +330,13 @@ def row_sums(
     for p in moved[1:]:
         total, centred, squares = total + p.total, centred + p.centred, squares + p.squares
     seen = top > _LOW
-    sums = RowSums(
-        maximum=jnp.where(seen, to_z(top), NEG_INF),
+    return RowSums(
+        maximum=jnp.where(seen, top, NEG_INF),
         total=jnp.where(seen, jnp.sum(total), 0.0),
         centred=jnp.where(seen, jnp.sum(centred) * (1.0 / power.unit), 0.0),
         squares=jnp.where(seen, jnp.sum(squares), 0.0),
-        target=z_y,
+        target=u_y,
     )
-    return sums, top
 
 
 def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:

@@ -36,6 +36,7 @@ from logitless.logits.pallas_tpu.tiles import LANES, Tiles, check, describe, til
 from logitless.objectives.token_program import TokenProgram
 from logitless.problem import LogitsProblem
 from logitless.stats import RowSums, StatCotangents, TokenStats
+from logitless.transform import factor
 
 __all__ = [
     "PallasTpu",
@@ -100,7 +101,7 @@ def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[Array | N
     if k.writes_logits:
         spec = pl.BlockSpec((t.rows, t.width), by_block)
         outputs["out"] = (spec, jax.ShapeDtypeStruct((n, v), p.logits.dtype))
-    scratch: dict[str, Any] = {"z": pltpu.VMEM((t.group, t.width), jnp.float32)}
+    scratch: dict[str, Any] = {"u": pltpu.VMEM((t.group, t.width), jnp.float32)}
     if k.writes_stats and t.tiles > 1:
         scratch["sums"] = pltpu.VMEM((t.rows, STAT_COLUMNS), jnp.float32)
 
@@ -180,9 +181,9 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles
     g = live_cotangents(p, g)
     moves = g.any_nonzero()
     # Per-row numbers are plain JAX. A row that does not move gets a centre at which nothing overflows.
-    centre = jnp.where(moves, stats.max_logit, -LOWEST)
-    a, b = S.dz_line(centre, stats, g)
-    at_target = S.dz(stats.max_logit, jnp.full(moves.shape, True), stats, g)
+    centre = jnp.where(moves, stats.peak, -LOWEST)
+    a, b = S.dz_line(centre, stats, g, factor(p.transform))
+    at_target = S.dz(stats.peak, jnp.full(moves.shape, True), stats, g)
     columns = {"centre": centre, "a": a, "b": b, "at_target": at_target, "moves": moves.astype(jnp.float32)}
     _, out = _launch(p, Kernel("dlogits", kernels.dlogits_body, columns=columns, writes_logits=True), tiles)
     assert out is not None

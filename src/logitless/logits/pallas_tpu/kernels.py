@@ -23,7 +23,7 @@ from logitless.logits.pallas_tpu import rows
 from logitless.logits.pallas_tpu.rows import STAT_COLUMNS, Group
 from logitless.logits.pallas_tpu.tiles import LANES, Tiles
 from logitless.stats import RowSums, StatCotangents
-from logitless.transform import LogitTransform
+from logitless.transform import LogitTransform, factor, times
 
 DEAD = -(1 << 30)
 """Label of a row that is not live; far from every block, whatever tile's first column is subtracted."""
@@ -77,7 +77,7 @@ class Block:
     places: Any  # SMEM [1, 1, rows + groups]: see backend._places
     columns: Any  # [rows, K] int32
     x: Any  # [rows, width]
-    z: Any  # [group, width] float32
+    u: Any  # [group, width] float32
     stats: Any = None  # [rows, 8] float32, where the kernel writes statistics
     out: Any = None  # [rows, width], where it writes dlogits
     sums: Any = None  # [rows, 8] float32, the sums of the vocabulary tiles so far, where there are several
@@ -99,7 +99,7 @@ class Block:
             )
             group = Group(
                 x=self.x,
-                z=self.z,
+                u=self.u,
                 first=first,
                 size=t.group,
                 limit=limit,
@@ -138,7 +138,7 @@ def stats_body(block: Block, finished: bool = True) -> None:
 
         def store(found: RowSums) -> None:
             if finished:
-                rows.store_stats(stats, group.rows, S.finish(found, valid), live)
+                rows.store_stats(stats, group.rows, S.finish(found, valid, factor(group.transform)), live)
             else:
                 stats[group.rows, :] = packed(found, group.size)
 
@@ -152,7 +152,7 @@ def stats_body(block: Block, finished: bool = True) -> None:
             old = RowSums(*(so_far[:, i : i + 1] for i in range(5)))
             empty = S.empty_sums((group.size, 1))
             old = jax.tree.map(lambda e, o: jnp.where(tile == 0, e, o), empty, old)
-            merged = S.merge(old, found)
+            merged = S.merge(old, found, factor(group.transform))
             sums[group.rows, :] = packed(merged, group.size)
 
             @pl.when(tile == tiles - 1)
@@ -177,7 +177,8 @@ def dlogits_body(block: Block) -> None:
             a, b = (rows.row_slope(group.transform, numbers.column(k)) for k in ("a", "b"))
 
             def s_of(start: Any, columns: int) -> Array:
-                return rows.logits_of(group, start, columns) - rows.across(centre, columns)
+                u = rows.swept_of(group, start, columns)
+                return times(rows.step_factor(group, columns), u - rows.across(centre, columns))
 
             rows.gradient(group, out, s_of, a, b, numbers.column("moves") > 0)
             at = rows.at_target(group, numbers.column("at_target"), rows.raw_target(group))
@@ -200,18 +201,19 @@ def fused_body(block: Block, run: Callable[..., tuple[Array, Array]]) -> None:
         @pl.when(alive)
         def work() -> None:
             sums, centre, odd = rows.group_sums(group)
-            s = S.finish(sums, valid)
-            given = [numbers.scalar(k) for k in numbers.scalars if k.startswith("program")]
-            own = [numbers.column(k) for k in numbers.columns if k.startswith("program")]
+            k = factor(group.transform)
+            s = S.finish(sums, valid, k)
+            given = [numbers.scalar(name) for name in numbers.scalars if name.startswith("program")]
+            own = [numbers.column(name) for name in numbers.columns if name.startswith("program")]
             g_logp, g_entropy = run(given, own, s.logp, s.entropy)
             zero = jnp.zeros_like(s.logp)
             g = StatCotangents(jnp.where(live, g_logp, zero), jnp.where(live, g_entropy, zero), zero)
             # Where no other column has any weight the centre is LOWEST, and a, b and rest are 0.
-            a, b = S.dz_line(centre, s, g)
-            rest = sums.total * jnp.exp((centre - s.max_logit) + s.max_logp)
-            at = S.dz(sums.target, jnp.full(zero.shape, True), s, g, rest)
+            a, b = S.dz_line(centre, s, g, k)
+            rest = sums.total * jnp.exp(S.log_probability(centre, k, s))
+            at = S.dz(sums.target, jnp.full(zero.shape, True), s, g, k, rest)
             a, b = rows.row_slope(group.transform, a), rows.row_slope(group.transform, b)
-            rows.gradient(group, out, lambda start, columns: group.z[:, pl.ds(start, columns)], a, b, None)
+            rows.gradient(group, out, lambda start, columns: group.u[:, pl.ds(start, columns)], a, b, None)
 
             @pl.when(odd)
             def clean() -> None:

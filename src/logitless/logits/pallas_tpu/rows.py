@@ -3,17 +3,17 @@
 Three sweeps, each in straight-line steps of some 8,000 columns whose partial results are reduced as trees over vector
 registers; lanes are reduced once, at the end.
 
-    1  z = transform(x), to the float32 scratch; M = max z
-    2  s = z - c, over z in the scratch; S, A, Q of ``stats.RowSums``, of which the target is no part
+    1  u of z = k u = transform(x), to the float32 scratch; M = max u
+    2  s = k (u - c), over u in the scratch; S, A, Q of ``stats.RowSums``, of which the target is no part
     3  d = exp(s) (a - b s), rounded, to the output block (``stats.dz_line``)
     -  the target's own column is patched: out of the scratch before 2, into the output after 3
 
 ``c`` is any point near the row's largest logit other than the target: M itself, unless the target leads the columns of
-the other 127 lanes by more than ``LEAD`` nats, where exp(z - M) of the others would vanish; then their own maximum is
-taken in one more sweep. To keep the target out by a compare and a select on every element would cost a tenth of the
+the other 127 lanes by more than ``LEAD`` nats, where exp(k (u - M)) of the others would vanish; then their own maximum
+is taken in one more sweep. To keep the target out by a compare and a select on every element would cost a tenth of the
 time.
 
-Logits below ``LOWEST`` are taken as ``LOWEST``: their probability is 0 either way, and ``0 * -inf`` cannot arise.
+``u`` below ``LOWEST`` are taken as ``LOWEST``: their probability is 0 either way, and ``0 * -inf`` cannot arise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 
 from logitless import stats as S
 from logitless.logits.pallas_tpu.tiles import LANES
-from logitless.transform import LogitTransform, forward, pull_back, slope
+from logitless.transform import LogitTransform, factor, pull_back, slope, swept, times
 
 STEP_TILES = (48, 80)
 """Bounds on a step, in 128 columns. A step is straight-line code: shorter ones pay its ramp too often (32: 9 % more
@@ -50,7 +50,7 @@ class Group:
     """One group of rows within the current block."""
 
     x: Any  # ref [rows, width], logits
-    z: Any  # ref [group, width] float32 scratch
+    u: Any  # ref [group, width] float32 scratch
     first: Array | int  # first row within the block
     size: int
     limit: Array | int  # columns of this block that belong to the vocabulary; a Python int where it is static
@@ -133,11 +133,17 @@ def step_transform(transform: LogitTransform, size: int, columns: int) -> LogitT
     return transform.rows(lambda t: across(lanes(t, size), columns))
 
 
-def logits_of(group: Group, start: Any, columns: int) -> Array:
-    """``z`` of a step, float32, at least ``LOWEST``, which is also what columns past the vocabulary get."""
-    z = forward(group.x[group.rows, pl.ds(start, columns)], step_transform(group.transform, group.size, columns))
-    z = jnp.maximum(z, LOWEST)
-    return jnp.where(inside(group, start, columns), z, LOWEST) if crosses(group, start, columns) else z
+def swept_of(group: Group, start: Any, columns: int) -> Array:
+    """``u`` of a step, float32, at least ``LOWEST``, which is also what columns past the vocabulary get."""
+    u = swept(group.x[group.rows, pl.ds(start, columns)], group.transform)
+    u = jnp.maximum(u, LOWEST)
+    return jnp.where(inside(group, start, columns), u, LOWEST) if crosses(group, start, columns) else u
+
+
+def step_factor(group: Group, columns: int) -> Array | None:
+    """``k`` of ``z = k u`` for a step."""
+    k = factor(group.transform)
+    return across(lanes(k, group.size), columns) if k is not None and group.transform.per_token else k
 
 
 def at_targets(group: Group, ref: Any, rows: Any, value: Array | float | None) -> Array:
@@ -171,19 +177,19 @@ def at_target(group: Group, dz: Array, raw: Array | None) -> Array:
 
 
 def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
-    """Sweeps 1 and 2: ``(sums [group, 1] of this block, c, odd)``; ``s = z - c`` is left in the scratch.
+    """Sweeps 1 and 2: ``(sums [group, 1] of this block, c, odd)``; ``s = k (u - c)`` is left in the scratch.
 
     ``odd`` is a scalar: some row's target leads by far, or some row is not finite.
     """
 
     def fill(start: Any, columns: int, top: Array) -> Array:
-        z = logits_of(group, start, columns)
-        group.z[:, pl.ds(start, columns)] = z
-        return jnp.maximum(top, tree(jnp.maximum, z))
+        u = swept_of(group, start, columns)
+        group.u[:, pl.ds(start, columns)] = u
+        return jnp.maximum(top, tree(jnp.maximum, u))
 
     lowest = jnp.full((group.size, LANES), LOWEST, jnp.float32)
     top = sweep(group, fill, lowest)
-    target = at_targets(group, group.z, slice(None), LOWEST)
+    target = at_targets(group, group.u, slice(None), LOWEST)
 
     lane = jax.lax.broadcasted_iota(jnp.int32, (group.size, LANES), 1)
     elsewhere = jnp.where(lane == lanes(group.label & (LANES - 1), group.size), LOWEST, top)
@@ -192,18 +198,19 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
 
     def others_maximum() -> Array:
         def step(start: Any, columns: int, m: Array) -> Array:
-            return jnp.maximum(m, tree(jnp.maximum, group.z[:, pl.ds(start, columns)]))
+            return jnp.maximum(m, tree(jnp.maximum, group.u[:, pl.ds(start, columns)]))
 
         return jnp.max(sweep(group, step, lowest, rare=True), axis=1, keepdims=True)
 
     # From vector to scalar takes long, so there is one question for both.
-    odd = jnp.max(jnp.where((centre - elsewhere > LEAD) | (centre - centre != 0), 1.0, 0.0)) > 0
+    leads = times(factor(group.transform), centre - elsewhere) > LEAD
+    odd = jnp.max(jnp.where(leads | (centre - centre != 0), 1.0, 0.0)) > 0
     centre = jax.lax.cond(odd, others_maximum, lambda: centre)
     c = lanes(centre, group.size)
 
     def sums(start: Any, columns: int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        s = group.z[:, pl.ds(start, columns)] - across(c, columns)
-        group.z[:, pl.ds(start, columns)] = s
+        s = times(step_factor(group, columns), group.u[:, pl.ds(start, columns)] - across(c, columns))
+        group.u[:, pl.ds(start, columns)] = s
         e = jnp.exp(s)
         total, centred, squares = carry
         return total + tree(jnp.add, e), centred + tree(jnp.add, e * s), squares + tree(jnp.add, e * e)
