@@ -113,12 +113,26 @@ def test_bfloat16_sums_leave_devices_in_float32() -> None:
         Sharding(mesh({"tensor": 8}), head=P("tensor", None)),
     ):
         f = jax.value_and_grad(functools.partial(loss, objective=TOKEN, sharding=spec), argnums=(0, 1), has_aux=True)
-        traced = str(jax.make_jaxpr(f)(data["hidden"], data["lm_head"], rest))
-        large = [line for line in traced.splitlines() if "psum" in line and ("64,128]" in line or "32,128]" in line)]
-        assert large and all("f32[" in line for line in large), large
+        assert_large_sums_are_float32(f, data["hidden"], data["lm_head"], rest)
         got = run(f, data["hidden"], data["lm_head"], rest)[0]
         assert got[1][0].dtype == got[1][1].dtype == jnp.bfloat16
         assert_same(got[1], exact[1], rtol=2.0**-8)
+
+
+def assert_large_sums_are_float32(f: Any, *arguments: Any) -> None:
+    traced = str(jax.make_jaxpr(f)(*arguments))
+    large = [line for line in traced.splitlines() if "psum" in line and ("64,128]" in line or "32,128]" in line)]
+    assert large and all("f32[" in line for line in large), large
+
+
+def test_bfloat16_sums_of_a_recompute_leave_devices_in_float32() -> None:
+    """The same where the gradients come after the loss; only traced."""
+    data = batch()
+    rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
+    h, w = (data[k].astype(jnp.bfloat16) for k in ("hidden", "lm_head"))
+    spec = Sharding(mesh({"data": 8}), tokens=P(None, "data"))
+    gradients = jax.grad(functools.partial(loss, objective=OBJECTIVES["sequence"], sharding=spec), (0, 1), has_aux=True)
+    assert_large_sums_are_float32(gradients, h, w, rest)
 
 
 def test_ambient_mesh() -> None:

@@ -3,26 +3,34 @@
     python tests/mutants                  all of them (make mutants)
     python tests/mutants objectives       those of tests/mutants/mutants_objectives.py
     python tests/mutants objectives kl    of these, the ones whose file or text contains "kl"
+    python tests/mutants --seconds 500    as many as that time allows; call it again to go on
+    python tests/mutants --record FILE    what was found is kept in FILE (benchmarks/results/mutants.json)
 
 All of them run in one process, which imports the mutated library anew each time and keeps JAX and what it has
-compiled: a second or two each. ``--isolated`` gives each a process of its own.
+compiled: a second or two each, most of which is compiling what the fault changed. ``--isolated`` gives each a process
+of its own. A result that is in the record already, of the same files, is not looked for again.
 
-Exits with 1 if a mutant survives without a reason, or is killed although a reason says that it cannot be.
+Exits with 1 if a mutant survives without a reason, or is killed although a reason says that it cannot be; with 3 if
+the time was over first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import io
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +38,13 @@ from mutation import ROOT, Mutant, lists
 
 COPIED = ("src", "tests", "pyproject.toml", "docs", "README.md", "configs")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider")
+RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+PATIENCE = 240
+"""Seconds after which a fault is taken to have made a test run on for ever, which is a failure of it."""
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError("the test did not end")
 
 
 def run_here(mutant: Mutant, tree: Path) -> tuple[int, str]:
@@ -40,8 +55,13 @@ def run_here(mutant: Mutant, tree: Path) -> tuple[int, str]:
             del sys.modules[name]
     importlib.invalidate_caches()
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = pytest.main([*OPTIONS, *mutant.tests])
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(PATIENCE)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = pytest.main([*OPTIONS, *mutant.tests])
+    finally:
+        signal.alarm(0)
     return int(code), output.getvalue()
 
 
@@ -79,47 +99,87 @@ def copy_tree(tree: Path) -> None:
             shutil.copy(source, tree / name)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = lists()
-    parser.add_argument("list", nargs="?", choices=sorted(known), help="one list only")
-    parser.add_argument("containing", nargs="?", default="", help="only mutants whose file or text contains this")
-    parser.add_argument("--isolated", action="store_true", help="one process each")
-    arguments = parser.parse_args()
-    chosen = known[arguments.list] if arguments.list else tuple(m for ms in known.values() for m in ms)
-    chosen = tuple(m for m in chosen if arguments.containing in str(m))
-    survivors, surprises = [], []
+def fingerprint(mutant: Mutant) -> str:
+    """Of the mutated file and the tests: a result holds as long as neither changes."""
+    text = hashlib.sha256(mutant.applied(ROOT).encode())
+    for test in mutant.tests:
+        text.update(test.encode() + (ROOT / test.partition("::")[0]).read_bytes())
+    return text.hexdigest()[:16]
+
+
+def run_all(chosen: list[Mutant], found: dict[str, Any], seconds: float, isolated: bool, save: Any) -> bool:
+    """Results of the chosen mutants into ``found``; whether all of them are there."""
     sound: set[tuple[str, ...]] = set()  # tests that were seen to pass on the tree as it is
-    # The tests' conftest asks JAX for eight devices, which a process can do only once.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.dont_write_bytecode = True  # two mutants of one file may have one size and one time
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         tree = Path(folder).resolve()
         copy_tree(tree)
         os.chdir(tree)
         sys.path.insert(0, str(tree / "src"))
         for i, mutant in enumerate(chosen, start=1):
+            mark = fingerprint(mutant)
+            if found.get(str(mutant), {}).get("of") == mark:
+                continue
+            if time.monotonic() - begin > seconds:
+                os.chdir(ROOT)
+                return False
             if mutant.tests not in sound:
-                if killed(None, mutant, tree, arguments.isolated):
+                if killed(None, mutant, tree, isolated):
                     raise RuntimeError(f"{mutant}: its tests fail on the tree as it is: {' '.join(mutant.tests)}")
                 sound.add(mutant.tests)
             start = time.monotonic()
-            dead = killed(mutant, mutant, tree, arguments.isolated)
+            dead = killed(mutant, mutant, tree, isolated)
             took = time.monotonic() - start
             print(f"{i:3}/{len(chosen)} {'killed  ' if dead else 'SURVIVED'} {took:4.0f} s  {mutant}", flush=True)
-            if not dead:
-                survivors.append(mutant)
-            if dead == bool(mutant.survives):
-                surprises.append(mutant)
+            found[str(mutant)] = dict(killed=dead, seconds=round(took, 1), reason=mutant.survives, of=mark)
+            save()
         os.chdir(ROOT)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = lists()
+    parser.add_argument("list", nargs="?", choices=sorted(known), help="one list only")
+    parser.add_argument("containing", nargs="?", default="", help="only mutants whose file or text contains this")
+    parser.add_argument("--isolated", action="store_true", help="one process each")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other mutant after this time")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where results are kept")
+    parser.add_argument("--anew", action="store_true", help="look for results that are in the record, too")
+    arguments = parser.parse_args()
+    every = [m for ms in known.values() for m in ms]
+    chosen = [m for m in (known[arguments.list] if arguments.list else every) if arguments.containing in str(m)]
+    record = arguments.record.resolve()
+    found: dict[str, Any] = json.loads(record.read_text())["mutants"] if record.exists() else {}
+    found = {str(m): found[str(m)] for m in every if str(m) in found}  # what is no mutant any more is forgotten
+    for mutant in chosen if arguments.anew else ():
+        found.pop(str(mutant), None)
+
+    def save() -> None:
+        dead = sum(r["killed"] for r in found.values())
+        numbers = dict(kind="mutants", planted=len(every), run=len(found), killed=dead, survived=len(found) - dead)
+        survivors = {k: r["reason"] for k, r in found.items() if not r["killed"]}
+        record.write_text(json.dumps(dict(**numbers, survivors=survivors, mutants=found), indent=1) + "\n")
+
+    # The tests' conftest asks JAX for eight devices, which a process can do only once.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))  # what a fault leaves as it was
+    sys.dont_write_bytecode = True  # two mutants of one file may have one size and one time
+    done = run_all(chosen, found, arguments.seconds, arguments.isolated, save)
+    save()
+    results = [(m, found[str(m)]) for m in chosen if str(m) in found]
+    survivors = [m for m, r in results if not r["killed"]]
+    print(f"{len(results) - len(survivors)} of {len(results)} killed")
     for mutant in survivors:
         print(f"  survived: {mutant}: {mutant.survives or 'NO REASON GIVEN'}")
+    surprises = [m for m, r in results if r["killed"] == bool(m.survives)]
     for mutant in surprises:
         if mutant.survives:
             print(f"  killed, though it was said to survive: {mutant}: {mutant.survives}")
-    return 1 if surprises else 0
+    if not done:
+        print(f"{len(chosen) - len(results)} are left; the same command goes on with them")
+    return 1 if surprises else 0 if done else 3
 
 
 if __name__ == "__main__":

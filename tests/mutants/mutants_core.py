@@ -70,8 +70,8 @@ MUTANTS = [
     ),
     m(
         "logits/reference",
-        "dz(z, is_target, *columns) * tangents[1], axis=-1",
-        "dz(z, is_target, *columns) * tangents[1] * 0, axis=-1",
+        "columns[1], k) * tangents[1], axis=-1",
+        "columns[1], k) * tangents[1] * 0, axis=-1",
         "tests/logits/test_reference_entropy.py",
     ),
 ]

@@ -1,0 +1,222 @@
+"""Faults in the statistics, the transform, the TPU and Hopper kernels, and what a mesh does between them."""
+
+from __future__ import annotations
+
+from mutation import Mutant
+
+CONSTANT = "tests/logits/test_constant_temperature.py"
+HAND = "tests/objectives/test_by_hand.py"
+NUMERICS = "tests/logits/test_logits_numerics.py"
+TPU_HEAD = "tests/head/test_head_pallas_tpu.py"
+TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
+GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
+GPU_LOGITS = "tests/logits/test_logits_mosaic_gpu.py"
+MESH = "tests/mesh/test_sharding_calls.py"
+SPARSE = "tests/head/test_sparse_backward.py"
+
+
+def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
+    return Mutant(f"{file}.py", old, new, tests, survives)
+
+
+MUTANTS = [
+    # the same z in every pass
+    m(
+        "stats",
+        "return times(k, u - s.peak) + s.max_logp",
+        "return (times(k, u) - s.max_logit) + s.max_logp",
+        f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
+    ),
+    m(
+        "stats",
+        "shifted = times(k, others - centre[..., None])",
+        "shifted = others - centre[..., None]",
+        f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
+    ),
+    m(
+        "stats",
+        "lead = _product(k, u_y - jnp.where(others_seen, m, 0.0))",
+        "lead = u_y - jnp.where(others_seen, m, 0.0)",
+        f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
+    ),
+    m(
+        "stats",
+        "lse = jnp.where(margin > 0, _product(k, m) + gap",
+        "lse = jnp.where(margin > 0, m + gap",
+        f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
+    ),
+    m(
+        "stats",
+        "max_logit=known(_product(k, jnp.maximum(m, u_y)))",
+        "max_logit=known(jnp.maximum(m, u_y))",
+        f"{GPU_HEAD}::test_the_merge_of_runs",
+    ),
+    m(
+        "transform",
+        "k = transform.scale if transform.softcap is None else transform.softcap",
+        "k = transform.scale",
+        f"{CONSTANT}::test_with_a_scale_a_softcap_a_temperature_of_each_token",
+    ),
+    m(
+        "transform",
+        "return jnp.tanh(u * (scale / jnp.asarray(transform.softcap, jnp.float32)))",
+        "return u * (scale / jnp.asarray(transform.softcap, jnp.float32))",
+        f"{CONSTANT}::test_with_a_scale_a_softcap_a_temperature_of_each_token",
+    ),
+    m(
+        "transform",
+        "times(k, 1.0 - jnp.square(swept(x, transform)))",
+        "k",
+        f"{CONSTANT}::test_with_a_scale_a_softcap_a_temperature_of_each_token",
+    ),
+    m(
+        "head/slabs",
+        "index[None, :] == p.targets[:, None], stats, g, factor(t))",
+        "index[None, :] == p.targets[:, None], stats, g)",
+        f"{SPARSE}::test_logprobs_with_every_option",
+    ),
+    # cotangents
+    m(
+        "vjp",
+        "    g = _instantiate(ct[0])\n",
+        "    g = jnp.float32(1.0)\n",
+        f"{HAND}::test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient",
+    ),
+    m(
+        "stats",
+        "(self.logp != 0) | (self.entropy != 0) | (self.lse != 0)",
+        "(self.logp != 0) | (self.lse != 0)",
+        f"{HAND}::test_an_entropy_bonus_alone_moves_the_head",
+    ),
+    m(
+        "stats",
+        "at_target = p * g.lse + g.logp * rest - g.entropy * spread",
+        "at_target = p * g.lse + g.logp * rest",
+        f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
+    ),
+    m(
+        "stats",
+        "rest = -jnp.expm1(s.logp) if rest is None else rest",
+        "rest = 1.0 - jnp.exp(s.logp) if rest is None else rest",
+        f"{NUMERICS}::test_collapsed_rows_keep_their_relative_precision",
+    ),
+    m(
+        "stats",
+        "others_seen = m != NEG_INF",
+        "others_seen = m > NEG_INF",
+        "tests/objectives/test_nan.py",
+    ),
+    # TPU
+    m(
+        "head/pallas_tpu/forward",
+        "(acc.total, acc.centred, acc.squares, acc.target, out.expected)",
+        "(acc.total, acc.centred, acc.target, out.expected)",
+        f"{TPU_HEAD}::test_contract",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "step = times(k, sums.maximum - m)",
+        "step = sums.maximum - m",
+        f"{TPU_HEAD}::test_contract[temperature and scale]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "u = jnp.where(column < spec.tail, u, NEG_INF)",
+        "u = jnp.where(column <= spec.tail, u, NEG_INF)",
+        f"{TPU_HEAD}::test_contract[padding fills whole tiles]",
+    ),
+    m(
+        "head/pallas_tpu/backward",
+        "values = [times(k, v) for v in values]",
+        "values = [v for v in values]",
+        f"{TPU_HEAD}::test_contract[temperature and scale]",
+    ),
+    m(
+        "head/pallas_tpu/kernels",
+        "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",
+        "others = jnp.exp(log_probability(sums.maximum, None, stats))",
+        f"{TPU_HEAD}::test_contract[temperature and scale]",
+    ),
+    m(
+        "logits/pallas_tpu/kernels",
+        "return times(rows.step_factor(group, columns), u - rows.across(centre, columns))",
+        "return u - rows.across(centre, columns)",
+        f"{CONSTANT}::test_statistics_of_logits[pallas_tpu-known-64]",
+    ),
+    m(
+        "logits/pallas_tpu/rows",
+        "s = times(step_factor(group, columns), group.u[:, pl.ds(start, columns)] - across(c, columns))",
+        "s = group.u[:, pl.ds(start, columns)] - across(c, columns)",
+        f"{CONSTANT}::test_statistics_of_logits[pallas_tpu-known-64]",
+    ),
+    # Hopper
+    m(
+        "logits/mosaic_gpu/tiles",
+        "a * (self.centred + step * self.total)",
+        "a * self.centred",
+        f"{GPU_LOGITS}::test_statistics_with_padding_dead_rows_and_a_bad_target",
+    ),
+    m(
+        "logits/mosaic_gpu/tiles",
+        "self.k = tr.times(tr.factor(transform), jnp.float32(self.power.unit))",
+        "self.k = jnp.float32(self.power.unit)",
+        f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
+    ),
+    m(
+        "logits/mosaic_gpu/tiles",
+        "first, second = tr.times(k, first), tr.times(k, second)",
+        "first, second = tr.times(k, first), second",
+        f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "jnp.where(column < vocab_size - first, jnp.where(is_target, low, u), low)",
+        "jnp.where(is_target, low, u)",
+        f"{GPU_HEAD}::test_statistics[ragged]",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "centred = jnp.sum(a * (sums.centred + step * sums.total), axis=1)",
+        "centred = jnp.sum(a * sums.centred, axis=1)",
+        f"{GPU_HEAD}::test_statistics[ragged]",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "st.merge(first, second, k), odd)",
+        "st.merge(first, second), odd)",
+        f"{GPU_HEAD}::test_the_merge_of_runs",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "seen = written & ~(m <= LOW)",
+        "seen = ~(m <= LOW)",
+        f"{GPU_HEAD}::test_the_merge_of_runs",
+    ),
+    # a mesh
+    m(
+        "mesh/over_mesh",
+        "                head = collectives.reduce_grads(place, found.head, p.head)\n",
+        "                half = jax.tree.map(lambda x: x.astype(p.h.dtype), found.head)\n"
+        "                head = collectives.reduce_grads(place, half, p.head)\n",
+        f"{MESH}::test_bfloat16_sums_of_a_recompute_leave_devices_in_float32",
+    ),
+    m(
+        "mesh/over_mesh",
+        "Gradients(hidden, collectives.reduce_grads(place, found.head, p.head))",
+        "Gradients(hidden, collectives.reduce_grads(place, jax.tree.map(lambda x: x.astype(p.h.dtype), found.head), "
+        "p.head))",
+        f"{MESH}::test_bfloat16_sums_leave_devices_in_float32",
+    ),
+    m(
+        "mesh/collectives",
+        "own = rescale(sums, m, k)",
+        "own = rescale(sums, m)",
+        f"{MESH}::test_statistics_and_every_cotangent",
+    ),
+    m(
+        "mesh/collectives",
+        "return jnp.where((local >= 0) & (local < width), local, -1)",
+        "return jnp.clip(local, 0, width - 1)",
+        f"{MESH}::test_statistics_and_every_cotangent",
+    ),
+]

@@ -1,0 +1,103 @@
+"""Faults in the trainer: what a step is made of, the schedule, what a resumed run goes on with, and the A/B verdict."""
+
+from __future__ import annotations
+
+from mutation import Mutant
+
+SETTINGS = "tests/train/test_train_settings.py"
+REPLAY = "tests/train/test_ab_replay.py"
+FREE = "tests/train/test_ab_free.py"
+
+
+def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
+    return Mutant(f"train/{file}.py", old, new, tests, survives)
+
+
+MUTANTS = [
+    m(
+        "trainer",
+        "reference = frozen.params if frozen.params is not None else params",
+        "reference = params",
+        f"{SETTINGS}::test_the_kl_is_measured_to_the_initial_policy",
+    ),
+    m(
+        "collect",
+        "key = jax.random.fold_in(jax.random.fold_in(t.key, _ROLLOUT), step)",
+        "key = jax.random.fold_in(t.key, _ROLLOUT)",
+        f"{SETTINGS}::test_a_step_has_noise_of_its_own",
+    ),
+    m(
+        "trainer",
+        "part.rows(i % t.minibatches * rows, rows)",
+        "part.rows(0, rows)",
+        f"{SETTINGS}::test_every_minibatch_has_rows_of_its_own",
+    ),
+    m(
+        "trainer",
+        "part = batch if i == 0 else batch.with_logp(old_logp=old)",
+        "part = batch",
+        f"{SETTINGS}::test_every_minibatch_has_rows_of_its_own",
+    ),
+    m(
+        "trainer",
+        "scale=t.advantage_scale, eps=t.advantage_eps)",
+        "eps=t.advantage_eps)",
+        f"{SETTINGS}::test_advantages_follow_their_scale_and_eps",
+    ),
+    m(
+        "trainer",
+        "scale=t.advantage_scale, eps=t.advantage_eps)",
+        "scale=t.advantage_scale)",
+        f"{SETTINGS}::test_advantages_follow_their_scale_and_eps",
+    ),
+    m(
+        "update",
+        "        optax.clip_by_global_norm(t.clip_norm),\n",
+        "",
+        f"{SETTINGS}::test_the_norm_is_clipped_before_the_moments",
+    ),
+    m(
+        "update",
+        ", weight_decay=t.weight_decay)",
+        ", weight_decay=0.0)",
+        f"{SETTINGS}::test_weight_decay_pulls_weights_without_a_gradient",
+    ),
+    m(
+        "update",
+        "step = count // inner",
+        "step = count",
+        f"{SETTINGS}::test_the_schedule_counts_steps_and_not_the_updates_inside_one",
+    ),
+    m(
+        "update",
+        "(step + 1) / max(t.warmup_steps, 1)",
+        "step / max(t.warmup_steps, 1)",
+        f"{SETTINGS}::test_the_schedule_counts_steps_and_not_the_updates_inside_one",
+    ),
+    m(
+        "update",
+        "(step - t.warmup_steps) / max(t.steps - t.warmup_steps, 1)",
+        "step / max(t.steps, 1)",
+        f"{SETTINGS}::test_schedules_begin_after_the_warm_up",
+    ),
+    m("update", "0.5 * (1.0 + jnp.cos(jnp.pi * x))", "1.0 - x", f"{SETTINGS}::test_schedules_begin_after_the_warm_up"),
+    m(
+        "records",
+        "(groups.min(axis=1) != groups.max(axis=1)).mean()",
+        "(groups.min(axis=1) == groups.max(axis=1)).mean()",
+        f"{SETTINGS}::test_mixed_groups_are_those_whose_rewards_differ",
+    ),
+    m(
+        "records",
+        "rolled.rewards.reshape(-1, group_size)",
+        "rolled.rewards.reshape(group_size, -1)",
+        f"{SETTINGS}::test_mixed_groups_are_those_whose_rewards_differ",
+    ),
+    m("folder", 'if r["step"] <= last_step]', "if True]", f"{SETTINGS}::test_records_after_the_checkpoint_are_dropped"),
+    m(
+        "loop",
+        'skipped_in_a_row = notes["skipped_in_a_row"]',
+        "skipped_in_a_row = 0",
+        f"{SETTINGS}::test_a_longer_run_goes_on_after_its_checkpoint_with_its_count_of_skipped_steps",
+    ),
+]
