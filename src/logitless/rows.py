@@ -9,8 +9,8 @@ level:
     statistics(x, p)         -> TokenStats     one pass (a maximum, then sums, where XLA does not fuse them)
     dx(x, p, stats, g)       -> [C, V]         one pass: reads x, writes dx, over x where it has its dtype
 
-``p`` is the problem of these rows, of either level: its targets, transform and vocabulary. On a CPU the passes take a
-slice of columns at a time (``tiles.column_tile``).
+``p`` is the problem of these rows, of either level: its targets, transform and vocabulary. On a CPU the passes that
+reduce take a slice of columns at a time (``tiles.column_tile``).
 """
 
 from __future__ import annotations
@@ -103,20 +103,13 @@ def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:
 def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
     """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``; zero rows where ``g`` is.
 
-    In slices, and with the dtype of ``x``, it is written over ``x``.
+    Nothing is reduced, so every compiler makes one loop of it, without temporaries; where ``x`` has that dtype and is
+    not read again, over ``x``.
     """
-    transform = p.transform.column()
-    k = factor(transform)
+    transform, ids = p.transform.column(), column_ids(x.shape[-1])
     stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
-
-    def step(start: Array | int, size: int, out: Array) -> Array:
-        ids = start + column_ids(size)
-        part = columns(out if dtype == x.dtype else x, start, size)
-        u = swept_columns(part, transform, p.call.vocab_size, ids)
-        d = pull_back(dz(u, ids == p.targets[:, None], stats, g, k), part, transform).astype(dtype)
-        return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
-
-    return over_columns(x.shape[-1], column_tile(), step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
+    u = swept_columns(x, transform, p.call.vocab_size, ids)
+    return pull_back(dz(u, ids == p.targets[:, None], stats, g, factor(transform)), x, transform).astype(dtype)
 
 
 # -- which tokens a sweep visits ---------------------------------------------------------------------------------------

@@ -100,4 +100,59 @@ MUTANTS = [
         "skipped_in_a_row = 0",
         f"{SETTINGS}::test_a_longer_run_goes_on_after_its_checkpoint_with_its_count_of_skipped_steps",
     ),
+    m(
+        "compare",
+        "return b / a if a and b else None",
+        "return a / b if a and b else None",
+        f"{SETTINGS}::test_a_ratio_is_the_other_arm_over_the_baseline",
+    ),
+    # the verdict of an A/B
+    m(
+        "replay",
+        "limit = config.ab.replay_factor * reach + ULPS",
+        "limit = 3 * config.ab.replay_factor * reach + ULPS",
+        f"{REPLAY}::test_the_limit_is_what_the_docstring_says",
+    ),
+    m(
+        "replay",
+        "reach = max(reach, c[key] if np.isfinite(c[key]) else 0.0)",
+        "reach = c[key] if np.isfinite(c[key]) else 0.0",
+        f"{REPLAY}::test_the_limit_is_what_the_docstring_says",
+    ),
+    m(
+        "replay",
+        "limit += DECISIONS / max(tokens[step - 1], 1) * way",
+        "limit += DECISIONS * way",
+        f"{REPLAY}::test_the_limit_is_what_the_docstring_says",
+    ),
+    m(
+        "replay",
+        '"weights": _rms(a.weights, b.weights),',
+        '"weights": 0.0,',
+        f"{REPLAY}::test_each_quantity_counts",
+    ),
+    m(
+        "replay",
+        '"logp": _rms(a.logp, b.logp),',
+        '"logp": 0.0,',
+        f"{REPLAY}::test_each_quantity_counts",
+    ),
+    m(
+        "replay",
+        "np.any(np.isfinite(a) != np.isfinite(b))",
+        "False",
+        f"{REPLAY}::test_what_is_not_finite_or_does_not_fit_is_a_difference",
+    ),
+    m(
+        "replay",
+        "True if forward_only or trained else None",
+        "True",
+        f"{REPLAY}::test_steps_without_a_gradient_prove_nothing",
+    ),
+    m(
+        "replay",
+        'judged = rows[: 1 if key == "logp" else 0] if forward_only else rows',
+        "judged = rows[:0] if forward_only else rows",
+        f"{REPLAY}::test_an_arm_that_is_approximate_by_design_is_judged_by_its_forward",
+    ),
 ]
