@@ -100,16 +100,24 @@ def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:
     return jnp.exp(log_probability(u, factor(t), s))
 
 
-def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None) -> Array:
     """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``; zero rows where ``g`` is.
 
-    Nothing is reduced, so every compiler makes one loop of it, without temporaries; where ``x`` has that dtype and is
-    not read again, over ``x``.
+    Nothing is reduced, so every compiler makes one loop of it, without temporaries. With a ``tile`` it takes so many
+    columns at a time and, with the dtype of ``x``, is written over ``x`` whatever the compiler thinks of that.
     """
-    transform, ids = p.transform.column(), column_ids(x.shape[-1])
+    transform = p.transform.column()
+    k = factor(transform)
     stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
-    u = swept_columns(x, transform, p.call.vocab_size, ids)
-    return pull_back(dz(u, ids == p.targets[:, None], stats, g, factor(transform)), x, transform).astype(dtype)
+
+    def step(start: Array | int, size: int, out: Array) -> Array:
+        ids = start + column_ids(size)
+        part = columns(out if dtype == x.dtype else x, start, size)
+        u = swept_columns(part, transform, p.call.vocab_size, ids)
+        d = pull_back(dz(u, ids == p.targets[:, None], stats, g, k), part, transform).astype(dtype)
+        return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
+
+    return over_columns(x.shape[-1], tile, step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
 
 
 # -- which tokens a sweep visits ---------------------------------------------------------------------------------------

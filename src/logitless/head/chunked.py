@@ -111,11 +111,11 @@ class Chunked:
         """Statistics, and the dx of an uncoupled objective over the chunk's own inputs."""
         x = lax.optimization_barrier(x)
         stats = self.row_statistics(x, p)
-        return stats, rows.dx(x, p, stats, loss.cotangents(stats), dtype)
+        return stats, rows.dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
 
     def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
         """dx from known statistics and cotangents; zero rows where the cotangents are."""
-        return rows.dx(lax.optimization_barrier(x), p, stats, g, dtype)
+        return rows.dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
 
     # Sweeps.
 
