@@ -210,6 +210,7 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
             "train.pack_length: 7, but .* 8 slots",
         ),
         (["train.packing=sequences", "train.microbatch=8", "train.report_skipped=true"], "without train.skip_rows"),
+        (["train.packing=shared", "train.microbatch=8", "mesh.data=2"], "mesh: train.packing is for one device"),
         (["train.packing=share"], "Did you mean 'shared'"),
     ],
 )
