@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence-mean-token-sum-norm": ({"loss_agg_mode": "sequence-mean-token-sum-norm"}, {}),
     "gspo-token": ({"loss_algo": "gspo-token"}, {}),
     "sampler weights": ({}, {"sampler_is_weights": WEIGHTS}),
-    "log-ratios beyond the clamp": ({"beta": 0.0}, {"old_per_token_logps": FAR}),
+    "log-ratios beyond the clamp": ({}, {"old_per_token_logps": FAR}),
     "gspo-token beyond its bound": ({"loss_algo": "gspo-token"}, {"old_per_token_logps": FAR}),
     "packed": ({}, {"packed": True}),
     "packed, gspo-token, token-mean": ({"loss_algo": "gspo-token", "loss_agg_mode": "token-mean"}, {"packed": True}),

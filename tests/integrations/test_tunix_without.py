@@ -36,8 +36,8 @@ def test_importing_it_loads_neither_tunix_nor_flax() -> None:
 def test_without_tunix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import logitless.integrations.tunix as integration
 
-    monkeypatch.setitem(sys.modules, "tunix", None)
-    monkeypatch.setitem(sys.modules, "tunix.rl", None)
+    for name in ("tunix", "tunix.rl", "tunix.rl.common"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"Tunix cannot be imported .* pip install 'logitless\[tunix\]'"):
         integration.install()
 
