@@ -23,6 +23,14 @@ def tpu_vmem_bytes() -> int:
         return _LEAST_VMEM
 
 
+def tpu_generation() -> int | None:
+    """The generation (4 for v4) of the TPU that is traced for; ``None`` where there is no TPU."""
+    try:
+        return pltpu.get_tpu_info().generation
+    except Exception:  # as above
+        return None
+
+
 def in_hbm(x: Array, interpret: Any) -> Array:
     """``x`` kept in HBM: XLA likes to move a small operand into VMEM, beside a kernel that has asked for most of it."""
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)

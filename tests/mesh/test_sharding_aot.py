@@ -61,7 +61,7 @@ def check(layout: str, got: dict[str, Any], dense: int) -> None:
         assert not sent(got, "all-gather") and not sent(got, "reduce-scatter")
     else:  # the head in parts, once in each pass; dW in parts, in float32
         assert sent(got, "all-gather") == {"bf16": 2 * HEAD}
-        assert sent(got, "reduce-scatter")["f32"] == pytest.approx(2 * HEAD, rel=1e-2)
+        assert sent(got, "reduce-scatter")["f32"] == pytest.approx(2 * HEAD, rel=0.03)  # parts in whole tiles
         assert max(c["bytes"] for c in got["collectives"]) <= HEAD // 2
         assert got["peak_bytes"] <= FSDP_PEAK, got
 
@@ -84,6 +84,10 @@ def test_pods(slice_name: str) -> None:
 def test_recorded_slices() -> None:
     assert RECORD["tokens_per_chip"] == 8192 and RECORD["vocab"] == 151936
     eight = RECORD["slices"]["v6e:2x4"]
+    counted = [layout for layout in LAYOUTS if "collectives" in eight[layout]["fused"]]
+    assert "fsdp" in counted  # records of earlier versions have no collectives
+    for layout in counted:
+        check(layout, eight[layout]["fused"], eight[layout]["dense, naive"]["peak_bytes"])
     for layout in LAYOUTS:
         fused = eight[layout]["fused"]["peak_bytes"]
         assert fused <= 0.45 * eight[layout]["dense, naive"]["peak_bytes"]

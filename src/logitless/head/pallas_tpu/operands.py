@@ -79,6 +79,9 @@ def check(p: Problem) -> None:
             f"pallas_tpu: hidden states ({p.h.dtype}) and lm_head ({w.dtype}) must both be bfloat16 or both "
             f"float32: a kernel does not cast the head."
         )
+    generation = compat.tpu_generation()
+    if p.h.dtype == jnp.bfloat16 and generation is not None and generation < 4:
+        raise NotImplementedError(f"pallas_tpu: a kernel has no bfloat16 matmul on TPU v{generation}.")
     if jnp.dtype(p.call.logits_dtype) not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"pallas_tpu: logits_dtype {p.call.logits_dtype} is neither float32 nor bfloat16.")
     if width % LANES:
@@ -177,8 +180,11 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Matmul with float32 accumulation; float32 operands in full precision.
 
     The precision is always said: ``None`` takes up ``jax_default_matmul_precision``, and no kernel lowers a 16-bit
-    matmul of another precision than the default.
+    matmul of another precision than the default. A ``b`` of one row is repeated: Mosaic lowers no 16-bit matmul whose
+    result is one column.
     """
+    if contract[1] == 1 and b.shape[0] == 1:
+        return dot(a, jnp.broadcast_to(b, (8, b.shape[1])), contract)[:, :1]
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -189,9 +195,9 @@ def rounded(spec: Spec, x: Array) -> Array:
     return x if spec.logits_dtype == jnp.float32 else x.astype(spec.logits_dtype).astype(jnp.float32)
 
 
-def raw_logits(spec: Spec, refs: Operands, w: Array) -> Array:
+def raw_logits(spec: Spec, refs: Operands, w: Array, rows: Any = slice(None)) -> Array:
     """``x [tokens, width]`` of the columns ``w`` from the block's first on."""
-    x = dot(refs.h[...], w, (1, 1 - spec.axis))
+    x = dot(refs.h[rows, :], w, (1, 1 - spec.axis))
     if refs.bias is not None:
         x = x + refs.bias[:, : x.shape[1]]
     return rounded(spec, x)

@@ -1,10 +1,10 @@
-"""How logits ``[N, V]`` are cut into blocks for the TPU kernels: a rule of V, N and the dtype alone.
+"""How logits ``[N, V]`` are cut into blocks for the TPU kernels: a rule of V, N, the dtype and the chip's VMEM.
 
 A block is ``rows x width``. Rows come in groups of one native tile (16 rows of bfloat16, 8 of float32); the kernels
 work on one group at a time, with its ``width`` columns as float32 in a VMEM scratch. Where two input blocks, two output
-blocks and the scratch fit ``VMEM_BUDGET``, the block is as wide as the vocabulary (up to 280,000 columns), a row is
-read from HBM once, and small vocabularies get several groups a block. Otherwise the width is ``NARROW`` and rows are
-swept twice. The rule does not look at the device, so every process, and a compile for a TPU that is not there, agrees.
+blocks and the scratch fit :func:`budget`, the block is as wide as the vocabulary (up to 280,000 columns of bfloat16,
+with the 16 MiB of v4 up to 65,536), a row is read from HBM once, and small vocabularies get several groups a block.
+Otherwise the width is at most ``NARROW`` and rows are swept twice. All chips from v5e on get the same blocks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from logitless import compat
+
 LANES = 128
 
 VMEM_BUDGET = 52 << 20
-"""Bytes of VMEM for blocks and scratch: v5p has 64 MiB, v5e and v6e 128."""
+"""Most bytes of VMEM for blocks and scratch: v5p and v7x have 64 MiB, v5e and v6e 128."""
 
 VMEM_SLACK = 4 << 20
 """Added to the blocks' own bytes for the compiler's spills and the per-row columns."""
@@ -57,12 +59,21 @@ def check(n: int, v: int, dtype: Any) -> None:
         raise NotImplementedError(f"pallas_tpu: logits [{n}, {v}] are empty")
 
 
+def budget() -> int:
+    """Bytes of VMEM for blocks and scratch on the chip that is traced for."""
+    return min(VMEM_BUDGET, compat.tpu_vmem_bytes() - VMEM_SLACK)
+
+
 def tiles_for(n: int, v: int, dtype: Any, *, width: int | None = None) -> Tiles:
     """The rule; ``width`` (a multiple of 128) forces narrower blocks."""
     group, itemsize = _GROUP[jnp.dtype(dtype).name], jnp.dtype(dtype).itemsize
     full = -(-v // LANES) * LANES
     if width is None:
-        width = full if _vmem(Tiles(group, 1, full, 1), itemsize) <= VMEM_BUDGET else NARROW
+        width = full
+        if _vmem(Tiles(group, 1, full, 1), itemsize) > budget():
+            width = NARROW
+            while _vmem(Tiles(group, 1, width, 1), itemsize) > budget():
+                width //= 2
     width = min(width, full)
     fit = min(BLOCK_BYTES // (group * width * itemsize), -(-n // group), MAX_GROUPS)
     return Tiles(group, max(fit, 1), width, -(-full // width))
