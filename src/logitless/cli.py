@@ -77,13 +77,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _demo(args: argparse.Namespace) -> int:
     from logitless import demo
+    from logitless.tools import config
 
     for name, least in (("tokens", 8), ("hidden", 8), ("vocab", 8), ("seed", 0)):
         if getattr(args, name) < least:
             print(f"logitless demo: --{name} {getattr(args, name)}, expected at least {least}", file=sys.stderr)
             return 2
+    if args.seed > config.LARGEST_SEED:
+        print(f"logitless demo: --seed {args.seed}, expected at most {config.LARGEST_SEED}", file=sys.stderr)
+        return 2
     if args.quick:
         return demo.run(tokens=args.tokens, hidden=args.hidden, vocab=args.vocab, seed=args.seed)
+    if args.out.exists() and not args.out.is_dir():
+        exits.check_folder(args.out)
     exits.check_folder(args.out.parent)
     return train_cli.report_errors("demo", lambda: demo.learn(out=args.out, seed=args.seed))
 

@@ -1,7 +1,7 @@
 """How a command ends: one line and an exit code for what a user, a disk or a signal can cause.
 
 0 done, all gates met     1 a gate missed, or arms that disagree     2 bad usage, configuration, data or place
-3 the work could not go on (disk full, losses not finite)            128 + n: ended by signal n; 141: a closed pipe
+3 the work could not go on (disk or memory full, losses not finite)  128 + n: ended by signal n; 141: a closed pipe
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from logitless import signals
 
 BAD_USAGE, FAILED = 2, 3
 _OUT_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM)
+_XLA_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def run(name: str, command: Callable[[], int]) -> int:
@@ -43,6 +44,19 @@ def run(name: str, command: Callable[[], int]) -> int:
             where = f"{error.filename}: " if error.filename is not None else ""
             say(f"{where}{error.strerror or error}")
             return FAILED if error.errno in _OUT_OF_ROOM else BAD_USAGE
+        except Exception as error:
+            if (asked := _out_of_memory(error)) is None:
+                raise
+            say(f"out of memory: {asked}")
+            return FAILED
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What did not fit, where that is what happened: to Python and NumPy, or to a device's allocator."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return text or "this process may have no more"
+    return text[:300] if type(error).__name__ in _XLA_ERRORS and "RESOURCE_EXHAUSTED" in text else None
 
 
 def check_file(path: Path) -> None:
@@ -67,6 +81,8 @@ def _make(folder: Path, path: Path) -> None:
 
 def check_folder(path: Path) -> None:
     """The same of a folder that files are to be written to; it is made."""
-    path.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file, expected a folder", str(path))
+    _make(path, path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "cannot be written", str(path))

@@ -12,7 +12,7 @@ import pytest
 from logitless import Objective, cli
 from logitless.train import config as train_config
 from logitless.train.ab_plan import arms_of
-from logitless.train.config import ConfigError, load, loss_backend, objective_of
+from logitless.train.config import ConfigError, as_yaml, load, loss_backend, objective_of
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 
@@ -83,7 +83,6 @@ BAD = [
     ("data.kind=gsm9k", "data.kind: 'gsm9k'"),
     ("data.kind=reasoning_gym", "data.task: empty"),
     ("data.path=x.jsonl", "data.path: belongs to data.kind gsm8k"),
-    ("data.kind=gsm8k", "warm_start.steps: the supervised start is for"),
     ("reward.kind=exact", "reward.kind: reward 'exact'"),
     ("reward.kind=no_such_module:f", "reward.kind: reward 'no_such_module:f'"),
     ("reward.weight=0", "nothing can be learned"),
@@ -104,6 +103,7 @@ def test_bad_values_are_refused_by_key(override: str, message: str) -> None:
 
 
 PAIRS = [
+    (["data.kind=gsm8k", "warm_start.steps=3"], "warm_start.steps: 3, but the supervised start is for"),
     (["kernel.enabled=false", "train.loss.backend=chunked"], "kernel.enabled: false means"),
     (["kernel.enabled=true", "train.loss.backend=reference"], "kernel.enabled: true, but"),
     (["train.microbatch=8", "train.objective.top_entropy=0.5"], "top_entropy"),
@@ -125,6 +125,14 @@ PAIRS = [
 def test_bad_pairs_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, overrides)
+
+
+def test_the_warm_start_is_for_random_weights_on_sums() -> None:
+    assert load(None).warm_start.steps == 300
+    assert load(None, ["warm_start.steps=7"]).warm_start.steps == 7
+    for own in (["model.weights=a/folder"], ["data.kind=gsm8k"]):
+        assert load(None, own).warm_start.steps == 0
+    assert "steps: 300" in as_yaml(load(None)).partition("warm_start:")[2].partition("mesh:")[0]  # kept as it was
 
 
 def test_the_switch_of_the_ab() -> None:

@@ -12,8 +12,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from logitless import registry
 from logitless.tools.baselines import HEAD_BASELINES, LOGITS_BASELINES
-from logitless.tools.config import ConfigError, sparse_backward_of
+from logitless.tools.config import ConfigError, check_common, sparse_backward_of
 from logitless.tools.shapes import MODELS
 
 BASELINES = {"logits": tuple(LOGITS_BASELINES), "head": HEAD_BASELINES}
@@ -22,6 +23,9 @@ PEERS = {
     "head": ("torch eager", "torch.compile", "cut_cross_entropy", "liger"),
 }
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
+DTYPES = ("float32", "bfloat16", "float16")
+LEAST = dict(tokens=1, hidden=1, vocab=1, rows=1, check_rows=0, warmup=0, repeats=1, rounds=1, timeout_s=1)
+"""Keys and the least that they may be."""
 CALLS = ("gradients", "loss", "logprobs")
 KINDS = ("baseline", "library", "peer", "copy")
 
@@ -90,8 +94,17 @@ class Arm:
 
 def check(c: BenchConfig) -> None:
     """Refuse by name what cannot be run."""
+    check_common(c.seed, c.wandb_mode)
     if c.level not in BASELINES:
         raise ConfigError(f"level: {c.level!r}, expected logits or head")
+    for key, value, allowed in (
+        ("dtype", c.dtype, DTYPES),
+        ("kernel.backend", c.kernel.backend, ("", *registry.BACKENDS[c.level])),  # type: ignore[index]
+        ("kernel.bwd_impl", c.kernel.bwd_impl, ("pallas", "jax")),
+        ("head_grad_dtype", c.head_grad_dtype, ("float32", "param")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{key}: {value!r}, expected one of {', '.join(a or 'nothing' for a in allowed)}")
     for b in c.baselines:
         form, _, short = b.partition("/")
         if form not in BASELINES[c.level] or (short and (c.level == "logits" or short not in SHORT.values())):
@@ -110,11 +123,13 @@ def check(c: BenchConfig) -> None:
     c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
     if c.level == "logits" and (c.inputs == "realistic" or c.kernel.sparse_backward != "off"):
         raise ConfigError("level: logits, but inputs=realistic and kernel.sparse_backward are for level=head")
-    if c.tokens % c.rows:
-        raise ConfigError(f"tokens: {c.tokens} do not split into {c.rows} rows")
-    for key, least in (("rounds", 1), ("repeats", 1), ("warmup", 0)):
+    for key, least in LEAST.items():
         if getattr(c, key) < least:
             raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
+    if not 0 < c.live <= 1:
+        raise ConfigError(f"live: {c.live:g}, expected a share of the tokens in (0, 1]")
+    if c.tokens % c.rows:
+        raise ConfigError(f"tokens: {c.tokens} do not split into {c.rows} rows")
     if not c.kernel.enabled and not c.baselines:
         raise ConfigError("kernel.enabled is false and there are no baselines: nothing to run")
     for gate, (_, a, b, _) in c.gates.items():

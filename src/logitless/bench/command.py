@@ -62,6 +62,8 @@ def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Ove
         against="" if args.against is None else case.source_of(args.against),
         peers=args.peers,
     )
+    if args.peers and not Path(args.peers).is_dir():
+        raise ConfigError(f"--peers {args.peers}: no such folder; expected one with unpacked wheels, or --peers alone")
     if args.suite is not None:
         if args.config:
             raise ConfigError("--suite takes no configuration; its cases are declared")

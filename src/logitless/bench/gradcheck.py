@@ -28,6 +28,8 @@ from logitless.bench import turns
 from logitless.bench.gradcheck_config import DTYPES, GradcheckConfig, axes_of, check, objective_of
 from logitless.bench.programs import SPARSE_METRICS
 from logitless.head.sparse import auto_tolerance
+from logitless.registry import KERNELS
+from logitless.tiles import platform
 from logitless.tools import timing
 from logitless.tools.config import ConfigError
 
@@ -52,6 +54,12 @@ def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Numbers and gates as one flat record; ``passed`` says whether every gate is met."""
     check(c)
+    needs = next((where for where, kernel in KERNELS.items() if kernel == c.backend), None)
+    if needs is not None and needs != (here := platform()) and not c.interpret:
+        raise ConfigError(
+            f"backend: {c.backend} runs on a {needs.upper()}, but the default device here is a {here.upper()}; "
+            "use auto or chunked, or interpret=true"
+        )
     objective = objective_of(c)
     if c.mesh and jax.device_count() < (devices := math.prod(axes_of(c).values())):
         return _on_virtual_devices(c, devices, say)

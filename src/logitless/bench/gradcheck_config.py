@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from logitless import registry
 from logitless.bench import inputs
 from logitless.objectives.objective import Objective
 from logitless.planning.mesh import parse_mesh
-from logitless.tools.config import ConfigError, sparse_backward_of
+from logitless.tools.config import ConfigError, check_common, sparse_backward_of
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -71,6 +72,7 @@ def objective_of(c: GradcheckConfig) -> Objective:
 
 
 def check(c: GradcheckConfig) -> None:
+    check_common(c.seed, c.wandb_mode)
     for key, allowed in (
         ("level", ("logits", "head")),
         ("inputs", (*inputs.KINDS, "realistic", "model")),
@@ -78,7 +80,8 @@ def check(c: GradcheckConfig) -> None:
         ("logits_dtype", ("float32", "bfloat16")),
         ("head_grad_dtype", ("float32", "param")),
         ("call", ("loss", "logprobs")),
-        ("wandb_mode", ("online", "offline", "disabled")),
+        ("backend", ("auto", *registry.BACKENDS.get(c.level, registry.BACKENDS["head"]))),  # type: ignore[call-overload]
+        ("bwd_impl", ("pallas", "jax")),
     ):
         if getattr(c, key) not in allowed:
             raise ConfigError(f"{key}: {getattr(c, key)!r}, expected one of {', '.join(allowed)}")
@@ -96,8 +99,9 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError("call: logprobs has no sparse_backward; that is the loss's")
     if not 0 <= c.vocab_size <= c.vocab:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
-    if c.layers < 0:
-        raise ConfigError(f"layers: {c.layers}, expected 0 or more")
+    for key, least in (("layers", 0), ("chunk_size", 0), ("timeout_s", 1)):
+        if getattr(c, key) < least:
+            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
 
 
 def axes_of(c: GradcheckConfig) -> dict[str, int]:

@@ -92,14 +92,21 @@ def _shape(args: argparse.Namespace) -> tuple[int, int]:
     return args.hidden, args.vocab
 
 
+def _here() -> str:
+    """What a plan without ``--chip`` is for."""
+    device = jax.devices()[0]
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    return f"For this machine's {kind}, with no roofline time; --chip NAME plans for another: {', '.join(CHIPS)}"
+
+
 def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """``(what to print, what to write)``."""
     width, vocab = _shape(args)
     for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
         if value < 1:
             raise ValueError(f"{name} {value}, expected at least 1")
-    if args.reserve_gb < 0:
-        raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected 0 or more")
+    if not 0 <= args.reserve_gb < float("inf"):
+        raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected a finite number, 0 or more")
     if args.chip is None and (args.mesh is not None or args.reserve_gb):
         raise ValueError("--mesh and --reserve-gb need --chip")
     options: dict[str, Any] = dict(
@@ -133,7 +140,7 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         return plan(hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, **options)
 
     one = at(args.tokens, args.live_tokens)
-    text = str(one)
+    text = str(one) if args.chip is not None else f"{_here()}\n{one}"
     record["plan"] = one.record()
     if args.chip is not None:
         fused, dense = longest_context(

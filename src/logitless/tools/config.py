@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
+LARGEST_SEED = 2**32 - 1
+"""JAX takes 32 bits of a seed; of more it would drop some without a word."""
 
 
 class ConfigError(Exception):
@@ -22,6 +26,19 @@ def sparse_backward_of(key: str, given: Any) -> Any:
     if given not in ("off", "auto") and not (number and 0 < given < 1):
         raise ConfigError(f"{key}: {given!r}, expected off, auto or a probability mass between 0 and 1")
     return given
+
+
+def check_common(seed: int, wandb_mode: str) -> None:
+    """Keys that every tool has."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"seed: {seed}, expected 0 to {LARGEST_SEED}")
+    modes = ("disabled", "offline", "online")
+    if wandb_mode not in modes:
+        raise ConfigError(f"wandb_mode: {wandb_mode!r}, expected one of {', '.join(modes)}.")
+    if wandb_mode != "disabled" and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb_mode: {wandb_mode} needs wandb: pip install 'logitless[wandb]', or set it to disabled"
+        )
 
 
 def _known_keys(schema: type, prefix: str = "") -> list[str]:
@@ -48,7 +65,7 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such configuration file") from None
         except Exception as error:  # YAML's own errors: where and what
-            raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+            raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
         if not OmegaConf.is_dict(loaded):
             raise ConfigError(f"{path}: expected keys and values, found a list or a single value")
         parts.append((str(path), loaded))

@@ -28,6 +28,8 @@ class Tracker:
             import wandb
 
             self._run = wandb.init(project=project, name=name, config=config, mode=mode, dir=str(self.path.parent))
+        except ImportError:
+            self._say("wandb is not installed (pip install 'logitless[wandb]'); JSON lines only")
         except Exception as error:
             self._say(f"W&B is not available ({type(error).__name__}: {error}); JSON lines only")
 

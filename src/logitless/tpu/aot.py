@@ -34,6 +34,10 @@ ENVIRONMENT = {
 }
 
 
+CHIPS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
+"""The names of generations that the compiler knows, as they stand before the colon of a slice."""
+
+
 class TpuCompilerMissing(RuntimeError):
     """libtpu is not installed."""
 

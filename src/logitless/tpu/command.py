@@ -51,10 +51,23 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
             way.add_argument("--for-tokens", type=int, default=None, help="extrapolate to so many tokens by the slope")
 
 
+def _check_slice(topology: str) -> None:
+    """Refuse what the compiler would refuse half a minute later."""
+    found = re.fullmatch(r"([a-z0-9]+):([1-9]\d*(?:x[1-9]\d*){1,2})", topology)
+    if found is None:
+        raise UsageError(f"--topology {topology!r}, expected a slice such as v6e:2x4 or v5p:2x2x1")
+    if found[1] not in aot.CHIPS:
+        raise UsageError(f"--topology {topology!r}: the chip {found[1]!r} is not one of {', '.join(aot.CHIPS)}")
+    sides = [int(n) for n in found[2].split("x")]
+    if math.prod(sides) > 2 and any(n % 2 for n in sides[:2]):
+        raise UsageError(
+            f"--topology {topology!r}: hosts have 2x2 chips, so that the first two sides have to be even, as in 2x4"
+        )
+
+
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The program's arguments."""
-    if not re.fullmatch(r"v\d+[a-z]?:\d+(x\d+){1,2}", args.topology):
-        raise UsageError(f"--topology {args.topology!r}, expected a slice such as v6e:2x4 or v5p:2x2x1")
+    _check_slice(args.topology)
     hidden, vocab = args.hidden, args.vocab
     if args.model is not None:
         if hidden is not None or vocab is not None:
@@ -64,8 +77,8 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
         hidden, vocab = MODELS[args.model].hidden, MODELS[args.model].vocab
     if vocab is None or (hidden is None and args.level == "head"):
         raise UsageError("give --model, or --hidden and --vocab (--vocab alone with --level logits)")
-    for name, value in (("--tokens", args.tokens), ("--vocab", vocab), ("--hidden", hidden or 1)):
-        if value < 1:
+    for name, value in (("--tokens", args.tokens), ("--vocab", vocab), ("--hidden", hidden)):
+        if value is not None and value < 1:
             raise UsageError(f"{name} {value}, expected at least 1")
     why = aot.missing()
     if why is not None:
@@ -92,6 +105,8 @@ def _axes(text: str, topology: str, arguments: dict[str, Any]) -> dict[str, int]
         raise UsageError(f"--mesh {text} needs {chips} chips, and {topology} has {there}")
     if arguments["n"] % (axes["data"] * axes["fsdp"]):
         raise UsageError(f"--tokens {arguments['n']} do not split over data x fsdp = {axes['data'] * axes['fsdp']}")
+    if arguments["vocab"] % (axes["tensor"] * axes["fsdp"]):
+        raise UsageError(f"--vocab {arguments['vocab']} does not split over tensor x fsdp in --mesh {text}")
     return axes
 
 
@@ -151,6 +166,8 @@ def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     chip = cycles.V6E
     if args.topology.split(":")[0] != chip.topology.split(":")[0]:
         raise UsageError(f"--topology {args.topology}: clock and bandwidth are known for {chip.topology} only")
+    if args.for_tokens is not None and args.for_tokens < 1:
+        raise UsageError(f"--for-tokens {args.for_tokens}, expected at least 1")
     n = arguments["n"]
     few, many = n, 2 * n
     matmuls = 0 if args.level == "logits" else 4

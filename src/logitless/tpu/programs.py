@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -64,6 +65,18 @@ def program(
     return jax.value_and_grad(over_head, argnums=gradients), (h, w, *rest)
 
 
+def _parts(axes: dict[str, int]) -> dict[str, set[int]]:
+    """Into how many parts tokens and vocabulary may be cut on the way: a chip's own arrays are what its text shows."""
+    data, fsdp, tensor = (axes.get(name, 1) for name in ("data", "fsdp", "tensor"))
+    return {"n": {1, data * fsdp}, "vocab": {1, tensor, tensor * fsdp}}
+
+
+def has_logits(hlo: str, tokens: set[int], vocab: set[int]) -> bool:
+    """Whether any array of a compiled program is one row of a vocabulary for each token, or the transpose."""
+    pairs = [f"{a},{b}" for n in tokens for v in vocab for a, b in ((n, v), (v, n))]
+    return re.search(rf"\[(?:1,)?(?:{'|'.join(pairs)})\]", hlo) is not None
+
+
 def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Compile one program and say what came out."""
     from logitless.tpu import aot
@@ -76,13 +89,18 @@ def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
     f, args = program(**arguments)
     compiled = aot.compile_for(where, f, *args)
     text = compiled.executable.as_text()
-    n, vocab = arguments["n"], arguments["vocab"]
+    n, vocab = ({arguments[key] // count for count in parts} for key, parts in _parts(axes or {}).items())
+    searched = text
+    if arguments["level"] == "head" and arguments["hidden"] in n:
+        # [hidden, vocabulary], a head or its gradient, would pass for logits: look in a program that tells them apart.
+        f, args = program(**dict(arguments, hidden=max(n) + 128))
+        searched = aot.compile_for(where, f, *args).executable.as_text()
     return dict(
         peak=compiled.peak_bytes,
         arguments=compiled.argument_bytes,
         outputs=compiled.output_bytes,
         kernels=text.count('custom_call_target="tpu_custom_call"'),
-        logits_in_program=any(f"[{shape}]" in text for shape in (f"{n},{vocab}", f"{vocab},{n}", f"1,{n},{vocab}")),
+        logits_in_program=has_logits(searched, n, vocab),
         collectives=collectives_of(text),
         seconds=compiled.seconds,
     )

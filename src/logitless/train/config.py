@@ -21,6 +21,9 @@ __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backe
 
 NAIVE = "naive"
 """The backend that the library does not have: log_softmax and a gather over all logits, to compare with."""
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The maps of a layer that can be adapted, and by default are."""
+WARM_START_STEPS = 300
 
 
 @dataclasses.dataclass
@@ -29,7 +32,7 @@ class Lora:
 
     rank: int = 0
     alpha: float = 16.0
-    targets: list[str] = dataclasses.field(default_factory=lambda: ["q", "k", "v", "o", "gate", "up", "down"])
+    targets: list[str] = dataclasses.field(default_factory=lambda: list(LORA_TARGETS))
 
 
 @dataclasses.dataclass
@@ -142,7 +145,7 @@ class Train:
 class WarmStart:
     """Supervised steps before the first rollout, on answers of which some are wrong: something to improve on."""
 
-    steps: int = 300
+    steps: int | None = None  # null: 300 for random weights on the built-in sums, and none for anything else
     batch: int = 64
     learning_rate: float = 1e-3
     wrong_fraction: float = 0.5
@@ -232,8 +235,15 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     from logitless.train.config_check import check
 
     config = load_schema(TrainConfig, path, overrides)
+    if config.warm_start.steps is None:
+        config.warm_start.steps = WARM_START_STEPS if warm_start_fits(config) else 0
     check(config)
     return config
+
+
+def warm_start_fits(c: TrainConfig) -> bool:
+    """Whether the supervised start is for this run: one's own weights need none, and other data has no answers."""
+    return not c.model.weights and c.data.kind == "arithmetic"
 
 
 def as_yaml(config: TrainConfig) -> str:

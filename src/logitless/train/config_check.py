@@ -11,8 +11,8 @@ from logitless import registry
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
-from logitless.tools.config import ConfigError, sparse_backward_of
-from logitless.train.config import NAIVE, Loss, TrainConfig, objective_of
+from logitless.tools.config import ConfigError, check_common, sparse_backward_of
+from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, objective_of, warm_start_fits
 
 BACKENDS = ("auto", "pallas", NAIVE, *registry.BACKENDS["head"])
 DTYPES = ("float32", "bfloat16")
@@ -31,10 +31,8 @@ _CHOICES = {
     "train.preset": ("", *OBJECTIVE_PRESETS),
     "ab.baseline": BACKENDS,
     "ab.kernel": ("", *BACKENDS),
-    "wandb_mode": ("disabled", "offline", "online"),
 }
 _AT_LEAST: dict[str, float] = {
-    "seed": 0,
     "samples": 0,
     "model.lora.rank": 0,
     "data.limit": 2,
@@ -59,7 +57,6 @@ _AT_LEAST: dict[str, float] = {
     "train.max_skipped": 1,
     "train.loss.chunk_size": 0,
     "train.loss.memory_budget": 0,
-    "warm_start.steps": 0,
     "warm_start.batch": 1,
     "mesh.data": 1,
     "mesh.fsdp": 1,
@@ -96,6 +93,7 @@ def _get(config: Any, key: str) -> Any:
 
 def check(c: TrainConfig) -> None:
     """Refuse by key what cannot be run."""
+    check_common(c.seed, c.wandb_mode)
     for key, allowed in _CHOICES.items():
         value = _get(c, key)
         if value not in allowed:
@@ -105,6 +103,8 @@ def check(c: TrainConfig) -> None:
     for key, least in _AT_LEAST.items():
         if not _get(c, key) >= least:
             raise ConfigError(f"{key}: {_get(c, key)}, expected at least {least:g}")
+    if c.warm_start.steps is not None and c.warm_start.steps < 0:
+        raise ConfigError(f"warm_start.steps: {c.warm_start.steps}, expected at least 0")
     for key in _ABOVE_ZERO:
         if not 0 < _get(c, key) < float("inf"):
             raise ConfigError(f"{key}: {_get(c, key)}, expected a finite number above 0")
@@ -223,11 +223,14 @@ def _check_task(c: TrainConfig) -> None:
         raise ConfigError(f"reward.kind: {error}") from None
     if c.reward.weight + c.reward.format_weight == 0:
         raise ConfigError("reward: weight and format_weight are both 0: nothing can be learned")
-    if c.warm_start.steps and (c.model.weights or c.data.kind != "arithmetic"):
+    if c.warm_start.steps and not warm_start_fits(c):
         raise ConfigError(
-            "warm_start.steps: the supervised start is for random weights on the built-in arithmetic; "
-            "set it to 0 with other weights or data"
+            f"warm_start.steps: {c.warm_start.steps}, but the supervised start is for random weights on the built-in "
+            "arithmetic; leave it out, or set it to 0, with other weights or data"
         )
+    unknown = [name for name in c.model.lora.targets if name not in LORA_TARGETS]
+    if unknown:
+        raise ConfigError(f"model.lora.targets: {unknown[0]!r}, expected some of {', '.join(LORA_TARGETS)}")
     if not c.model.weights:
         from logitless.train.architectures import PRESETS
 

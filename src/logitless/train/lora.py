@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.pytree import register, static
+from logitless.train.config import LORA_TARGETS
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes
-
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The maps that can be adapted, and by default are."""
 
 
 @register
@@ -33,16 +31,16 @@ def init_lora(
     config: ModelConfig,
     rank: int,
     key: Array,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] = LORA_TARGETS,
     alpha: float | None = None,
     dtype: Any = jnp.float32,
 ) -> LoRA:
     """``A`` normal with variance 1/in, ``B`` zero, ``scale = alpha / rank`` (``alpha`` is ``rank`` unless given)."""
     if rank < 1:
         raise ModelError(f"init_lora: rank is {rank}, expected at least 1.")
-    unknown = [name for name in targets if name not in TARGETS]
+    unknown = [name for name in targets if name not in LORA_TARGETS]
     if unknown or not targets:
-        raise ModelError(f"init_lora: targets are {list(targets)}, expected some of {', '.join(TARGETS)}.")
+        raise ModelError(f"init_lora: targets are {list(targets)}, expected some of {', '.join(LORA_TARGETS)}.")
     shapes = layer_shapes(config)
     layers = {}
     for name, name_key in zip(targets, jax.random.split(key, len(targets)), strict=True):

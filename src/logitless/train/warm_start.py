@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from logitless.api import linear_logprobs
+from logitless.exits import check_folder
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.model import Params, lm_head
@@ -39,6 +40,7 @@ def warm_start(config: TrainConfig, task: Task, params: Params, folder: Path, sa
             say(f"warm start: {cache} is of another configuration, computing it again")
         except checkpoints.CheckpointError as error:
             say(f"WARNING: warm start unreadable, computing it again: {error}")
+    check_folder(cache.parent)
     w = config.warm_start
     say(f"warm start: {w.steps} supervised steps")
     params, loss = _train(config, task, params)
@@ -96,6 +98,6 @@ def _train(config: TrainConfig, task: Task, params: Params) -> tuple[Params, flo
     params = jax.tree.map(jnp.copy, params)
     moments = jax.jit(optimizer.init)(params)
     loss = jnp.float32(0.0)
-    for i in range(config.warm_start.steps):
+    for i in range(config.warm_start.steps or 0):
         params, moments, loss = jitted(params, moments, examples(config, task, i))
     return params, float(loss)

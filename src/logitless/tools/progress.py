@@ -1,0 +1,116 @@
+"""How far a command is, on standard error: a bar where somebody is looking, a line every so often where nobody is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+EVERY_S = 20.0
+"""Seconds between two lines."""
+Say = Callable[[str], None]
+
+
+def duration(seconds: float) -> str:
+    """``"40 s"``, ``"3 min"``, ``"2.5 h"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def say_to_stderr(text: str) -> None:
+    """Where it does not mix with results."""
+    print(f"  ... {text}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """So many steps, and phases by name between them; a context manager.
+
+    A bar by ``rich``; without a terminal or rich, lines through ``say``: of steps every ``EVERY_S`` seconds at most,
+    of a phase whenever it has lasted so long without a word.
+    """
+
+    def __init__(self, total: int, done: int = 0, say: Say = say_to_stderr):
+        self._bar: Any = None
+        self.total, self.done, self._say = total, done, say
+        self._last = self._began = time.monotonic()
+        self._phase = ""
+        self._over = threading.Event()
+        if not sys.stderr.isatty():
+            return
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+        except ImportError:
+            return
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        times = (TextColumn("["), TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(), TextColumn("]"))
+        self._bar = Bar(*columns, *times, console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        else:
+            threading.Thread(target=self._remind, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _remind(self) -> None:
+        """A phase can be one call into a compiler: only another thread can say that it still goes on."""
+        while not self._over.wait(EVERY_S / 4):
+            now = time.monotonic()
+            if self._phase and now - self._last >= EVERY_S:
+                self._line(f"{self._phase}, {duration(now - self._began)} so far")
+
+    def _line(self, text: str) -> None:
+        self._last = time.monotonic()
+        self._say(text)
+
+    def at(self, done: int, text: str | None = None, total: int | None = None) -> None:
+        """So many steps are done, which is not said on a line of its own."""
+        self.done = done
+        self.total = self.total if total is None else total
+        if self._bar is not None:
+            known = {} if text is None else {"description": text}
+            self._bar.update(self._task, completed=done, total=self.total, **known)
+
+    def phase(self, name: str) -> None:
+        """Something other than a step begins."""
+        self._phase, self._began = name, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, description=name)
+
+    def announce(self, name: str) -> None:
+        """The same, with a line at once where there is no bar."""
+        self.phase(name)
+        if self._bar is None:
+            self._line(name)
+
+    def stage(self, name: str) -> None:
+        """A command whose steps are its phases: the one before is done, and the next one has begun."""
+        if self._phase:
+            self.at(min(self.done + 1, self.total))
+        self.announce(name)
+
+    def step(self, text: str, seconds: float) -> None:
+        """One step is done; they take so many seconds each."""
+        self._phase = ""
+        self.at(self.done + 1, text)
+        if self._bar is None and time.monotonic() - self._last >= EVERY_S:
+            left = duration((self.total - self.done) * seconds)
+            self._line(f"step {self.done}/{self.total}  {text}  about {left} left")
+
+
+def of_step(record: dict[str, Any]) -> str:
+    """A training step in a few words."""
+    loss, seconds = record["train/loss"], record["time/train/step_avg_last10_s"]
+    said = f"reward {record['train/reward']:.3f}  loss {'skipped' if loss is None else format(loss, '.4f')}"
+    return f"{said}  {seconds:.2f} s/step"
