@@ -95,12 +95,18 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _over_configs(
-    command: str, args: argparse.Namespace, schema: type, run: Callable[[Any], dict], show: Callable[[dict], None]
+    command: str,
+    args: argparse.Namespace,
+    schema: type,
+    run: Callable[..., dict],
+    show: Callable[[dict], None],
+    stages: Callable[[Any], int],
 ) -> int:
     """Load, run, record and show each configuration; 2 for a bad one, 1 if a record did not pass."""
     import dataclasses
 
     from logitless.tools import config
+    from logitless.tools.progress import Progress
     from logitless.tools.tracking import Tracker
 
     missed = 0
@@ -110,7 +116,8 @@ def _over_configs(
                 raise config.ConfigError(meant)
             c: Any = config.load(schema, shipped.find(command, path), args.overrides)
             exits.check_file(Path(c.out))
-            record = run(c)
+            with Progress(stages(c)) as progress:
+                record = run(c, progress.stage)
         except config.ConfigError as error:
             print(f"logitless {command}: {error}", file=sys.stderr)
             return 2
@@ -122,25 +129,17 @@ def _over_configs(
     return 1 if missed else 0
 
 
-def _say(text: str) -> None:
-    """Progress, where it does not mix with results."""
-    print(f"  ... {text}", file=sys.stderr, flush=True)
-
-
 def _gradcheck(args: argparse.Namespace) -> int:
     from logitless.bench import gradcheck
-
-    def run(c: gradcheck.GradcheckConfig) -> dict[str, Any]:
-        return gradcheck.run(c, _say)
 
     def show(record: dict[str, Any]) -> None:
         bench_command.show_gates(record, numbers=True)
 
-    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, run, show)
+    return _over_configs("gradcheck", args, gradcheck.GradcheckConfig, gradcheck.run, show, gradcheck.stages)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    return bench_command.run(args, _say, _over_configs)
+    return bench_command.run(args, _over_configs)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -112,5 +112,6 @@ def _watch(reader: int, name: str, done: threading.Event) -> None:
             if first and _hold is not None:
                 continue
             if not done.wait(GRACE):
-                print(f"logitless {name}: {Stop(number[0])}", file=sys.stderr, flush=True)
+                shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden the cursor
+                print(f"{shown}logitless {name}: {Stop(number[0])}", file=sys.stderr, flush=True)
                 os._exit(128 + number[0])

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from logitless import cli, exits, shipped, signals
-from logitless.train import ab, checkpoints, loop, progress
+from logitless.tools import progress
+from logitless.train import ab, checkpoints, loop
 from logitless.train import cli as train_cli
 from logitless.train import folder as folders
 from logitless.train.config import ConfigError, load
@@ -258,13 +259,13 @@ def test_without_a_terminal_there_is_a_line_every_so_often(monkeypatch: pytest.M
     record = {"train/loss": -0.5, "train/reward": 0.25, "time/train/step_avg_last10_s": 30.0}
     said: list[str] = []
     bar = progress.Progress(10, 2, said.append)
-    bar.step(record)
+    bar.step(progress.of_step(record), 30.0)
     bar.phase("evaluating")
     assert said == []  # not so soon
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    bar.step(record)
-    bar.phase("evaluating")
-    bar.step({**record, "train/loss": None})
+    bar.step(progress.of_step(record), 30.0)
+    bar.announce("evaluating")
+    bar.step(progress.of_step({**record, "train/loss": None}), 30.0)
     assert said[0] == "step 4/10  reward 0.250  loss -0.5000  30.00 s/step  about 3 min left"
     assert said[1] == "evaluating" and "step 5/10  reward 0.250  loss skipped" in said[2]
     assert [progress.duration(s) for s in (5, 100, 9000)] == ["5 s", "2 min", "2.5 h"]

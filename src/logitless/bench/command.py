@@ -36,21 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over) -> int:
+def run(args: argparse.Namespace, over_configs: Over) -> int:
     """0 if all is well, 1 if a check, a gate or an arm failed, 2 for what cannot be run as asked."""
     from logitless.tools.config import ConfigError
 
     try:
-        return _run(args, say, over_configs)
+        return _run(args, over_configs)
     except ConfigError as error:
         print(f"logitless bench: {error}", file=sys.stderr)
         return 2
 
 
-def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Over) -> int:
+def _run(args: argparse.Namespace, over_configs: Over) -> int:
     from logitless import exits
     from logitless.bench import case, microbench, results, suites
     from logitless.tools.config import ConfigError
+    from logitless.tools.progress import Progress
 
     if args.overrides[:1] == ["compare"]:
         if len(args.overrides) != 3:
@@ -69,12 +70,18 @@ def _run(args: argparse.Namespace, say: Callable[[str], None], over_configs: Ove
             raise ConfigError("--suite takes no configuration; its cases are declared")
         out = args.out or Path(f"runs/bench_{args.suite}.json")
         exits.check_file(out)
-        result = suites.run(args.suite, out, say, show, args.only, args.overrides, how)
+        total = suites.stages(args.suite, args.only, args.overrides, how)
+        with Progress(total) as progress:
+            result = suites.run(args.suite, out, progress.stage, show, args.only, args.overrides, how)
         print(f"{out}: {len(result['records'])} cases in {result['seconds']:.0f} s")
         return 0 if result["passed"] else 1
     if args.only or args.out is not None:
         raise ConfigError("--only and --out are for --suite; a configuration has out=FILE")
-    return over_configs("bench", args, case.BenchConfig, lambda c: microbench.run(c, say, how), show)
+
+    def run_case(c: Any, say: Callable[[str], None]) -> dict[str, Any]:
+        return microbench.run(c, say, how)
+
+    return over_configs("bench", args, case.BenchConfig, run_case, show, lambda c: microbench.stages(c, how))
 
 
 def show(record: dict[str, Any]) -> None:

@@ -51,6 +51,11 @@ def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     }
 
 
+def stages(c: GradcheckConfig) -> int:
+    """How many parts of the work :func:`run` names: inputs, reference, backend, and the oracle where it is asked."""
+    return 3 + c.oracle
+
+
 def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Numbers and gates as one flat record; ``passed`` says whether every gate is met."""
     check(c)

@@ -52,6 +52,13 @@ def _chosen(all_arms: dict[str, Arm], only: tuple[str, ...]) -> dict[str, Arm]:
     return {k: a for k, a in all_arms.items() if k in wanted}
 
 
+def stages(c: BenchConfig, how: How) -> int:
+    """How many parts of the work :func:`run` names, at most: a check and a compilation of each arm, and the rounds."""
+    check(c)
+    chosen = _chosen(arms(c, peers=how.peers is not None, source=how.against), how.only)
+    return len(chosen) + c.rounds + (sum(map(is_ours, chosen.values())) if c.verify else 0)
+
+
 def run(c: BenchConfig, say: Say = lambda _: None, how: How | None = None) -> dict[str, Any]:
     """All arms of one configuration; ``passed`` is false if the verification fails, the arms' losses disagree, a gate
     is missed, or an arm failed for another reason than memory."""

@@ -17,9 +17,9 @@ def hidden_and_head(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``(hidden [B, T, H], lm_head [V, H], targets [B, T])`` in float32, on the host.
 
-    ``model`` is an architecture by name, with random weights; or a folder (config.json and safetensors) or a ``.gguf``
-    file, with its own. ``layers`` and ``vocab`` cut a model down to its first layers and tokens; 0 leaves all. The
-    prompt is random tokens, and every target is sampled from the model's own distribution, as a policy's tokens are.
+    ``model`` is an architecture by name, with random weights; or a folder (config.json and safetensors), a ``.gguf``
+    file or a hub id, with its own. ``layers`` and ``vocab`` cut a model down to its first layers and tokens; 0 leaves
+    all. The prompt is random tokens, and every target is sampled from the model's own distribution, as a policy's are.
     """
     from logitless.train import model as models
     from logitless.train.architectures import PRESETS, preset
@@ -50,10 +50,20 @@ def hidden_and_head(
 
 def _load(path: Path) -> tuple:
     if not path.exists():
+        from logitless.train import hub
+
+        if hub.is_id(str(path)):
+            from logitless.train.fetch import FetchError
+            from logitless.train.weights import load_model
+
+            try:
+                return load_model(str(path))
+            except FetchError as error:
+                raise ConfigError(f"model: {error}") from None
         from logitless.train.architectures import PRESETS
 
         raise ConfigError(
-            f"model: {str(path)!r} is neither an architecture ({', '.join(PRESETS)}) nor a folder or .gguf file"
+            f"model: {str(path)!r} is neither an architecture ({', '.join(PRESETS)}) nor a folder, .gguf file or hub id"
         )
     if path.is_dir():
         from logitless.train.weights import load_safetensors

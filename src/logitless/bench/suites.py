@@ -97,6 +97,12 @@ def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
     return cases
 
 
+def stages(name: str, only: str, overrides: Sequence[str], how: microbench.How) -> int:
+    """How many parts of the work :func:`run` names, at most."""
+    cases = chosen(name, only, overrides)
+    return sum(1 + (0 if isinstance(c, GradcheckConfig) else microbench.stages(c, how)) for c in cases)
+
+
 def run(
     name: str,
     out: Path,

@@ -51,6 +51,11 @@ class Progress:
         self._bar = Bar(*columns, *times, console=Console(stderr=True))
         self._task = self._bar.add_task("", total=total, completed=done)
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether somebody is looking."""
+        return self._bar is not None
+
     def __enter__(self) -> Progress:
         if self._bar is not None:
             self._bar.start()

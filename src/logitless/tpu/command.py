@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.planning.mesh import parse_mesh
+from logitless.tools.progress import Progress
 from logitless.tools.shapes import MODELS
 from logitless.tpu import aot, cycles
 
@@ -152,11 +153,14 @@ def _run_compile(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     )
     shape = f"{arguments['n']} tokens, hidden {arguments['hidden']}, vocabulary {arguments['vocab']}"
     print(f"{args.topology}, {args.mesh or 'one chip'}, {shape}")
-    for form in ("fused",) if args.no_dense else ("fused", "dense"):
-        print(f"  ... compiling the {form} program", file=sys.stderr, flush=True)
-        row = _compile(args.topology, dict(arguments, form=form))
-        record["programs"][form] = row
-        print(_show(form, row), flush=True)
+    forms = ("fused",) if args.no_dense else ("fused", "dense")
+    with Progress(len(forms)) as progress:
+        for form in forms:
+            progress.stage(f"compiling the {form} program")
+            row = _compile(args.topology, dict(arguments, form=form))
+            record["programs"][form] = row
+            print(_show(form, row), flush=True)
+        progress.at(len(forms))
     fused = record["programs"]["fused"]
     return (1 if "error" in fused else 0), record
 
@@ -186,13 +190,14 @@ def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         versions=aot.versions(),
     )
     found = {}
-    for rows in (few, many):
-        print(f"  ... simulating {rows} tokens", file=sys.stderr, flush=True)
-        try:
-            found[rows] = cycles.simulate("logitless.tpu.programs:program", dict(arguments, n=rows), args.topology)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"logitless tpu: {error}", file=sys.stderr)
-            return 1, dict(record, error=str(error))
+    with Progress(2) as progress:
+        for rows in (few, many):
+            progress.stage(f"simulating {rows} tokens")
+            try:
+                found[rows] = cycles.simulate("logitless.tpu.programs:program", dict(arguments, n=rows), args.topology)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"logitless tpu: {error}", file=sys.stderr)
+                return 1, dict(record, error=str(error))
     slope = (sum(found[many].values()) - sum(found[few].values())) / (many - few)
     tokens = args.for_tokens or many
     total = sum(found[many].values()) + slope * (tokens - many)

@@ -31,16 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from logitless.signals import Hold, Stop, held
+from logitless.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
 from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
 from logitless.train.ab_text import curve, table, verdict
 from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
-from logitless.train.compare import steps_of as training_steps
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
 from logitless.train.folder import Say, check_same, finished, locked, read_records, replace, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
-from logitless.train.progress import EVERY_S
 
 __all__ = [
     "ArmFailed", "agreement", "agreements", "all_agree", "arms_of", "curve", "disagreeing", "ratios", "run", "table",
@@ -71,8 +70,10 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         if (folder / "ab.yaml").exists():
             check_same(load(folder / "ab.yaml"), config, folder)
         replace(folder / "ab.yaml", as_yaml(config))
-        _run_arms(plan.free, resume, config.ab.parallel, say)
-        _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"))
+        every = [*plan.free.values(), *plan.replays.values()]
+        with Progress(sum(map(_steps_expected, every)), say=say) as progress:
+            _run_arms(plan.free, resume, config.ab.parallel, say, progress)
+            _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"), progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -151,15 +152,38 @@ def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(Path(arm.warm_start.cache).absolute() / "compiled")}
     # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
     environment = {**compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", **os.environ}
-    if not arm.ab.parallel:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True)
-    with (folder.parent / f"{name}.log").open("ab") as log:  # two progress bars on one terminal are none
+    with _log(arm, name).open("ab") as log:  # this process shows how far all of them are
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say) -> None:
+def _log(arm: TrainConfig, name: str) -> Path:
+    """What the arm's process says."""
+    return Path(arm.run_dir).parent / f"{name}.log"
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _steps_expected(arm: TrainConfig) -> int:
+    """Before a replay has anything to replay."""
+    steps = arm.train.steps
+    return min(steps, arm.ab.replay_steps or steps) if arm.rollout.replay else steps
+
+
+def _course(arm: TrainConfig) -> tuple[int, dict[str, Any]]:
+    """How many steps the arm's run has recorded, and the last of them."""
+    path = Path(arm.run_dir) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    steps = [line for line in lines if b'"train/loss"' in line and line.endswith(b"}")]
+    return len(steps), json.loads(steps[-1]) if steps else {}
+
+
+def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say, progress: Progress) -> None:
     """Run the arms one after the other, or side by side; stop them all where one fails or a signal asks for it."""
     started: dict[str, subprocess.Popen[bytes]] = {}
+    before = progress.done  # by the arms of an earlier call, and by those that were complete
     try:
         with held("step of each arm") as hold:
             for name, arm in arms.items():
@@ -168,15 +192,16 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: S
                 say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
                 if resume and (Path(arm.run_dir) / "config.yaml").exists() and finished(arm, steps_of(arm)):
                     say(f"arm {name}: complete already")
+                    before += _steps_expected(arm)
                     continue
                 started[name] = _start(name, arm, resume)
                 if not parallel:
-                    _wait(arms, started, hold, None)
+                    _wait(arms, started, hold, say, progress, before)
                 elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
                     cache = Path(arm.warm_start.cache) / "warm_start"
                     while started[name].poll() is None and not cache.exists() and hold.received is None:
                         time.sleep(0.2)
-            _wait(arms, started, hold, say)
+            _wait(arms, started, hold, say, progress, before)
     finally:
         for process in started.values():
             if process.poll() is None:
@@ -184,11 +209,32 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: S
                 process.wait()
 
 
+def _show(arms: dict[str, TrainConfig], running: list[str], progress: Progress, done: int) -> str:
+    """Move the bar, and one line for those that run."""
+    said, left = [], 0.0
+    for name in running:
+        arm, log = arms[name], _log(arms[name], name)
+        count, last = _course(arm)
+        if not last:
+            said.append(f"{name}: {_last_words(log) or 'starting'}")
+            continue
+        said.append(f"{name} {count}/{_steps_expected(arm)}  {of_step(last)}")
+        left = max(left, (_steps_expected(arm) - count) * last["time/train/step_avg_last10_s"])
+    text = ", ".join(said)
+    progress.at(done, text)
+    return text + (f"  about {duration(left)} left" if left else "")
+
+
 def _wait(
-    arms: dict[str, TrainConfig], started: dict[str, subprocess.Popen[bytes]], hold: Hold, say: Say | None
+    arms: dict[str, TrainConfig],
+    started: dict[str, subprocess.Popen[bytes]],
+    hold: Hold,
+    say: Say,
+    progress: Progress,
+    before: int,
 ) -> None:
     """Until all arms have ended, or one of them badly. A signal is passed on once, and what they save waited for."""
-    begin = last = time.monotonic()
+    begin = last = shown = time.monotonic()
     passed_on = False
     while True:
         codes = {name: process.poll() for name, process in started.items()}
@@ -199,19 +245,20 @@ def _wait(
                 started[name].send_signal(hold.received)
         failed = [name for name, code in codes.items() if code]
         if failed and not (passed_on and running):
-            log = Path(arms[failed[0]].run_dir).parent / f"{failed[0]}.log"
-            raise ArmFailed(
-                failed[0], codes[failed[0]] or 0, f", see {log}" if log.exists() else ", see its message above"
-            )
+            log = _log(arms[failed[0]], failed[0])
+            raise ArmFailed(failed[0], codes[failed[0]] or 0, f": {_last_words(log)} (all it said: {log})")
         if not running:
             break
         limit = min(arms[name].ab.timeout_s for name in running)
         if time.monotonic() - begin > limit:
             raise ArmFailed(running[0], 3, f": stopped after ab.timeout_s = {limit}; continue with --resume")
-        if say is not None and time.monotonic() - last > EVERY_S:
-            last = time.monotonic()
-            done = {n: len(training_steps(read_records(Path(arms[n].run_dir) / "metrics.jsonl"))) for n in started}
-            say(", ".join(f"{n} {count}/{steps_of(arms[n])}" for n, count in done.items()) + " steps")
+        if time.monotonic() - shown > 1:
+            shown = time.monotonic()
+            text = _show(arms, running, progress, before + sum(_course(arms[name])[0] for name in started))
+            if not progress.has_bar and shown - last > EVERY_S:
+                last = shown
+                say(text)
         time.sleep(0.2)
+    progress.at(before + sum(_course(arms[name])[0] for name in started))
     if hold.received is not None:
         raise Stop(hold.received)

@@ -39,7 +39,7 @@ class Lora:
 class Model:
     """Which model, in which precision."""
 
-    weights: str = ""  # a hub folder, a .gguf file, or a name that can be fetched; empty: random weights
+    weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name that can be fetched; empty: random
     architecture: str = "tiny"  # shape of random weights
     tokenizer: str = ""  # a folder with tokenizer.json, a .gguf, or "char"; empty: the one that belongs to the weights
     cache_dir: str = ""  # where fetched weights and data are kept; empty: ~/.cache/logitless

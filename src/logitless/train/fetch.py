@@ -18,6 +18,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from logitless.train import hub
+
 
 class FetchError(RuntimeError):
     """Something could not be fetched; the message says what, and what to do instead."""
@@ -80,10 +82,17 @@ ASSETS: dict[str, _Asset] = {
 }
 
 
+MODELS = [name for name in ASSETS if name != "gsm8k"]
+
+
 def default_cache() -> Path:
     """``$LOGITLESS_CACHE``, or ``logitless`` in the user's cache folder."""
     own = os.environ.get("LOGITLESS_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
+
+
+def _cache(given: str | Path | None) -> Path:
+    return Path(given) if given is not None else default_cache()
 
 
 def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
@@ -95,7 +104,7 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
         close = difflib.get_close_matches(name, ASSETS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise FetchError(f"nothing is known by the name {name!r}; there are {', '.join(ASSETS)}.{hint}")
-    cache = Path(cache_dir) if cache_dir is not None else default_cache()
+    cache = _cache(cache_dir)
     folder = cache / name
     if folder.is_dir():
         return folder
@@ -115,14 +124,28 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Path:
-    """A model's path: ``source`` itself where it exists, else what :func:`fetch` has by that name."""
+    """A model's path: ``source`` itself where it exists, what :func:`fetch` has by that name, or what the hub has."""
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if str(source) in ASSETS and str(source) != "gsm8k":
+    if str(source) in MODELS:
         return next(fetch(str(source), cache_dir).glob("*.gguf"))
-    models = ", ".join(name for name in ASSETS if name != "gsm8k")
-    raise FetchError(f"no model at {source}: expected a hub folder, a .gguf file, or one of {models}.")
+    expected = f"expected a hub folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B, or one of {', '.join(MODELS)}"
+    if not hub.is_id(str(source)):
+        raise FetchError(f"no model at {source}: {expected}.")
+    try:
+        return hub.download(str(source))
+    except hub.NotInReach as error:
+        raise FetchError(f"no model at {source}: no such folder or file here, and as a hub id: {error}") from None
+
+
+def missing(source: str | Path, cache_dir: str | Path | None = None) -> bool:
+    """Whether :func:`local_source` would have to fetch it first."""
+    if Path(source).expanduser().exists():
+        return False
+    if str(source) in MODELS:
+        return not (_cache(cache_dir) / str(source)).is_dir()
+    return hub.is_id(str(source)) and hub.cached(str(source)) is None
 
 
 def _build(file: _File, target: Path, wheels: dict[str, Path], temporary: Path) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 
 from logitless.signals import held
 from logitless.tools import timing
+from logitless.tools.progress import Progress, of_step
 from logitless.tools.tracking import Tracker
-from logitless.train import checkpoints, recorded
+from logitless.train import checkpoints, fetch, recorded
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.folder import (
     Say,
@@ -40,7 +41,6 @@ from logitless.train.folder import (
 )
 from logitless.train.model import num_params
 from logitless.train.programs import device_peak_bytes
-from logitless.train.progress import Progress
 from logitless.train.records import Rollouts, run_numbers
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
@@ -70,7 +70,9 @@ def say_to_stderr(text: str) -> None:
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
     """Train as configured and return the summary, which is also in ``summary.json``."""
     with locked(run_folder(config)):
-        return _run(config, resume, say)
+        folder = check_folder(config, resume, say)
+        with Progress(steps_of(config), say=say) as progress:
+            return _run(config, resume, folder, progress, say)
 
 
 def steps_of(config: TrainConfig) -> int:
@@ -83,17 +85,20 @@ def steps_of(config: TrainConfig) -> int:
     return min(config.train.steps, recorded_steps)
 
 
-def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
+def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
-    folder = check_folder(config, resume, say)
-    steps = steps_of(config)
-    if config.model.weights:
-        say(f"loading {config.model.weights}")
+    steps, weights, cache = progress.total, config.model.weights, config.model.cache_dir or None
+    if weights and fetch.missing(weights, cache):
+        progress.announce(f"fetching {weights}")
+        fetch.local_source(weights, cache)
+    if weights:
+        progress.announce(f"loading {weights}")
     task = build_task(config)
     trainer = Trainer(config, task)
     open_folder(config, folder)
     params = task.load_params()
     if config.warm_start.steps:
+        progress.phase("warm start")
         params = warm_start(config, task, params, folder, say)
     parameters = num_params(params)
     state, frozen = trainer.initial(params)
@@ -111,7 +116,8 @@ def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
             if start >= steps and (folder / "summary.json").exists():
                 say("the run is complete")
                 return json.loads((folder / "summary.json").read_text())
-    say("compiling")
+    progress.at(start)
+    progress.announce("compiling")
     compiling = time.perf_counter()
     trainer.compile(state, frozen)
     compile_s = time.perf_counter() - compiling
@@ -126,8 +132,7 @@ def _run(config: TrainConfig, resume: bool, say: Say) -> dict[str, Any]:
     )
     loop = _Loop(config, trainer, folder, tracker, say, steps)
     loop.skipped_in_a_row, loop.last_saved = skipped_in_a_row, start or None
-    with Progress(steps, start, say) as progress:
-        loop.go(state, frozen, start, progress)
+    loop.go(state, frozen, start, progress)
     tracker.close()
     summary = loop.summary(parameters, compile_s, time.perf_counter() - begin)
     replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -184,7 +189,7 @@ class _Loop:
                 + (f"the checkpoint of step {self.last_saved} is whole" if self.last_saved else "nothing is saved yet")
                 + "; make room and continue with --resume"
             ) from error
-        progress.step(record)
+        progress.step(of_step(record), record["time/train/step_avg_last10_s"])
         return state
 
     def _evaluates(self, step: int) -> bool:

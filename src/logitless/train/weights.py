@@ -143,7 +143,7 @@ def save_safetensors(
 def load_model(
     source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None, *, tie_head: bool = False
 ) -> tuple[ModelConfig, Params]:
-    """The model at ``source``: a hub folder, a ``.gguf`` file, or a name that ``fetch.fetch`` knows.
+    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that ``fetch.fetch`` knows.
 
     ``tie_head`` is for GGUF files that hold a tied head twice; see :func:`logitless.train.gguf.load_gguf`.
     """
@@ -224,6 +224,13 @@ def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
             if name not in files[file_name].keys():  # noqa: SIM118
                 raise ModelError(f"{folder}: {index.name} says that {file_name} holds {name!r}; it does not.")
         yield {name: files[file_name] for name, file_name in where.items()}
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Files of weights that the folder should hold and does not."""
+    index = folder / _INDEX
+    files = sorted(set(_weight_map(index).values())) if index.exists() else [_SINGLE]
+    return [file for file in files if not (folder / file).exists()]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -1,0 +1,83 @@
+"""Models by their hub ids (``Qwen/Qwen2.5-0.5B-Instruct``), out of huggingface_hub's cache or from the hub itself.
+
+``id@revision`` takes another branch, tag or commit than ``main``, and ``id/file.gguf`` one file of a repository.
+Only configuration, tokenizer and weights are fetched; no code of a repository is, and none ever runs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>{_PART}\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
+WANTED = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.safetensors*")
+"""Of a repository's own folder: what :mod:`logitless.train.weights` and the tokenizer read."""
+
+
+class NotInReach(Exception):
+    """Why a model did not come from the hub, and what to do."""
+
+
+def is_id(source: str) -> bool:
+    """Whether ``source`` is of the form that hub ids have; a path that exists is meant as a path."""
+    return _ID.fullmatch(source) is not None
+
+
+def cached(source: str) -> Path | None:
+    """Where the cache has all of it, without asking the hub; ``None`` where it does not."""
+    try:
+        return _get(source, here=True)
+    except Exception:  # the client has many kinds for "not there"
+        return None
+
+
+def download(source: str) -> Path:
+    """The folder or file of a hub id, from the cache where it is complete there."""
+    client()
+    if (there := cached(source)) is not None:
+        return there
+    try:
+        found = _get(source, here=False)
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise NotInReach(
+            f"{source}: not in the hub's cache, and the hub did not give it ({type(error).__name__}: {said}). "
+            "Go online; for a gated model set HF_TOKEN; or set HF_HOME to a cache that has it, or give a folder that "
+            "holds config.json and *.safetensors."
+        ) from None
+    if found is None:
+        raise NotInReach(
+            f"{source}: the repository holds no config.json with *.safetensors; name a file of it instead."
+        )
+    return found
+
+
+def client() -> Any:
+    """huggingface_hub, which is asked for by name where it is missing."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise NotInReach(
+            "a hub id needs huggingface_hub: pip install 'logitless[hub]'; or give a folder that holds config.json and "
+            "*.safetensors"
+        ) from None
+    return huggingface_hub
+
+
+def _get(source: str, *, here: bool) -> Path | None:
+    match = _ID.fullmatch(source)
+    assert match is not None
+    where = dict(repo_id=match["repo"], revision=match["revision"], local_files_only=here)
+    if match["file"]:
+        return Path(client().hf_hub_download(filename=match["file"], **where))
+    folder = Path(client().snapshot_download(allow_patterns=list(WANTED), **where))
+    return folder if _complete(folder) else None
+
+
+def _complete(folder: Path) -> bool:
+    """A cached snapshot may hold a tokenizer alone, or some of several shards."""
+    from logitless.train.weights import missing_shards
+
+    return (folder / "config.json").exists() and not missing_shards(folder)
