@@ -185,6 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         if args.command in ("plan", "tpu") and args.out is not None:
             exits.check_file(args.out)
+        if args.command in ("train", "gradcheck", "demo"):
+            from logitless.tools import compiled
+
+            compiled.keep()
         return commands[args.command](args)
 
     return exits.run(args.command, run)

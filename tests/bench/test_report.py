@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from logitless import cli
-from logitless.bench import charts, report
+from logitless.bench import charts, report, report_charts
 from logitless.tools import records
 
 BROWSER = next(
@@ -140,11 +141,39 @@ def test_the_page_goes_into_the_folder_and_what_is_left_out_is_named(
     assert "bad.json: a record lacks" in error and "suite.json" not in error
 
 
-def test_every_result_of_the_repository_is_taken_or_left_out_by_name(tmp_path: Path) -> None:
+def test_every_result_of_the_repository_is_taken(tmp_path: Path) -> None:
     left: list[Path] = []
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     assert report.write([results], tmp_path / "page.html", left=left) > 20
-    assert {p.name for p in left} < {p.name for p in results.iterdir()}
+    assert left == []
+    text = (tmp_path / "page.html").read_text()
+    assert all(f"results/{p.name}</code>" in text for p in results.iterdir())
+
+
+def test_records_of_other_scripts_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({"environment": {"device": "d", "jax": "0"}, "shapes": {"8,4": {"ms": 4.0, "calls": 7}},
+                                "curve": list(range(9)), "long": {str(i): i for i in range(300)}}))  # fmt: skip
+    assert report.write([path], tmp_path / "page.html") == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<td>shapes: 8,4: ms</td><td>4.00</td>" in text and "<td>shapes: 8,4: calls</td><td>7</td>" in text
+    assert "<td>9 values, 0 to 8</td>" in text and "and 105 more, in the file" in text
+
+
+def test_axes_reach_their_data() -> None:
+    assert charts.around(0, 160) == [0, 50, 100, 150, 200] and charts.around(0.25, 1, 8)[0] == pytest.approx(0.2)
+    assert charts.around(3, 3) == [3, 4] and charts.decades(30, 700) == [20, 50, 100, 200, 500, 1000]
+    assert charts.decades(10, 100) == [10, 20, 50, 100]
+    for low, high in ((0, 9.7), (-3, 0.2), (1, 61), (0, 1e-4)):
+        found = charts.around(low, high)
+        assert found[0] <= low and found[-1] >= high and len(found) < 13
+
+
+def test_lines_of_one_chart_have_their_own_colours() -> None:
+    taken: list[charts.Series] = []
+    for i, arm in enumerate(("default", "kernel", "strong", "strong/f32", "naive")):
+        taken.append(charts.Series(arm, ((0.0, 0.0),), report_charts.own_tone(arm, i, taken)))
+    assert len({s.tone for s in taken}) == 5
 
 
 def test_a_training_runs_own_metrics(tmp_path: Path) -> None:
@@ -237,14 +266,15 @@ def test_kinds() -> None:
     assert records.kind_of([]) is None and records.kind_of({}) is None
 
 
-def _browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _browse(page: Path, profile: Path, *options: str, width: int = 900) -> subprocess.CompletedProcess[str]:
     """Headless Chromium on a local file; console messages come on stderr."""
     assert BROWSER is not None
     return subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--enable-logging=stderr", f"--user-data-dir={profile}", "--window-size=900,1400", *options, page.as_uri(),
+            "--enable-logging=stderr", f"--user-data-dir={profile}", f"--window-size={width},1400", *options,
+            page.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -268,6 +298,50 @@ def test_a_real_browser_renders_it_without_a_console_error(runs: dict[str, Path]
     shown = _browse(page, tmp_path / "p2", f"--screenshot={shot}")
     assert "CONSOLE" not in shown.stderr, shown.stderr[-2000:]
     assert shot.read_bytes().startswith(b"\x89PNG") and shot.stat().st_size > 20_000
+
+
+PHONE = """<script>addEventListener('load', () => {
+  document.querySelectorAll('details').forEach(d => { d.open = true; });
+  const sizes = [...document.querySelectorAll('p, td, th, li, summary, h2, h3, text')].map(e => {
+    const box = e.ownerSVGElement && e.ownerSVGElement.getBoundingClientRect();
+    const scale = box ? box.width / e.ownerSVGElement.viewBox.baseVal.width : 1;
+    return parseFloat(getComputedStyle(e).fontSize) * scale; });
+  const wide = [...document.querySelectorAll('.scroll, figure')].filter(e => e.scrollWidth > e.clientWidth + 1);
+  const shown = wide.filter(e => getComputedStyle(e).overflowX == 'auto' &&
+    getComputedStyle(e).backgroundImage.includes('gradient') && e.getBoundingClientRect().right <= innerWidth);
+  parent.document.title = ['measured', innerWidth, document.documentElement.scrollWidth, Math.min(...sizes).toFixed(1),
+    wide.length, shown.length, getComputedStyle(document.body).backgroundColor].join('|'); });</script></body>"""
+
+
+def _on_a_phone(page: Path, folder: Path, *options: str) -> list[str]:
+    """Width of the window and of the page, the smallest text in px, how many things scroll, how many of them show that
+    they do, and the background. In a frame of 390 px: Chromium's own window is never so narrow."""
+    probe = folder / "phone.html"
+    inside = html.escape(page.read_text().replace("</body>", PHONE))
+    probe.write_text(f'<iframe srcdoc="{inside}" width="390" height="844" style="border:0"></iframe>')
+    done = _browse(probe, folder / f"phone{len(options)}", "--dump-dom", *options)
+    found = re.search(r"<title>measured\|(.*?)</title>", done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    return found[1].split("|")
+
+
+@needs_browser
+def test_on_a_phone_text_is_readable_and_what_is_wide_scrolls_visibly(runs: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    report.write([*runs.values(), Path(__file__).parents[2] / "benchmarks" / "results" / "h200_suite.json"], page)
+    window, width, smallest, wide, shown, paper = _on_a_phone(page, tmp_path)
+    assert int(width) <= int(window) == 390  # nothing sticks out to the side
+    assert float(smallest) >= 12
+    assert int(wide) > 3 and shown == wide
+    dark = _on_a_phone(page, tmp_path, "--blink-settings=preferredColorScheme=0")[-1]
+    assert paper == "rgb(255, 255, 255)" and dark == "rgb(21, 26, 34)"
+    # And it can fail: a word that cannot be broken, and text of 9 px.
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        page.read_text().replace("<main>", f"<main><p style='font-size:9px;overflow-wrap:normal'>{'x' * 200}")
+    )
+    window, width, smallest, *_ = _on_a_phone(bad, tmp_path)
+    assert int(width) > int(window) and float(smallest) == 9
 
 
 @needs_browser

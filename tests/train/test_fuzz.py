@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from logitless.train.bounds import memory_limit, time_limit
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.data import DataError, gsm8k
+from logitless.train.gguf import GGUF_NAMES
 from logitless.train.model import ModelError, init
 from logitless.train.tokenizer import load_tokenizer, render
 from logitless.train.weights import load_model, save_safetensors
@@ -61,9 +63,42 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
 
 
+def write_gguf(path: Path, params: Any) -> None:
+    """The micro model with a tokenizer of four words, as GGUF."""
+    gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(["<eos>", "a", "b", "ab"])
+    writer.add_token_types([3, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages[0].content }}")
+    for ours, theirs in GGUF_NAMES.top.items():
+        if ours in params:
+            writer.add_tensor(theirs, np.asarray(params[ours]))
+    for ours in GGUF_NAMES.layer:
+        tensor = params["layers"].get(ours)
+        shape = {"q_bias": 16, "k_bias": 8, "v_bias": 8}.get(ours)
+        data = np.zeros(shape, np.float32) if tensor is None else np.ascontiguousarray(np.asarray(tensor)[0].T)
+        writer.add_tensor(GGUF_NAMES.of_layer(ours, 0), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def targets(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
     """By name: the file that is mutated, and what reads it."""
     params = init(MICRO, jax.random.key(0))
+    write_gguf(folder / "model.gguf", params)
     save_safetensors(folder / "one", MICRO, params)
     save_safetensors(folder / "shards", MICRO, params, shard_bytes=2000)
     write_tokenizer(folder / "words")
@@ -79,6 +114,8 @@ def targets(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
         "config.json": (folder / "one" / "config.json", lambda: load_model(folder / "one")),
         "safetensors": (folder / "one" / "model.safetensors", lambda: load_model(folder / "one")),
         "index": (folder / "shards" / "model.safetensors.index.json", lambda: load_model(folder / "shards")),
+        "gguf": (folder / "model.gguf", lambda: load_model(folder / "model.gguf")),
+        "gguf tokenizer": (folder / "model.gguf", lambda: load_tokenizer(folder / "model.gguf")),
         "tokenizer": (folder / "words" / "tokenizer.json", lambda: load_tokenizer(folder / "words")),
         "tokenizer_config": (folder / "words" / "tokenizer_config.json", lambda: load_tokenizer(folder / "words")),
         "generation_config": (folder / "words" / "generation_config.json", lambda: load_tokenizer(folder / "words")),
@@ -94,7 +131,8 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
     for name, (file, read) in targets(folder).items():
         whole, rng, n = file.read_bytes(), random.Random(name), 0
         read()
-        head = whole[:2048] if name == "safetensors" else whole  # its header: the numbers after it may be any
+        # The header and what describes the tensors: the numbers after it may be any.
+        head = whole[: {"safetensors": 2048, "gguf": 3000, "gguf tokenizer": 3000}.get(name, len(whole))]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for i in range(count):
             bad = mutated(head, rng) + whole[len(head) :]
@@ -116,4 +154,4 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
 @pytest.mark.parametrize("count", [15, pytest.param(1200, marks=pytest.mark.slow)])
 def test_mutated_files_are_read_or_refused(tmp_path: Path, count: int) -> None:
     refused = fuzz(tmp_path, count)
-    assert len(refused) == 9 and all(n > 0 for n in refused.values()), refused
+    assert len(refused) == 11 and all(n > 0 for n in refused.values()), refused

@@ -17,11 +17,11 @@ TONES = ("ours", "a", "b", "c", "d", "e")
 DASHES = {"ours": "", "a": "7 4", "b": "2 4", "c": "10 4 2 4", "d": "4 2", "e": "1 3"}
 LIGHT = dict(
     ink="#1a2130", muted="#5b6473", grid="#d9dde5", paper="#ffffff", ours="#0b62c4", a="#a04a00", b="#5f6b7a",
-    c="#7b3fb5", d="#1b7a3d", e="#b3123f", floor="#1a2130", good="#1b7a3d", bad="#b3123f",
+    c="#7b3fb5", d="#1b7a3d", e="#b3123f", floor="#1a2130", good="#1b7a3d", bad="#b3123f", edge="#9aa4b4",
 )  # fmt: skip
 DARK = dict(
     ink="#e8ecf3", muted="#a3adbd", grid="#38404e", paper="#151a22", ours="#6db3ff", a="#f2a65a", b="#a3adbd",
-    c="#c79bf2", d="#6fd08c", e="#ff8098", floor="#e8ecf3", good="#6fd08c", bad="#ff8098",
+    c="#c79bf2", d="#6fd08c", e="#ff8098", floor="#e8ecf3", good="#6fd08c", bad="#ff8098", edge="#5b6473",
 )  # fmt: skip
 
 
@@ -102,6 +102,22 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= step)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def around(low: float, high: float, count: int = 5) -> list[float]:
+    """Round values of which the first and the last enclose ``low`` and ``high``: an axis that reaches its data."""
+    inside = ticks(low, high, count)
+    step = inside[1] - inside[0] if len(inside) > 1 else (high - low) or 1.0
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def decades(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that enclose ``low`` and ``high``."""
+    exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    every = [m * 10.0**k for k in exponents for m in (1, 2, 5)]
+    first = max(t for t in every if t <= low * (1 + 1e-9))
+    return [t for t in every if first <= t <= min(t for t in every if t >= high * (1 - 1e-9))]
 
 
 def css(selector: str = ":root") -> str:
@@ -215,6 +231,12 @@ def _lines(chart: Lines, alone: bool) -> str:
     low = min(ys) if chart.log else min(0.0, *ys)
     high = max(ys) if max(ys) > low else low + 1.0
     first, last = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0
+    if chart.log:
+        y_ticks, x_ticks = decades(low, high), sorted(set(xs))
+    else:
+        y_ticks, x_ticks = around(low, high), around(first, last, 8)
+        first, last = x_ticks[0], x_ticks[-1]
+    low, high = y_ticks[0], y_ticks[-1]
     warp = math.log10 if chart.log else float
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -222,12 +244,6 @@ def _lines(chart: Lines, alone: bool) -> str:
         up = (warp(y) - warp(low)) / (warp(high) - warp(low))
         return left + across * (right - left), bottom - up * (bottom - top)
 
-    if chart.log:
-        y_ticks = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-        y_ticks = [m * t for t in y_ticks for m in (1, 2, 5) if low <= m * t <= high]
-        x_ticks = sorted(set(xs))
-    else:
-        y_ticks, x_ticks = ticks(low, high), ticks(first, last, 8)
     body = []
     for t in y_ticks:
         _, y = place(first, t)

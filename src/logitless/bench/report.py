@@ -26,10 +26,16 @@ main, header, footer { max-width: 860px; margin: 0 auto; padding: 0 20px; }
 header { padding-top: 36px; } h1 { font-size: 1.9rem; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 1.35rem; margin: 44px 0 4px; padding-top: 12px; border-top: 1px solid var(--grid); }
 h3 { font-size: 1rem; margin: 28px 0 2px; } p, .note { color: var(--muted); margin: 0 0 10px; }
+p, h2, h3, summary, caption { overflow-wrap: anywhere; }
 .note { font-size: 0.88rem; } figure { margin: 0 0 8px; } svg { width: 100%; height: auto; display: block; }
 a { color: var(--ours); } nav ul { padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; list-style: none; }
 summary { cursor: pointer; color: var(--muted); font-size: 0.88rem; }
-.scroll { overflow-x: auto; }
+/* What scrolls has a shadow on the side where there is more of it: phones show no scroll bar. */
+.scroll, figure { overflow-x: auto; background:
+  linear-gradient(to right, var(--paper) 30%, transparent) left / 36px 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 30%, transparent) right / 36px 100% no-repeat local,
+  linear-gradient(to right, var(--edge), transparent) left / 14px 100% no-repeat scroll,
+  linear-gradient(to left, var(--edge), transparent) right / 14px 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: 0.88rem; margin: 6px 0 14px; min-width: 50%; }
 caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
@@ -41,13 +47,15 @@ td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); fo
 .tile span { display: block; color: var(--muted); font-size: 0.85rem; } .tile strong { font-size: 1.5rem; }
 .tile.good { border-top-color: var(--good); } .tile.bad { border-top-color: var(--bad); }
 .made { font-size: 0.85rem; overflow-wrap: anywhere; }
-@media (max-width: 700px) { figure { overflow-x: auto; } figure svg { min-width: 640px; } }
+@media (max-width: 700px) { figure svg { min-width: 720px; } }
 footer { color: var(--muted); font-size: 0.85rem; padding-bottom: 40px; margin-top: 48px; }
 @media print { body { background: #fff; } details { display: none; } figure { break-inside: avoid; } }
 """
 
 
 def _table(table: Table) -> str:
+    table = report_charts.without_empty_columns(table)
+
     def cell(text: str) -> str:
         mark = {"PASS": "good", "FAIL": "bad"}.get(text)
         return f'<td class="{mark}">{text}</td>' if mark else f"<td>{escape(text)}</td>"
@@ -82,12 +90,16 @@ def _figure(chart: Chart) -> str:
     )
 
 
+def _folded(table: Table) -> str:
+    return f"<details><summary>{escape(table.title)}</summary>{_table(table)}</details>"
+
+
 def _page(sections: Sequence[Section], sources: Sequence[Path], records: list[Record]) -> str:
     links = "".join(f'<li><a href="#{report_charts.slug(s.title)}">{escape(s.title)}</a></li>' for s in sections)
     body = "".join(
         f'<section aria-labelledby="{report_charts.slug(s.title)}"><h2 id="{report_charts.slug(s.title)}">'
         f"{escape(s.title)}</h2><p>{escape(s.text)}</p>"
-        f"{''.join(map(_figure, s.charts))}{''.join(map(_table, s.tables))}</section>"
+        f"{''.join(map(_figure, s.charts))}{''.join(map(_table, s.tables))}{''.join(map(_folded, s.folded))}</section>"
         for s in sections
     )
     made = "".join(f'<p class="made">{escape(m)}</p>' for m in _made(records))
@@ -120,13 +132,17 @@ def _where(records: Sequence[Record]) -> str:
 
 def _made(records: Sequence[Record]) -> list[str]:
     """By which command, when, and from which code, of records that say so."""
-    found: dict[str, None] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for r in records:
         m = r.get("made")
         if isinstance(m, dict):
             code = f"logitless {m['version']}" + (f" ({m['commit']})" if m.get("commit") else "")
-            found[f"{m['command']}; {m['date']}; {code}; Python {m['python']}"] = None
-    return list(found)
+            command = m["command"].replace("__main__.py", "logitless", 1)
+            found.setdefault((command, f"{code}; Python {m['python']}"), []).append(m["date"])
+    return [
+        f"{command}; {min(dates)}{f' to {max(dates)}' if min(dates) != max(dates) else ''}; {code}"
+        for (command, code), dates in found.items()
+    ]
 
 
 def _sections(found: Sequence[tuple[Path, Record]]) -> list[Section]:
@@ -149,6 +165,9 @@ def _sections(found: Sequence[tuple[Path, Record]]) -> list[Section]:
         sections.append(report_charts.tpu([*kinds.get("tpu_compile", []), *kinds.get("tpu_cycles", [])]))
     if "gradcheck" in kinds:
         sections.append(report_charts.gradchecks(kinds["gradcheck"]))
+    others = [(path, record) for path, record in found if kind_of(record) == "record"]
+    if others:
+        sections.append(report_charts.others(others))
     return sections
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from logitless.bench.charts import Bar, Bars, Lines, Series, number
-from logitless.bench.report_charts import MIB, Section, Table, slug, tone_of, without_empty_columns
+from logitless.bench.report_charts import MIB, Section, Table, own_tone, slug, tone_of
 from logitless.tools.child import OUT_OF_MEMORY
 from logitless.tools.records import Record
 
@@ -88,7 +88,7 @@ def _along(records: list[Record], key: str) -> Iterable[tuple[Record, list[Recor
 
 def _lines_along(group: list[Record], key: str, value: Any) -> tuple[Series, ...]:
     """A line for each arm; one that ran out of memory on the way says where. None if no line has two points."""
-    lines = []
+    lines: list[Series] = []
     for i, arm in enumerate(dict.fromkeys(a for r in group for a in r["arms"])):
         found = ((r["config"][key], value(r["arms"][arm])) for r in group if arm in _good(r))
         points = tuple((x, y) for x, y in found if y is not None)
@@ -97,7 +97,7 @@ def _lines_along(group: list[Record], key: str, value: Any) -> tuple[Series, ...
         ]
         label = arm + (f" ({OUT_OF_MEMORY} at {', '.join(full)})" if full else "")
         if points:
-            lines.append(Series(label, points, tone_of(arm, i)))
+            lines.append(Series(label, points, own_tone(arm, i, lines)))
     return tuple(lines) if any(len(line.points) > 1 for line in lines) else ()
 
 
@@ -198,4 +198,4 @@ def _all_cases(records: list[Record]) -> Table:
         "case", "arm", "median ms", "p10 to p90", "ms a call", "ms back to back", "temporaries MiB, plan",
         "temporaries MiB, device", "TFLOP/s", "GB/s", "x roofline",
     )  # fmt: skip
-    return without_empty_columns(Table("All cases", columns, tuple(rows)))
+    return Table("All cases", columns, tuple(rows))

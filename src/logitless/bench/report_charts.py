@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from logitless.bench.charts import TONES, Bar, Bars, Chart, Lines, Series
+from logitless.bench.charts import TONES, Bar, Bars, Chart, Lines, Series, number
 from logitless.tools.records import Record
 
 MIB = 2**20
@@ -29,6 +32,8 @@ class Section:
     text: str
     charts: list[Chart] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
+    folded: list[Table] = dataclasses.field(default_factory=list)
+    """Tables that are open only when asked for."""
 
 
 def slug(text: str) -> str:
@@ -54,6 +59,12 @@ def tone_of(arm: str, position: int) -> str:
     if arm.startswith(_OURS) and not arm.endswith("(other tree)"):
         return "ours"
     return _THEIRS.get(arm, TONES[1 + position % (len(TONES) - 1)])
+
+
+def own_tone(arm: str, position: int, taken: Iterable[Series]) -> str:
+    """The arm's colour, or another one where a line of this chart has it already."""
+    used, tone = {s.tone for s in taken}, tone_of(arm, position)
+    return next((t for t in (tone, *TONES) if t not in used), tone)
 
 
 def without_empty_columns(table: Table) -> Table:
@@ -127,6 +138,45 @@ def tpu(records: list[Record]) -> Section:
         ]  # fmt: skip
         s.charts.append(Bars(slug(f"tpu {at}"), f"Peak HBM per chip: {at}", "MiB", tuple(bars)))
     return s
+
+
+ROWS = 200
+"""Of a record that is shown as it is."""
+
+
+def others(records: list[tuple[Path, Record]]) -> Section:
+    """Records of other scripts, each as a table of what is in it."""
+    s = Section("Other records", "Results of scripts that make no chart here: what is in each file, as it is.")
+    for path, record in records:
+        rows = list(_leaves(record, ""))
+        more = [("", f"and {len(rows) - ROWS:,} more, in the file")] if len(rows) > ROWS else []
+        s.folded.append(Table(path.name, ("what", "value"), tuple(rows[:ROWS] + more)))
+    return s
+
+
+def _leaves(value: Any, at: str) -> Iterable[tuple[str, str]]:
+    """``(where, what)`` of every value; a long list of numbers by its range."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{at}: {key}" if at else str(key))
+    elif isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value):
+        few = len(value) <= 6
+        yield (
+            at,
+            ", ".join(map(cell, value)) if few else f"{len(value)} values, {cell(min(value))} to {cell(max(value))}",
+        )
+    elif isinstance(value, list):
+        for i, inner in enumerate(value, 1):
+            yield from _leaves(inner, f"{at} {i}")
+    else:
+        yield at, cell(value)
+
+
+def cell(value: Any) -> str:
+    """A value in a table: a count as a whole number, a measurement with its first digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 def gradchecks(records: list[Record]) -> Section:

@@ -76,13 +76,20 @@ def _compared(records: list[Record]) -> tuple[Record, str, str, dict[str, Any]] 
     return None
 
 
+def _named(arm: str) -> str:
+    """An arm with what it is."""
+    known = {"default": "the call without options", "kernel": "the call with its options", "naive": "log_softmax"}
+    about = known.get(arm) or ("the best dense form" if arm.startswith("strong") else "")
+    return f"{arm} ({about})" if about else arm
+
+
 def _time(records: list[Record]) -> Tile | None:
     found = _compared(records)
     if found is None:
         return None
     record, name, other, clocks = found
     r = next(iter(clocks.values()))
-    said = f"{record['name']}: {name} / {other}"
+    said = f"{record['name']}: {_named(name)} / {_named(other)}"
     if r["low"] is None:
         return Tile("Time", f"{r['ratio']:.2f}x", f"{said}, one round")
     inside = f"{said}, 95 % interval {r['low']:.3f} to {r['high']:.3f}"
@@ -102,5 +109,6 @@ def _memory(records: list[Record]) -> Tile | None:
     a, b = (row[gauge]["temporaries"] if row[gauge] else 0 for row in rows)
     if not b:
         return None
-    basis = f"temporaries, {record['name']}: {name} / {other}, by {'the device' if seen else 'the compiler'}"
+    by = "the device" if seen else "the compiler"
+    basis = f"temporaries (beyond inputs and outputs), {record['name']}: {_named(name)} / {_named(other)}, by {by}"
     return Tile("Memory", f"{a / b:.2f}x", basis + ("'s peak" if seen else "'s plan"), a < b)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from logitless.bench.charts import TONES, Chart, Lines, Series, number
-from logitless.bench.report_charts import Section, Table, slug, tone_of
+from logitless.bench.charts import Chart, Lines, Series
+from logitless.bench.report_charts import Section, Table, cell, own_tone, slug
 from logitless.tools.records import Record
 
 CURVES = (
@@ -40,9 +39,7 @@ def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> lis
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     points.append((float(step.get("step", position)), float(value)))
             if points:
-                tone = tone_of(arm, i)
-                taken = {s.tone for s in series}
-                series.append(Series(arm, tuple(points), next((t for t in (tone, *TONES) if t not in taken), tone)))
+                series.append(Series(arm, tuple(points), own_tone(arm, i, series)))
         if series:
             title = f"{what[0].upper()}{what[1:]} by step: {name}"
             out.append(Lines(slug(title), title, "step", unit, tuple(series)))
@@ -51,7 +48,11 @@ def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> lis
 
 def training(records: list[tuple[str, Record]]) -> Section:
     """Curves of A/B runs and of single runs, with the agreement of the arms."""
-    s = Section("Training", "Arms of an A/B run start from the same seed and see the same batches.")
+    s = Section(
+        "Training",
+        "An arm is one training run with a loss of its own; the first is the baseline. Arms of an A/B start from the "
+        "same seed and see the same problems. KL: how far the policy is from the one it started as.",
+    )
     single: dict[str, list[Record]] = {}
     for name, r in records:
         if r.get("kind") != "ab":
@@ -67,7 +68,7 @@ def training(records: list[tuple[str, Record]]) -> Section:
             for k, v in a.get("summary", {}).items()
             if isinstance(v, (int, float, str)) and (alone or not _is_time(k))
         )
-        rows = [(k, *(_cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
+        rows = [(k, *(cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
         if rows:
             s.tables.append(Table(f"{name}: summary", ("", *r["arms"]), tuple(rows)))
         s.tables += _agreement_tables(name, r)
@@ -81,12 +82,6 @@ def _agreement_tables(name: str, record: Record) -> list[Table]:
     found = record.get("agreement", {})
     by_arm = found if found and all(isinstance(v, dict) for v in found.values()) else {"": found}
     keys = dict.fromkeys(k for a in by_arm.values() for k, v in a.items() if not isinstance(v, (dict, list)))
-    rows = [(k, *(_cell(a.get(k)) for a in by_arm.values())) for k in keys]
+    rows = [(k, *(cell(a.get(k)) for a in by_arm.values())) for k in keys]
     title = f"{name}: agreement of the arms" if "" in by_arm else f"{name}: agreement with {next(iter(record['arms']))}"
     return [Table(title, ("", *(arm or "value" for arm in by_arm)), tuple(rows))] if rows else []
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
-    return number(value)

@@ -38,7 +38,8 @@ def provenance() -> dict[str, str]:
 
 
 def kind_of(record: Any) -> str | None:
-    """``gradcheck``, ``bench``, ``plan``, ``tpu_compile``, ``tpu_cycles``, ``ab``, ``train`` (a step) or ``None``."""
+    """``gradcheck``, ``bench``, ``plan``, ``tpu_compile``, ``tpu_cycles``, ``ab``, ``train`` (a step), ``record`` (of
+    another script) or ``None``."""
     if not isinstance(record, dict):
         return None
     kind = record.get("kind")
@@ -48,6 +49,8 @@ def kind_of(record: Any) -> str | None:
         return "gradcheck"
     if all(isinstance(record.get(key), dict) for key in ("arms", "config")):
         return "bench"
+    if "environment" in record or any(isinstance(record.get(key), str) for key in ("what", "device")):
+        return "record"  # of a script, or a run's summary: numbers that say where they come from
     if any(isinstance(k, str) and k.startswith(("train/", "time/train/")) for k in record):
         return "train"
     return None

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.signals import Hold, Stop, held
+from logitless.tools.compiled import folder_of_programs
 from logitless.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
@@ -149,7 +150,9 @@ def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]
     again = ["--resume"] if resume and (folder / "config.yaml").exists() else []
     command = [sys.executable, "-m", "logitless", "train", "--config", str(file), *again]
     # A replay has the programs of its arm: what one process has compiled, the others read.
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(Path(arm.warm_start.cache).absolute() / "compiled")}
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder_of_programs() or Path(arm.warm_start.cache).absolute() / "compiled")
+    }
     # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
     environment = {**compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", **os.environ}
     with _log(arm, name).open("ab") as log:  # this process shows how far all of them are

@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from logitless.tools.compiled import user_cache
 from logitless.train import hub
 
 
@@ -85,14 +86,8 @@ ASSETS: dict[str, _Asset] = {
 MODELS = [name for name in ASSETS if name != "gsm8k"]
 
 
-def default_cache() -> Path:
-    """``$LOGITLESS_CACHE``, or ``logitless`` in the user's cache folder."""
-    own = os.environ.get("LOGITLESS_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
-
-
 def _cache(given: str | Path | None) -> Path:
-    return Path(given) if given is not None else default_cache()
+    return Path(given) if given is not None else user_cache()
 
 
 def fetch(name: str, cache_dir: str | Path | None = None) -> Path:

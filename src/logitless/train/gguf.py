@@ -8,6 +8,7 @@ stored as they are.
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless.train.model import ModelConfig, ModelError, Params
-from logitless.train.weights import TensorNames, assemble
+from logitless.train.weights import TensorNames, assemble, cores
 
 GGUF_NAMES = TensorNames(
     top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
@@ -35,6 +36,7 @@ GGUF_NAMES = TensorNames(
     },
     prefix="blk.{i}.",
 )
+_BLOCK, _LARGE = 1 << 20, 1 << 25  # elements dequantised at a time, and of a tensor that is worth several threads
 _SAME_MATRIX = 0.2  # relative difference of two quantisations of it; 4 against 6 bits is about 0.07
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,7 +61,7 @@ def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
     def read(name: str) -> np.ndarray:
-        full = _dequantised(path, tensors[name])
+        full = _dequantised(path, tensors[name], dtype=dtype)
         return unpermute(full, permuted[name]) if name in permuted else full
 
     return config, assemble(str(path), config, GGUF_NAMES, tensors, read, dtype)
@@ -75,11 +77,30 @@ def _tied(path: str | Path, tensors: dict[str, Any]) -> Any:
     return head
 
 
-def _dequantised(path: str | Path, tensor: Any, rows: int | None = None) -> np.ndarray:
+def _dequantised(path: str | Path, tensor: Any, rows: int | None = None, dtype: Any = np.float32) -> np.ndarray:
+    """The tensor in ``dtype``, a block of rows at a time: no float32 copy of all of it. A large one's blocks are done
+    side by side (the others' layers are, in :func:`assemble`)."""
     from gguf import quants
 
+    data = tensor.data[:rows]
     try:
-        return quants.dequantize(tensor.data[:rows], tensor.tensor_type)
+        if data.ndim != 2:
+            return quants.dequantize(data, tensor.tensor_type).astype(dtype, copy=False)
+        width = quants.dequantize(data[:1], tensor.tensor_type).shape[1]
+        out = np.empty((len(data), width), dtype)
+        step = max(1, _BLOCK // width)
+
+        def fill(start: int) -> None:
+            out[start : start + step] = quants.dequantize(data[start : start + step], tensor.tensor_type)
+
+        starts = range(0, len(data), step)
+        if out.size < _LARGE:
+            for start in starts:
+                fill(start)
+        else:
+            with ThreadPoolExecutor(cores()) as pool:
+                list(pool.map(fill, starts))
+        return out
     except (NotImplementedError, ValueError) as error:
         raise ModelError(f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name}: {error}") from None
 

@@ -2,7 +2,8 @@
 
 Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
 ``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
-each tensor is read, checked and copied to its place, so that the peak is the model plus one stack of layers.
+each tensor is read, checked and copied to its place, so that the peak is the model plus one stack of layers, and a
+layer for each core: they are read side by side, since NumPy lets go of the interpreter while it computes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes,
 SHARD_BYTES = 4 << 30
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+
+def cores() -> int:
+    """How many threads load weights."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +87,23 @@ def assemble(
             raise ModelError(f"{source}: tensor {name!r} has shape {tensor.shape}, the configuration asks for {shape}.")
         return tensor
 
-    def stacked(name: str) -> Any:
+    def stacked(name: str, pool: ThreadPoolExecutor) -> Any:
         shape = shapes["layers"][name]
         out = np.empty(shape, dtype)
-        for i, tensor_name in enumerate(layers[name]):
-            out[i] = checked(tensor_name, shape[:0:-1]).T
+
+        def fill(i: int) -> None:
+            out[i] = checked(layers[name][i], shape[:0:-1]).T
+
+        list(pool.map(fill, range(len(layers[name]))))  # which raises what a layer raised
         return jnp.asarray(out)
 
-    params: Params = {name: jnp.asarray(checked(top[name], shapes[name]).astype(dtype)) for name in top}
+    params: Params = {name: jnp.asarray(checked(top[name], shapes[name]).astype(dtype, copy=False)) for name in top}
     head = names.top["lm_head"]
     if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(top["embed"])):
         # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
         raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
-    params["layers"] = {name: stacked(name) for name in layers}
+    with ThreadPoolExecutor(cores()) as pool:
+        params["layers"] = {name: stacked(name, pool) for name in layers}
     return params
 
 
