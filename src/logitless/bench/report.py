@@ -39,7 +39,9 @@ summary { cursor: pointer; color: var(--muted); font-size: 0.88rem; }
 table { border-collapse: collapse; font-size: 0.88rem; margin: 6px 0 14px; min-width: 50%; }
 caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
-  font-variant-numeric: tabular-nums; }
+  font-variant-numeric: tabular-nums; white-space: nowrap; vertical-align: top; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 120px; max-width: 260px; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 260px; }
 td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); font-weight: 600; }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; padding: 0; margin: 18px 0; list-style: none; }
 .tile { flex: 1 1 220px; border: 1px solid var(--grid); border-top: 4px solid var(--muted); border-radius: 6px;
@@ -47,18 +49,22 @@ td.good { color: var(--good); font-weight: 600; } td.bad { color: var(--bad); fo
 .tile span { display: block; color: var(--muted); font-size: 0.85rem; } .tile strong { font-size: 1.5rem; }
 .tile.good { border-top-color: var(--good); } .tile.bad { border-top-color: var(--bad); }
 .made { font-size: 0.85rem; overflow-wrap: anywhere; }
-@media (max-width: 700px) { figure svg { min-width: 720px; } }
+@media (max-width: 700px) { figure svg { min-width: 720px; } td:first-child { max-width: 150px; } }
 footer { color: var(--muted); font-size: 0.85rem; padding-bottom: 40px; margin-top: 48px; }
 @media print { body { background: #fff; } details { display: none; } figure { break-inside: avoid; } }
 """
+
+
+LONG_CELL = 40
+"""Characters from which a cell is a text, which breaks into lines."""
 
 
 def _table(table: Table) -> str:
     table = report_charts.without_empty_columns(table)
 
     def cell(text: str) -> str:
-        mark = {"PASS": "good", "FAIL": "bad"}.get(text)
-        return f'<td class="{mark}">{text}</td>' if mark else f"<td>{escape(text)}</td>"
+        mark = {"PASS": "good", "FAIL": "bad"}.get(text) or ("text" if len(text) > LONG_CELL else None)
+        return f'<td class="{mark}">{escape(text)}</td>' if mark else f"<td>{escape(text)}</td>"
 
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in table.columns)
     rows = "".join("<tr>" + "".join(cell(c) for c in row) + "</tr>" for row in table.rows)
