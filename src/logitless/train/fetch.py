@@ -83,7 +83,9 @@ ASSETS: dict[str, _Asset] = {
 }
 
 
-MODELS = [name for name in ASSETS if name != "gsm8k"]
+def models() -> list[str]:
+    """Names of weights."""
+    return [name for name in ASSETS if name != "gsm8k"]
 
 
 def _cache(given: str | Path | None) -> Path:
@@ -123,9 +125,11 @@ def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Pat
     path = Path(source).expanduser()
     if path.exists():
         return path
-    if str(source) in MODELS:
+    if str(source) in models():
         return next(fetch(str(source), cache_dir).glob("*.gguf"))
-    expected = f"expected a hub folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B, or one of {', '.join(MODELS)}"
+    expected = (
+        f"expected a hub folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B, or one of {', '.join(models())}"
+    )
     if not hub.is_id(str(source)):
         raise FetchError(f"no model at {source}: {expected}.")
     try:
@@ -138,7 +142,7 @@ def missing(source: str | Path, cache_dir: str | Path | None = None) -> bool:
     """Whether :func:`local_source` would have to fetch it first."""
     if Path(source).expanduser().exists():
         return False
-    if str(source) in MODELS:
+    if str(source) in models():
         return not (_cache(cache_dir) / str(source)).is_dir()
     return hub.is_id(str(source)) and hub.cached(str(source)) is None
 
