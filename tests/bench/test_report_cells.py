@@ -194,8 +194,19 @@ def test_the_verdict_is_on_top(tmp_path: Path) -> None:
     found = verdict(page(tmp_path, bench_record(), gradcheck_record()))
     assert found == [
         ("Do they agree?", "NO", "1 of 2 gates of gradient checks met", "bad"),
-        ("Time", "0.50x", "case: default / strong, 95 % interval 0.450 to 0.550", "good"),
-        ("Memory", "2.00x", "temporaries, case: default / strong, by the device's peak", "bad"),
+        (
+            "Time",
+            "0.50x",
+            "case: default (the call without options) / strong (the best dense form), 95 % interval 0.450 to 0.550",
+            "good",
+        ),
+        (
+            "Memory",
+            "2.00x",
+            "temporaries (beyond inputs and outputs), "
+            "case: default (the call without options) / strong (the best dense form), by the device's peak",
+            "bad",
+        ),
     ]
     agree = ab_record()
     agree["agreement"]["test"] = "by replay"
@@ -208,7 +219,11 @@ def test_the_verdict_is_on_top(tmp_path: Path) -> None:
     record["arms"]["strong"]["mem/device"] = None
     found = verdict(page(tmp_path, record))
     assert found[0] == ("Do they agree?", "yes", "1 benchmarks, verified before they were timed", "good")
-    assert found[1][1:] == ("no difference", "case: default / strong, 95 % interval 0.900 to 1.070", "")
+    assert found[1][1:] == (
+        "no difference",
+        "case: default (the call without options) / strong (the best dense form), 95 % interval 0.900 to 1.070",
+        "",
+    )
     assert found[2][2].endswith("by the compiler's plan")
     assert verdict(page(tmp_path, plan_record())) == []
 
