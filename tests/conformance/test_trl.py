@@ -50,6 +50,8 @@ def base(loss_type: str, **settings: Any) -> dict[str, Any]:
     """Settings with which a loss type clips something."""
     if loss_type == "cispo":
         settings.setdefault("epsilon_high", 1.2)
+    if loss_type == "sapo":  # the default, 1.05, is rounded to float32 in TRL, whatever the dtype of the rest
+        settings.setdefault("sapo_temperature_neg", 1.0625)
     return dict(loss_type=loss_type, max_completion_length=9, **settings)
 
 
