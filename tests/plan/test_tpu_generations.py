@@ -1,0 +1,136 @@
+"""Every TPU generation that libtpu knows: both levels compile, or fall back with a reason; no setting of JAX and no
+number of tokens keeps a kernel from lowering. Compiled ahead of time, nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitless.tpu import aot
+
+needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+
+ROOT = Path(__file__).parents[2]
+GENERATIONS = {
+    "v2": "v2:2x2",
+    "v3": "v3:2x2",
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x4",
+    "tpu7x": "tpu7x:2x2x1",
+}
+ONE_TOKEN: dict[str, Any] = {"level": "head", "n": 1, "width": 128, "vocab": 256}
+WIDE_ROWS: dict[str, Any] = {"level": "logits", "n": 16, "vocab": 151936}
+"""As float32 blocks a group of such rows takes more than the 16 MiB of VMEM that v2 to v4 have."""
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "BF16_BF16_F32", "F32_F32_F32")
+
+
+def program(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Loss and gradients at a level, by the default backend."""
+    import jax
+    import jax.numpy as jnp
+
+    import logitless
+
+    n, vocab, dtype = case["n"], case["vocab"], case.get("dtype", "bfloat16")
+    s = jax.ShapeDtypeStruct
+    tokens = (s((1, n), jnp.int32), s((1, n), jnp.float32), s((1,), jnp.float32))
+    if case["level"] == "logits":
+
+        def logits_loss(x: Any, y: Any, old: Any, advantages: Any) -> Any:
+            return logitless.grpo_loss(x, y, old_logp=old, advantages=advantages)[0]
+
+        return jax.value_and_grad(logits_loss), (s((1, n, vocab), dtype), *tokens)
+
+    layout = case.get("layout", "vh")
+
+    def head_loss(h: Any, w: Any, y: Any, old: Any, advantages: Any) -> Any:
+        options: Any = dict(old_logp=old, advantages=advantages, head_layout=layout)
+        objective = logitless.Objective(entropy_coef=case.get("entropy"))
+        return logitless.linear_grpo_loss(h, w, y, objective=objective, **options)[0]
+
+    head = (vocab, case["width"]) if layout == "vh" else (case["width"], vocab)
+    return jax.value_and_grad(head_loss, (0, 1)), (s((1, n, case["width"]), dtype), s(head, dtype), *tokens)
+
+
+def kernels_in(case: dict[str, Any]) -> int:
+    """How many kernels there are in the case's program, compiled for its topology."""
+    import jax
+
+    f, shapes = program(case)
+    with jax.default_matmul_precision(case.get("precision", "default")):
+        compiled = aot.compile_for(GENERATIONS[case["chip"]], f, *shapes)
+    return compiled.executable.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+def compiled(cases: list[dict[str, Any]]) -> list[int]:
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "chips", [("v3", "v4", "v6e"), pytest.param(("v2", "v5e", "v5p", "tpu7x"), marks=pytest.mark.slow)]
+)
+def test_one_token_and_wide_rows_compile_on_every_generation(chips: tuple[str, ...]) -> None:
+    """One token makes dW of a [V, H] head a matmul with one column; v2 and v3 have no 16-bit matmul in a kernel, and
+    up to v4 a row of logits is swept in parts (statistics and dlogits are two kernels there)."""
+    cases = [dict(c, chip=chip) for chip in chips for c in (ONE_TOKEN, WIDE_ROWS)]
+    found = compiled(cases)
+    old = ("v2", "v3")
+    expected = [
+        (0 if c["chip"] in old else 2) if c["level"] == "head" else 1 + (c["chip"] in (*old, "v4")) for c in cases
+    ]
+    assert found == expected
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v6e", "tpu7x"])
+def test_no_default_precision_keeps_a_kernel_from_compiling(chip: str) -> None:
+    small = {"n": 136, "width": 256, "vocab": 640, "chip": chip}
+    cases = [
+        dict(small, precision=precision, **case)
+        for precision in PRECISIONS
+        for case in (
+            {"level": "head"},
+            {"level": "head", "layout": "hv", "entropy": 0.1},
+            {"level": "head", "dtype": "float32"},
+            {"level": "logits"},
+            {"level": "logits", "dtype": "float32"},
+        )
+    ]
+    assert all(count >= 1 for count in compiled(cases))
+
+
+def test_an_old_generation_falls_back_with_the_reason() -> None:
+    import jax
+
+    import logitless
+
+    device = jax.sharding.AbstractDevice("TPU v3", 1, "tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
+    h, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, 8, 128), (256, 128)))
+    with jax.sharding.use_abstract_mesh(mesh):
+        said = str(logitless.explain(logitless.linear_logprobs, h, w, jax.ShapeDtypeStruct((1, 8), "int32")))
+    assert "no bfloat16 matmul on TPU v3" in said and "backend chunked" in said
+
+
+if __name__ == "__main__":
+    print(json.dumps([kernels_in(case) for case in json.loads(sys.argv[1])]))
