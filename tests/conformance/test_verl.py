@@ -113,8 +113,8 @@ def test_group_advantages(record_property: Any) -> None:
     ours = group_advantages(rewards, 2, scale="none", baseline="leave_one_out")
     np.testing.assert_allclose(ours, theirs_rloo, rtol=2e-6)
     disagreement(
-        record_property, "TRL and veRL", "the advantage of rewards 0 and 0.001", float(theirs[1]),
-        float(group_advantages(rewards, 2, eps=GROUP_STD_EPS["trl"])[1]),
+        record_property, "TRL and veRL", "the advantage of rewards 0 and 0.001",
+        float(group_advantages(rewards, 2, eps=GROUP_STD_EPS["trl"])[1]), float(theirs[1]),
         "beside the standard deviation veRL adds 1e-6, TRL 1e-4 (group_advantages(eps=...))",
     )  # fmt: skip
 
