@@ -122,7 +122,8 @@ def main() -> None:
 
         jax.config.update("jax_num_cpu_devices", 4)
         versions = {k: importlib.metadata.version(k) for k in ("jax", "flax", "google-tunix")}
-        record: dict[str, Any] = {"versions": versions, "platform": "cpu", "vocabulary": V, "hidden": H}
+        what = "compile-time temporaries of Tunix' losses, stock and without logits"
+        record: dict[str, Any] = {"what": what, "versions": versions, "platform": "cpu", "vocabulary": V, "hidden": H}
         record |= {"rows": ROWS, "prompt": PROMPT, "completion": COMPLETION, "temporaries_mib": {}}
         for name, options in CASES.items():
             record["temporaries_mib"][name] = temporaries(**options)

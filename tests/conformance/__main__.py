@@ -49,6 +49,7 @@ def main(results: str, page: str) -> int:
         print(f"conformance: nothing is recorded: {dict(recorder.outcomes)}", file=sys.stderr)
         return int(code) or 1
     record = {
+        "what": "losses and gradients of TRL, Liger-Kernel and veRL beside ours, largest relative differences",
         "command": "make conformance",
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in PACKAGES},
