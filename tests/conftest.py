@@ -64,12 +64,43 @@ QUICK = (
 )
 """The core of the tests, for ``make quick``: beginnings of their names."""
 
+REPEATS = (
+    "head/test_head_mosaic_gpu.py::test_statistics[one_tile]",
+    "head/test_head_mosaic_gpu.py::test_statistics[temperature]",
+    "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[statistics-",
+    "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[token-",
+    "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[sequence-f32]",
+    "head/test_head_numerics.py::test_on_policy_ratio_is_exactly_one[bf16-False]",
+    "head/test_head_pallas_tpu.py::test_contract[bf16 hv]",
+    "head/test_head_pallas_tpu.py::test_contract[bf16 vh]",
+    "head/test_head_pallas_tpu.py::test_contract[bf16 logits]",
+    "head/test_head_pallas_tpu.py::test_contract[dead tiles, hv]",
+    "head/test_head_pallas_tpu.py::test_contract[f32 vh]",
+    "head/test_head_pallas_tpu.py::test_contract[ragged tokens]",
+    "head/test_head_pallas_tpu.py::test_contract[temperature and scale]",
+    "head/test_mosaic_gpu_sparse.py::test_gradients_are_as_good_as_the_exact_path_s[clip-collapsed]",
+    "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[all]",
+    "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[default chunk]",
+    "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[wide]",
+    "plan/test_tpu_aot_api.py::test_public_losses_compile_and_fit",
+    "plan/test_tpu_aot_head.py::test_compiles_and_fits[",
+    "plan/test_tpu_aot_logits.py::test_compiles_within_its_memory[v5",
+    "test_transformations.py::test_transformations_agree_with_a_plain_loop[head-statistics-reference]",
+    "test_transformations.py::test_transformations_agree_with_a_plain_loop[logits-statistics-reference]",
+    "train/test_ab_replay.py::test_honest_arms_are_not_told_apart[4]",
+)
+"""Beginnings of the names of what only repeats a case of ``make test`` at another shape, dtype or topology, and takes
+seconds: ``make test-slow`` runs it."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(QUICK):
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(QUICK):
             item.add_marker("quick")
+        if name.startswith(REPEATS):
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import QUICK
+from conftest import QUICK, REPEATS
 
 TESTS = Path(__file__).parent
 
 
-def test_the_core_of_make_quick_exists() -> None:
-    """Names in ``QUICK`` are beginnings: one that fits nothing would select nothing, silently."""
-    for name in QUICK:
+def test_tests_that_are_named_exist() -> None:
+    """Names in ``QUICK`` and ``REPEATS`` are beginnings: one that fits nothing would select nothing, silently."""
+    for name in (*QUICK, *REPEATS):
         file, _, test = name.partition("::")
         source = (TESTS / file).read_text()
         assert f"def {test.split('[')[0]}" in source, f"{name} is not there"
@@ -19,5 +19,5 @@ def test_the_core_of_make_quick_exists() -> None:
 
 def test_file_names_are_unique() -> None:
     """Test files of different folders are imported under their bare names."""
-    names = [f.name for f in TESTS.glob("**/*.py")]
+    names = [f.name for f in TESTS.glob("**/*.py") if f.name != "__main__.py"]  # which is run, never imported
     assert sorted(names) == sorted(set(names))

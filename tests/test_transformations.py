@@ -135,7 +135,8 @@ def perturbed(level: str, backend: str, name: str) -> Callable[[jax.Array], jax.
         call = (lambda **k: logprobs(params, batch["targets"], **k)) if level == "logits" else (
             lambda **k: linear_logprobs(*params, batch["targets"], chunk_size=5, **k)
         )  # fmt: skip
-        return jnp.sum(call(**options).logp)
+        stats = call(**options)
+        return jnp.sum(stats.logp + stats.entropy)
 
     return f
 

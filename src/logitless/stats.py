@@ -114,7 +114,10 @@ def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
     # The sums are relative to m, and the statistics do not depend on which m was chosen: it carries no gradient.
     m = jax.lax.stop_gradient(jnp.max(others, axis=-1))
     centre = jnp.where(m > NEG_INF, m, 0.0)
-    shifted = times(k, others - centre[..., None])
+    shifted = others - centre[..., None]
+    if k is not None:  # where JAX differentiates this by k, too, no -inf may meet a zero cotangent
+        seen = others != NEG_INF
+        shifted = jnp.where(seen, times(k, jnp.where(seen, shifted, 0.0)), NEG_INF)
     e = jnp.exp(shifted)
     finite = jnp.where(e > 0, shifted, 0.0)  # so that neither the value nor the gradient has 0 * -inf
     return RowSums(

@@ -28,6 +28,7 @@ from sparse_cases import (
     SHAPE,
     TOLERANCE,
     VOCAB,
+    WIDTH,
     N,
     adversarial,
     assert_as_good,

@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     m(
         "stats",
-        "shifted = times(k, others - centre[..., None])",
-        "shifted = others - centre[..., None]",
+        "times(k, jnp.where(seen, shifted, 0.0))",
+        "jnp.where(seen, shifted, 0.0)",
         f"{CONSTANT}::test_statistics_of_logits[chunked-known-64]",
     ),
     m(

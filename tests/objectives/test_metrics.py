@@ -110,7 +110,7 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_batch(policy: str, leve
     ]
     reduced = reduce_metrics(parts)
     assert set(reduced) == set(whole)
-    assert pair(reduced.pop("entropy_coef")) == pytest.approx((0.02, 2))  # once a call
+    assert metric_values(reduced)["entropy_coef"] == pytest.approx(0.01)
     for name in reduced:
         assert pair(reduced[name]) == pytest.approx(pair(whole[name]), rel=1e-5), name
 
@@ -120,8 +120,7 @@ def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
     logp, entropy, inputs = random_batch(3)
     whole = evaluate(o, logp, entropy, **inputs).metrics
     nothing = evaluate(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))}).metrics
-    for metrics in (whole, nothing):
-        assert metric_values(metrics)["entropy_coef"] == pytest.approx(0.01) and metrics.pop("entropy_coef").count == 1
+    assert metric_values(whole)["entropy_coef"] == pytest.approx(0.01)
     assert set(metric_values(nothing).values()) == {0.0}  # nothing was counted, and no NaN to log
     assert all(not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_tokens")
     reduced = reduce_metrics([nothing, whole])

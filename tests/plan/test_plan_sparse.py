@@ -159,7 +159,8 @@ def test_a_sparse_plan_for_other_chips_and_meshes() -> None:
     text = str(plan_mesh(H, V, 8 * T, parse_mesh("fsdp=8"), **options))
     assert "sparse_backward off" in text and "assumed" in text
     tpus = plan_mesh(H, V, 8 * T, parse_mesh("fsdp=8"), chip="v6e", sparse_backward="auto")
-    assert tpus.head.backend == "chunked" and tpus.head.exact is not None and tpus.head.exact.backend == "chunked"
+    assert tpus.head.backend == "pallas_tpu" and tpus.head.exact is not None
+    assert tpus.head.exact.backend == "pallas_tpu"
     fused, dense = longest_context(H, V, reserved=100e9, **options)
     assert 0 < dense < fused <= longest_context(H, V, chip="h200", reserved=100e9)[0]
 

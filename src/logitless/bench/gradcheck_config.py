@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from logitless import registry
 from logitless.bench import inputs
+from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
 from logitless.planning.mesh import parse_mesh
 from logitless.tools.config import ConfigError, check_common, sparse_backward_of
@@ -84,7 +85,8 @@ def check(c: GradcheckConfig) -> None:
         ("bwd_impl", ("pallas", "jax")),
     ):
         if getattr(c, key) not in allowed:
-            raise ConfigError(f"{key}: {getattr(c, key)!r}, expected one of {', '.join(allowed)}")
+            hint = did_you_mean(getattr(c, key), allowed)
+            raise ConfigError(f"{key}: {getattr(c, key)!r}, expected one of {', '.join(allowed)}{hint}")
     of_model = c.inputs == "model"
     if of_model != bool(c.model):
         raise ConfigError("inputs: 'model' needs model=NAME or a path, and model= needs inputs=model")
@@ -101,7 +103,7 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
     for key, least in (("layers", 0), ("chunk_size", 0), ("timeout_s", 1)):
         if getattr(c, key) < least:
-            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
+            raise ConfigError(f"{key}: {getattr(c, key)}, expected {least} or more")
 
 
 def axes_of(c: GradcheckConfig) -> dict[str, int]:

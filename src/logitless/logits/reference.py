@@ -15,7 +15,7 @@ from jax import Array
 from logitless.backend import Cost, Way
 from logitless.problem import LogitsProblem, Loss
 from logitless.rows import column_ids, swept_columns
-from logitless.stats import StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
+from logitless.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 from logitless.transform import factor, times
 
 
@@ -32,7 +32,8 @@ def token_stats(p: LogitsProblem) -> TokenStats:
     t = p.transform.column()
     u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
     stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), factor(p.transform))
-    entropy = _with_its_gradient(stats.entropy, times(k, u), *jax.lax.stop_gradient((u, k, is_target, stats)))
+    z = times(k, jnp.where(u == NEG_INF, 0.0, u))  # for its gradient: by k, none of a column that is not there
+    entropy = _with_its_gradient(stats.entropy, z, *jax.lax.stop_gradient((u, k, is_target, stats)))
     return masked_stats(dataclasses.replace(stats, entropy=entropy), p.live)
 
 

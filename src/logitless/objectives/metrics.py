@@ -120,7 +120,7 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         acted_on = mask if terms.high_entropy is None else terms.high_entropy
         total = jnp.sum(jnp.where(acted_on, stats.entropy, 0.0))
         out["bonus_entropy"] = Metric(total, jnp.sum(acted_on, dtype=jnp.float32))
-        out["entropy_coef"] = Metric(jnp.asarray(o.entropy_coef, jnp.float32), jnp.float32(1.0))
+        out["entropy_coef"] = Metric(o.entropy_coef * tokens, tokens)  # as a mean over tokens: parts add up
     if counted.rollout_missing is not None:
         out["rollout_missing"] = Metric(counted.rollout_missing, tokens)
     if terms.correction is not None:
