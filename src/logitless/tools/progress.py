@@ -91,7 +91,7 @@ class Progress:
         """Something other than a step begins."""
         self._phase, self._began = name, time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, description=name)
+            self._bar.update(self._task, description=name, refresh=True)  # a short phase is shown, too
 
     def announce(self, name: str) -> None:
         """The same, with a line at once where there is no bar."""

@@ -49,7 +49,8 @@ def kind_of(record: Any) -> str | None:
         return "gradcheck"
     if all(isinstance(record.get(key), dict) for key in ("arms", "config")):
         return "bench"
-    if "environment" in record or any(isinstance(record.get(key), str) for key in ("what", "device")):
+    said = any(isinstance(record.get(key), dict) for key in ("environment", "versions"))
+    if said or any(isinstance(record.get(key), str) for key in ("what", "device")):
         return "record"  # of a script, or a run's summary: numbers that say where they come from
     if any(isinstance(k, str) and k.startswith(("train/", "time/train/")) for k in record):
         return "train"

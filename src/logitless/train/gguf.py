@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from logitless.train import gguf_header
 from logitless.train.model import ModelConfig, ModelError, Params
 from logitless.train.weights import TensorNames, assemble, cores
 
@@ -199,6 +200,7 @@ def _reader(path: str | Path) -> Any:
     if not Path(path).is_file():
         raise ModelError(f"{path}: no such file.")
     try:
+        gguf_header.check(path)
         return GGUFReader(str(path))
     except Exception as error:  # its errors are of many kinds: a short file is an IndexError or a ValueError
         raise ModelError(f"{path}: not readable as GGUF: {error}") from None
