@@ -79,6 +79,12 @@ REPEATS = (
     "head/test_head_pallas_tpu.py::test_contract[ragged tokens]",
     "head/test_head_pallas_tpu.py::test_contract[temperature and scale]",
     "head/test_mosaic_gpu_sparse.py::test_gradients_are_as_good_as_the_exact_path_s[clip-collapsed]",
+    "head/test_sparse_backward.py::test_auto_is_as_good_as_the_ordinary_path[f32]",
+    "head/test_sparse_backward.py::test_lora_over_a_frozen_head[gspo-vh]",
+    "logits/test_constant_temperature.py::test_a_loss_of_logits[mosaic_gpu-",
+    "logits/test_logits_mosaic_gpu.py::test_statistics_and_dlogits_in_one_pass[3-523-523-float16-",
+    "mesh/test_parallel_sparse.py::test_within_the_contract_and_dense_where_flat[data x fsdp, on the hidden dimension]",
+    "mesh/test_parallel_sparse.py::test_within_the_contract_and_dense_where_flat[vocabulary-parallel]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[all]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[default chunk]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[wide]",
@@ -87,6 +93,10 @@ REPEATS = (
     "plan/test_tpu_aot_logits.py::test_compiles_within_its_memory[v5",
     "test_transformations.py::test_transformations_agree_with_a_plain_loop[head-statistics-reference]",
     "test_transformations.py::test_transformations_agree_with_a_plain_loop[logits-statistics-reference]",
+    "train/test_train_arms.py::test_abc",
+    "train/test_train_loop.py::test_micro_batches_add_up_to_one_batch[{aggregation: dapo}]",
+    "train/test_train_packed.py::test_a_packed_update_is_the_padded_one[dapo]",
+    "train/test_train_packed.py::test_a_trainer_that_packs_takes_the_same_steps",
     "train/test_ab_replay.py::test_honest_arms_are_not_told_apart[4]",
 )
 """Beginnings of the names of what only repeats a case of ``make test`` at another shape, dtype or topology, and takes

@@ -38,8 +38,8 @@ MUTANTS = [
     ),
     m(
         "objectives/metrics",
-        "if _whole_rows(o, x) and by_sequence else False",
-        "if by_sequence else False",
+        "(~jnp.any(mask, axis=1, keepdims=True) if _whole_rows(o, x) else False)",
+        "(~jnp.any(mask, axis=1, keepdims=True))",
         f"{METRICS}::test_sequence_level_metrics_as_trl_logs_them",
     ),
     m(

@@ -165,11 +165,12 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
     }
     if o.dual_clip is not None:
         out["clip_fraction_dual"] = fraction((a < 0) & (raw > o.dual_clip))
-    if o.clip_metrics == "trl" and o.policy == "clip":
+    if by_sequence and o.policy == "clip":
         assert x.counted is not None
         rows = x.counted.sequences
-        # A row without a token has no mean over tokens; as a sequence it has a ratio, of one.
-        counts = mask | (~jnp.any(mask, axis=1, keepdims=True) if _whole_rows(o, x) and by_sequence else False)
+        # As a sequence, a row without a token has a ratio, of one. At the token level a mean of every row would cost
+        # collectives where tokens are sharded: there are no extremes.
+        counts = mask | (~jnp.any(mask, axis=1, keepdims=True) if _whole_rows(o, x) else False)
         number = jnp.sum(jnp.any(counts, axis=1), dtype=jnp.float32)
         low_mean, high_mean = (rows.mean(hit.astype(jnp.float32)) for hit in (low, high))
         out["clip_fraction_low_min"] = Metric(jnp.min(jnp.where(counts, low_mean, jnp.inf)), number)
