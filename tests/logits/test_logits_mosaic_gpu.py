@@ -13,7 +13,7 @@ from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
-from numerics import logits_problem
+from numerics import assert_same_bits, logits_problem
 
 needs_interpreter = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 
@@ -144,6 +144,54 @@ def test_statistics_and_dlogits_in_one_pass(n, v, vocab, dtype, tiles, transform
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))  # the same bits with and without a gradient
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("v", "dtype", "tiles", "transform"),
+    [
+        (1240, jnp.bfloat16, STREAMED, {"temperature": 0.8}),
+        pytest.param(640, jnp.float16, HELD, {"softcap": 9.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_rounded_dlogits_of_float32_logits(v, dtype, tiles, transform):
+    """Both kernels write what rounding their float32 dlogits gives; padded columns, dead rows and the target, too."""
+    n, vocab = 5, v - 3
+    t = LogitTransform(**{k: jnp.float32(value) for k, value in transform.items()})
+    x, y, g = batch(n, v, vocab, jnp.float32)
+    p, objective = logits_problem(x, y, t, vocab, jnp.arange(n) != 1, interpret=True), program(g)
+    assert mosaic_gpu.rounds(v, jnp.float32, dtype) and not mosaic_gpu.rounds(v - 4, jnp.float32, dtype)
+    stats, d = mosaic_gpu.stats_and_dlogits(p, objective, tiles)
+    same, rounded = mosaic_gpu.stats_and_dlogits(p, objective, tiles, dtype)
+    assert rounded.dtype == dtype and float(jnp.abs(d).max()) > 0.01 and not np.asarray(rounded[1]).any()
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(d.astype(dtype)))
+    assert_same_bits(same, stats)
+    cotangents = StatCotangents(*(c.at[2].set(0.0) for c in g))
+    d, rounded = (mosaic_gpu.dlogits(p, stats, cotangents, tiles, out) for out in (None, dtype))
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(d.astype(dtype)))
+    assert not np.asarray(rounded[1:3]).any() and np.asarray(rounded[3]).any()
+
+
+@needs_interpreter
+def test_rounded_dlogits_lower_for_cuda():
+    n, v = 4096, 151936
+    x, y = jax.ShapeDtypeStruct((n, v), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
+    g = [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3
+
+    def both(x, y, *g):
+        p = logits_problem(x, y, LogitTransform(), v, interpret=False, donate=True)
+        return mosaic_gpu.stats_and_dlogits(p, program(g), dtype=jnp.bfloat16)
+
+    def gradient(x, y, stats, *g):
+        p = logits_problem(x, y, LogitTransform(), v, interpret=False, donate=True)
+        return mosaic_gpu.dlogits(p, stats, StatCotangents(*g), dtype=jnp.bfloat16)
+
+    stats, d = jax.eval_shape(both, x, y, *g)
+    assert d.dtype == jnp.bfloat16
+    for f, arguments in ((both, (x, y, *g)), (gradient, (x, y, stats, *g))):
+        lowered = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in lowered and f"tensor<{n}x{v}xbf16>" in lowered
+        assert not [line for line in lowered.splitlines() if "stablehlo.convert" in line and f"{n}x{v}" in line]
+
+
 @pytest.mark.parametrize("name", ["exp", "expm1", "log", "log1p"])
 def test_scalar_functions_to_a_few_units_in_the_last_place(name):
     rng = np.random.default_rng(0)
@@ -208,6 +256,9 @@ def test_tiles_fit_every_width():
             assert t.warpgroups * t.slots <= 32 and t.ring <= t.slots
     t = mosaic_gpu.tiles_for(4096, 151936, jnp.bfloat16)
     assert (t.warpgroups, t.columns, t.slots, t.ring, t.lag) == (4, 4096, 6, 3, 1)
+    t = mosaic_gpu.tiles_for(4096, 151936, jnp.float32, jnp.bfloat16)
+    assert (t.warpgroups, t.columns, t.slots, t.ring, t.out) == (4, 2048, 5, 3, 2)
+    assert t.warpgroups * (t.slots * 4 + t.out * 2) * t.columns + 3 * 16 * t.lanes <= 216 * 1024
 
 
 @needs_interpreter

@@ -1,6 +1,7 @@
 """The head on a Hopper GPU: ``chunked`` with the row kernel between the matmuls, and statistics by a fused matmul.
 
-    chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them
+    chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them,
+               or, 16-bit dx of float32 logits, beside them
     fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
 
 The fused matmul adds up in another order than the platform's, which recomputes the logits for the gradient. For float32
@@ -71,11 +72,10 @@ class MosaicGpu(Chunked):
 
     def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
         program = token_program(loss.objective, loss.inputs)
-        stats, dx = row_kernel.stats_and_dlogits(_rows(x, p, p.live), program)
-        return stats, dx.astype(dtype)
+        return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype)
 
     def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
-        return row_kernel.dlogits(_rows(x, p, None), stats, g).astype(dtype)
+        return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype)
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """By the fused matmul where it can serve."""

@@ -4,6 +4,9 @@
     dlogits            gradient from given cotangents; one read, one write
     stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
 
+dlogits have the dtype of the logits, or the one asked for: the kernels round float32 to 16 bits as they write
+(:func:`rounds`), what else there is takes a pass of its own.
+
 The maths is in ``stats.py`` and ``transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py`` how one is
 worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is false are
 not read.
@@ -38,37 +41,53 @@ _INT32 = 2**31 - 1
 _WARPGROUPS = 4  # 512 threads of 128 registers: no kernel spills in its loops
 _TILE_BYTES = 8192
 _LANES = 512
+_OUT = 2  # slots for dlogits of another dtype than the logits': one is written while the other is copied out
 _BLOCKS = 132  # streaming multiprocessors of an H100 or H200
 
 
-def tiles_for(n: int, v: int, dtype: Any) -> Tiles:
+def rounds(v: int, dtype: Any, out: Any) -> bool:
+    """Whether the kernels themselves write dlogits in ``out``, another dtype than that of the logits.
+
+    16 bits of float32, where rows of both start at multiples of 16 bytes: a ragged row would be cut at other columns
+    when it is written than when it is read. Elsewhere dlogits are written in the dtype of the logits and converted.
+    """
+    out = jnp.dtype(out)
+    narrower = jnp.dtype(dtype) == jnp.float32 and out.name in _DTYPES and out.itemsize == 2
+    return narrower and v % (16 // out.itemsize) == 0
+
+
+def tiles_for(n: int, v: int, dtype: Any, out: Any = None) -> Tiles:
     """The rule: four warpgroups, 8 KiB tiles, a ring of three slots, as many slots as shared memory holds.
 
     On an H200 at (4096, 151936) bfloat16 that takes 1.03 times a plain copy; two warpgroups 1.22, 6 KiB tiles 1.07
     (docs/benchmarks.md). Vocabularies of fewer than eight tiles get smaller ones, down to ``_LANES`` columns, so that
-    each warpgroup has two: one is swept while the other is copied.
+    each warpgroup has two: one is swept while the other is copied. ``out`` is the dtype of dlogits that the kernel
+    rounds.
     """
     itemsize = jnp.dtype(dtype).itemsize
     columns = max(_TILE_BYTES // itemsize, _LANES)
     while columns > _LANES and -(-v // columns) < 2 * _WARPGROUPS:
         columns //= 2
-    return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize)
+    return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize, out)
 
 
-def fitted(t: Tiles, n: int, v: int, itemsize: int) -> Tiles:
+def fitted(t: Tiles, n: int, v: int, itemsize: int, out: Any = None) -> Tiles:
     """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are.
 
-    Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row.
+    Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row. With the dtype
+    ``out`` of rounded dlogits, these have slots of their own.
     """
     shape = Shape(n, v, v, 16 // itemsize)
     while not shape.suits(t):
         t = dataclasses.replace(t, columns=t.columns + t.lanes)
     tiles = shape.tiles(t)
-    t = dataclasses.replace(t, warpgroups=min(t.warpgroups, tiles))
+    t = dataclasses.replace(t, warpgroups=min(t.warpgroups, tiles), out=0 if out is None else _OUT)
     room = _SHARED_BYTES - (t.warpgroups - 1) * 16 * t.lanes
+    if out is not None:
+        room -= t.warpgroups * t.out * t.columns * jnp.dtype(out).itemsize
     slots = min(t.slots, room // (t.warpgroups * t.columns * itemsize), _BARRIERS // t.warpgroups)
     slots = max(min(slots, -(-tiles // t.warpgroups)), 1)
-    ring = max(min(t.ring, slots // 2), 1)
+    ring = min(t.ring, (slots + 1) // 2)
     return dataclasses.replace(t, slots=slots, ring=ring, blocks=min(t.blocks, n))
 
 
@@ -117,32 +136,33 @@ class Kernel:
     body: Callable[[Operands, Shared], None]
     given: Sequence[Array] = ()  # [N] or [1] each
     writes_stats: bool = False
-    writes_logits: bool = False
+    dlogits: Any | None = None  # the dtype of those it writes; ``None`` where it writes none
 
 
-def _tiles(p: LogitsProblem, tiles: Tiles | None) -> Tiles:
+def _tiles(p: LogitsProblem, tiles: Tiles | None, rounded: Any) -> Tiles:
     n, v = p.logits.shape
     if tiles is None:
-        tiles = tiles_for(n, v, p.logits.dtype)
+        tiles = tiles_for(n, v, p.logits.dtype, rounded)
         if p.call.interpret:  # a warpgroup that waits holds one of the host's threads, and there may be only two
             tiles = dataclasses.replace(tiles, warpgroups=min(tiles.warpgroups, 2))
-    return fitted(tiles, n, v, p.logits.dtype.itemsize)
+    return fitted(tiles, n, v, p.logits.dtype.itemsize, rounded)
 
 
 def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Array], Array | None]:
     """Run a kernel over ``logits [N, V]``; ``(statistics, dlogits)``, empty and ``None`` where it writes none."""
     n, v = p.logits.shape
     dtype, interpret = p.logits.dtype, p.call.interpret
-    in_place = p.call.donate and k.writes_logits
-    t, shape = _tiles(p, tiles), Shape(n, v, p.call.vocab_size, 16 // dtype.itemsize)
+    rounded = None if k.dlogits in (None, dtype) else k.dlogits
+    in_place = p.call.donate and k.dlogits is not None and rounded is None
+    t, shape = _tiles(p, tiles, rounded), Shape(n, v, p.call.vocab_size, 16 // dtype.itemsize)
     viewed = p.logits.reshape(shape.view)
     numbers = {key: x for key, x in dataclasses.asdict(p.transform).items() if x is not None}
     transform = [jnp.asarray(x, jnp.float32).reshape(-1) for x in numbers.values()]
     flags = [] if p.live is None else [p.live.astype(jnp.int32)]
     inputs = [p.targets.astype(jnp.int32), *flags, *transform, *k.given]
     outputs = [jax.ShapeDtypeStruct((n,), jnp.float32)] * (len(STAT_FIELDS) if k.writes_stats else 0)
-    if k.writes_logits and not in_place:
-        outputs.append(jax.ShapeDtypeStruct(shape.view, dtype))
+    if k.dlogits is not None and not in_place:
+        outputs.append(jax.ShapeDtypeStruct(shape.view, k.dlogits))
 
     def kernel(x: Any, *refs: Any) -> None:
         refs_in, rest = refs[: len(inputs)], refs[len(inputs) :]
@@ -155,7 +175,7 @@ def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Arra
             targets=next(at),
             live=next(at) if flags else None,
             transform=LogitTransform(**{key: next(at) for key in numbers}),
-            out=(x if in_place else refs_out[-1]) if k.writes_logits else None,
+            out=(x if in_place else refs_out[-1]) if k.dlogits is not None else None,
             stats=tuple(refs_out[: len(STAT_FIELDS)]) if k.writes_stats else (),
             given=tuple(at),
         )
@@ -164,7 +184,7 @@ def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Arra
     launch = plgpu.kernel(
         kernel,
         out_type=tuple(outputs),
-        scratch_types=kernels.scratch(t, dtype, k.writes_stats),
+        scratch_types=kernels.scratch(t, dtype, k.writes_stats, rounded),
         grid=(t.blocks,),
         grid_names=("block",),
         num_threads=t.warpgroups if t.warpgroups > 1 else None,
@@ -183,7 +203,7 @@ def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Arra
         results = launch(ref, *inputs)
         return list(results or ()), jax.freeze(ref).reshape(n, v)
     results = list(launch(viewed, *inputs))
-    return (results[:-1], results[-1].reshape(n, v)) if k.writes_logits else (results, None)
+    return (results, None) if k.dlogits is None else (results[:-1], results[-1].reshape(n, v))
 
 
 def _as_stats(values: Sequence[Array]) -> TokenStats:
@@ -197,8 +217,17 @@ def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
     return _as_stats(values)
 
 
-def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
-    """``[N, V]`` gradient in the dtype of the logits; rows whose cotangents are all zero are not read either."""
+def _written(p: LogitsProblem, dtype: Any) -> jnp.dtype:
+    """The dtype in which a kernel writes dlogits that are wanted in ``dtype`` (``None``: in that of the logits)."""
+    own = p.logits.dtype
+    return jnp.dtype(dtype) if dtype is not None and rounds(p.logits.shape[-1], own, dtype) else own
+
+
+def dlogits(
+    p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: Any = None
+) -> Array:
+    """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits); rows whose cotangents are all zero are not
+    read either."""
     moving = g.any_nonzero() if p.live is None else p.live & g.any_nonzero()
     known = [getattr(stats, f).astype(jnp.float32) for f in STAT_FIELDS]
 
@@ -206,19 +235,22 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles
         count = len(STAT_FIELDS)
         kernels.gradient(dataclasses.replace(o, stats=o.given[:count], given=o.given[count:]), sm)
 
-    kernel = Kernel(body, [*known, g.logp, g.entropy, g.lse], writes_logits=True)
+    kernel = Kernel(body, [*known, g.logp, g.entropy, g.lse], dlogits=_written(p, dtype))
     _, out = _launch(dataclasses.replace(p, live=moving), kernel, tiles)
     assert out is not None
-    return out
+    return out.astype(dtype or out.dtype)
 
 
-def stats_and_dlogits(p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
-    """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel."""
+def stats_and_dlogits(
+    p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None, dtype: Any = None
+) -> tuple[TokenStats, Array]:
+    """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` as
+    for :func:`dlogits`."""
     body = functools.partial(kernels.both, count=len(program.scalars), run=program.run)
     given = [*(s.reshape(1) for s in program.scalars), *program.columns]
-    values, out = _launch(p, Kernel(body, given, writes_stats=True, writes_logits=True), tiles)
+    values, out = _launch(p, Kernel(body, given, writes_stats=True, dlogits=_written(p, dtype)), tiles)
     assert out is not None
-    return _as_stats(values), out
+    return _as_stats(values), out.astype(dtype or out.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The three Mosaic GPU row kernels: statistics, dlogits, and both from one read of the logits.
 
 ``tiles.py`` says how a row is cut up. HBM bytes: ``statistics`` reads the logits once; ``gradient`` reads
-and writes them once; ``both`` reads them once and writes dlogits once, and reads the part of a row that does not fit
-into shared memory a second time, from L2. No matmuls.
+them once and writes dlogits once; ``both`` does the same, and reads the part of a row that does not fit
+into shared memory a second time, from L2. dlogits have the dtype of the logits and may be written over them, or, of
+float32 logits, 2 bytes each in an array of their own: 6 bytes an element instead of 8, and no pass that converts them
+(6 more). No matmuls.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Shared memory: tiles, other warpgroups' sums, a row's coefficients; and the barriers of each."""
+    """Shared memory: tiles, other warpgroups' sums, a row's coefficients; the barriers of each; and tiles of dlogits
+    where these are not made in place."""
 
     buf: Any
     lanes: Any
@@ -100,14 +103,15 @@ class Shared:
     full: Any
     gathered: Any
     ready: Any
+    out: Any | None = None
 
     def slots(self, o: Operands) -> Slots:
         """What tiles are copied from and into."""
-        return Slots(o.shape, o.tiles, o.x, self.buf, self.full)
+        return Slots(o.shape, o.tiles, o.x, self.buf, self.full, self.buf if self.out is None else self.out)
 
 
-def scratch(t: Tiles, dtype: Any, sums: bool) -> list[Any]:
-    """Allocations behind :class:`Shared`, in its order."""
+def scratch(t: Tiles, dtype: Any, sums: bool, out: Any) -> list[Any]:
+    """Allocations behind :class:`Shared`, in its order; ``out`` is the dtype of dlogits with slots of their own."""
     others = max(t.warpgroups - 1, 1)
     lanes = t.lanes if sums and t.warpgroups > 1 else 128
     return [
@@ -117,6 +121,7 @@ def scratch(t: Tiles, dtype: Any, sums: bool) -> list[Any]:
         plgpu.Barrier(num_barriers=t.warpgroups * t.slots),
         plgpu.Barrier(num_arrivals=others),
         plgpu.Barrier(),
+        *([plgpu.SMEM((t.warpgroups * t.out, t.columns), out)] if t.out else []),
     ]
 
 
@@ -144,7 +149,7 @@ def _loop(count: Array, body: Callable[[Array], None]) -> None:
 def _ring(shape: Shape, t: Tiles) -> tuple[Array, int]:
     """``(slots, lag)`` of a ring that runs on across rows: no more slots than any warpgroup has tiles."""
     slots = max(min(t.slots, shape.tiles(t) // t.warpgroups), 1)
-    return jnp.int32(slots), min(t.lag, slots - 1)
+    return jnp.int32(slots), 0 if t.out else min(t.lag, slots - 1)
 
 
 def _finish_row(
@@ -206,6 +211,14 @@ def _meet(sm: Shared, sweep: Sweep) -> None:
 
     if sweep.t.warpgroups > 1:
         lax.cond(sweep.w == 0, lead, follow)
+
+
+def _refill_behind(t: Tiles, lag: int, q: Array, refill: Callable[[Array], None]) -> None:
+    """Refill the slot of the tile ``lag`` tiles before ``q`` once its copy out has been read; at once where dlogits
+    have slots of their own."""
+    if not t.out:
+        plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+    pl.when(q >= lag)(lambda: refill(q - lag))
 
 
 def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
@@ -280,12 +293,12 @@ def gradient(o: Operands, sm: Shared) -> None:
             slot = lax.rem(base + j, slots)
             sweep.wait(j, slot)
             sweep.hide_padding(j, slot)
-            sweep.emit(j, slot, c)
-            sweep.put(j, slot, target.hide, c.at_target)
+            to = sweep.free_out(slot, base + j)
+            sweep.emit(j, slot, c, to)
+            sweep.put(j, to, target.hide, c.at_target)
             plgpu.commit_smem()
-            sweep.store(o.out, r, j, slot)
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            pl.when(j >= lag)(lambda: refill(j - lag))
+            sweep.store(o.out, r, j, to)
+            _refill_behind(t, lag, j, refill)
 
         _loop(sweep.count, tile)
         _drain(lag, sweep.count, refill)
@@ -309,7 +322,7 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
     most = -(-shape.tiles(t) // t.warpgroups)
     held = most if most <= t.slots else t.slots - t.ring
     ring = 0 if most <= t.slots else t.ring
-    lag = max(min(t.lag, (ring or most) - 1), 0)
+    lag = 0 if t.out else max(min(t.lag, (ring or most) - 1), 0)
     start = o.first_row()
     at_once = jnp.minimum(copies.count, t.slots)
     pl.when(start < shape.rows)(lambda: _loop(at_once, lambda j: copies.load(start, j, j)))
@@ -368,12 +381,12 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
                     sweep.wait(j, slot)
                     sweep.hide_padding(j, slot)
 
-            lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c), lambda: sweep.clear(slot))
-            sweep.put(j, slot, target.hide, c.at_target)
+            to = sweep.free_out(slot, n * sweep.count + q)
+            lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c, to), lambda: sweep.clear(to))
+            sweep.put(j, to, target.hide, c.at_target)
             plgpu.commit_smem()
-            sweep.store(o.out, r, j, slot)
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            pl.when(q >= lag)(lambda: refill(q - lag))
+            sweep.store(o.out, r, j, to)
+            _refill_behind(t, lag, q, refill)
 
         _loop(sweep.count, tile_2)
         _drain(lag, sweep.count, refill)

@@ -31,7 +31,8 @@ Number = Array | int
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Shape of the work; see ``tiles.py``. ``ring`` of the ``slots`` are reused while sweep 1 runs."""
+    """Shape of the work; see ``tiles.py``. ``ring`` of the ``slots`` are reused while sweep 1 runs; dlogits leave from
+    ``out`` slots of their own, or, if that is 0, from those of their logits."""
 
     warpgroups: int
     columns: int
@@ -40,6 +41,7 @@ class Tiles:
     lag: int
     lanes: int
     blocks: int
+    out: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

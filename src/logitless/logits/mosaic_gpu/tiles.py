@@ -11,6 +11,9 @@ place and copies it out of the same slot; the target's entry is written over. A 
 has been read: with the part of this row that shared memory could not hold (a second read, served by L2), then with the
 next row. Per element and sweep: one conversion, one power, 6 to 8 multiply-adds or comparisons.
 
+16-bit dlogits of float32 logits leave from slots of their own, ``out`` of them a warpgroup in turns: such a slot is
+written once its last copy out has been read, and the slot of the logits is refilled at once.
+
 Copies are contiguous ``cp.async.bulk`` of 16-byte words; ``layout.py`` says which ones, and what happens to
 rows that do not start at one. (A block that hangs over the end of a row, as ``emit_pipeline`` makes it, would be
 clamped only at the end of the *array*, and write into the next row.)
@@ -87,13 +90,15 @@ class Lanes:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """What tiles are copied from and into: the logits in global memory, slots in shared memory, a barrier for each."""
+    """What tiles are copied from and into: the logits in global memory, slots in shared memory, a barrier for each; and
+    the slots that dlogits leave from (``buf`` itself where they are made in place)."""
 
     shape: Shape
     t: Tiles
     x: Any
     buf: Any
     full: Any
+    out: Any
 
 
 class Sweep:
@@ -102,6 +107,7 @@ class Sweep:
     def __init__(self, slots: Slots, transform: LogitTransform, row: Number | None = None):
         shape, t, x = slots.shape, slots.t, slots.x
         self.shape, self.t, self.x, self.buf, self.full = shape, t, x, slots.buf, slots.full
+        self.out = slots.out
         self.row = row  # the row in the slots; ``None`` where only copies are made
         self.shift: Number = 0 if row is None else shape.shift(row)
         self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
@@ -120,6 +126,16 @@ class Sweep:
 
     def index(self, slot: Array) -> Array:
         return self.w * self.t.slots + slot
+
+    def index_out(self, slot: Array) -> Array:
+        return self.w * (self.t.out or self.t.slots) + slot
+
+    def free_out(self, slot: Array, number: Array) -> Array:
+        """The slot that the dlogits of the tile in ``slot``, this warpgroup's tile ``number``, may be written to."""
+        if not self.t.out:
+            return slot
+        plgpu.wait_smem_to_gmem(self.t.out - 1, wait_read_only=True)  # for every thread of the warpgroup
+        return lax.rem(number, jnp.int32(self.t.out))
 
     def load(self, row: Array, j: Array, slot: Array) -> None:
         """Start copying tile ``j`` of ``row`` into ``slot``, which nobody reads any more."""
@@ -140,14 +156,15 @@ class Sweep:
         select(width, sorted({*lasts, *([c] if last else [])}, reverse=True), copy)
 
     def store(self, out: Any, row: Array, j: Array, slot: Array) -> None:
-        """Start copying ``slot`` to tile ``j`` of ``out[row]``; one bulk copy, and the entries in shared words."""
-        tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
+        """Start copying a slot of dlogits to tile ``j`` of ``out[row]``; one bulk copy, and the entries in shared
+        words."""
+        tile, i, c, last = self.tile(j), self.index_out(slot), self.t.columns, self.shape.last(self.t)
         shift, unit = self.shape.shift(row), self.shape.unit
 
         def copy(begin: int, end: int) -> None:
             at = self.shape.place(row, tile * c + begin - shift)
             plgpu.copy_smem_to_gmem(
-                self.buf.at[i, pl.ds(begin, end - begin)], out.at[row_index(at, lambda at: pl.ds(at, end - begin))]
+                self.out.at[i, pl.ds(begin, end - begin)], out.at[row_index(at, lambda at: pl.ds(at, end - begin))]
             )
 
         lasts = [end - last for end in self.shape.stored_ends()]
@@ -168,7 +185,7 @@ class Sweep:
 
         def one_by_one(begin: Number, end: Number, first: int) -> None:
             def entry(p: Array, _: None) -> None:
-                out[self.shape.place(row, p - shift)] = self.buf[i, p - first]
+                out[self.shape.place(row, p - shift)] = self.out[i, p - first]
 
             lax.fori_loop(begin, end, entry, None)
 
@@ -228,16 +245,19 @@ class Sweep:
     def hide_target(self, j: Array, slot: Array, column: Array) -> None:
         """``-inf`` in the target's column."""
         if not self.bent:
-            self.put(j, slot, column, jnp.float32(NEG_INF))
+            self._put(self.buf, self.index(slot), j, column, jnp.float32(NEG_INF))
 
     def put(self, j: Array, slot: Array, column: Array, value: Array) -> None:
-        """Write one column of the row, if it lies in this tile."""
+        """Write one column of the row's dlogits, if it lies in this tile."""
+        self._put(self.out, self.index_out(slot), j, column, value)
+
+    def _put(self, buf: Any, i: Array, j: Array, column: Array, value: Array) -> None:
         inside = column - (self.tile(j) * self.t.columns - self.shift)
 
         @pl.when(jnp.logical_and(inside >= 0, inside < self.t.columns))
         def _() -> None:
             plgpu.commit_smem()  # other threads may still write their own elements
-            self.buf[self.index(slot), inside] = value.astype(self.buf.dtype)
+            buf[i, inside] = value.astype(buf.dtype)
             plgpu.commit_smem()
 
     # Loop bodies.
@@ -264,8 +284,9 @@ class Sweep:
             total, centred, squares = total + e, centred + e * t, squares + e * e
         return Lanes(m, total, centred, squares)
 
-    def emit(self, j: Array, slot: Array, c: Coefficients) -> None:
-        """Sweep 2: a tile of logits becomes a tile of dlogits, in place."""
+    def emit(self, j: Array, slot: Array, c: Coefficients, to: Array) -> None:
+        """Sweep 2: the tile of logits in ``slot`` becomes a tile of dlogits in the slot ``to`` of those, rounded
+        once."""
         for s in self.pieces():
             x = self.piece(slot, s)
             t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, _LOW)
@@ -273,13 +294,13 @@ class Sweep:
             d = self.power(t) * (c.first - c.second * (t + c.shift if self.power.exact else t))
             if self.bent:
                 d = tr.pull_back(d, x, self.transform)
-            self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = d.astype(x.dtype)
+            self.out[self.index_out(to), pl.ds(s * self.t.lanes, self.t.lanes)] = d.astype(self.out.dtype)
 
     def clear(self, slot: Array) -> None:
-        """A tile of zeros."""
-        zero = jnp.zeros((self.t.lanes,), self.buf.dtype)
+        """A tile of zeros for dlogits."""
+        zero = jnp.zeros((self.t.lanes,), self.out.dtype)
         for s in self.pieces():
-            self.buf[self.index(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = zero
+            self.out[self.index_out(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = zero
 
 
 @dataclasses.dataclass(frozen=True)
