@@ -77,6 +77,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
+def differentiated_without_jit(x: Any) -> bool:
+    """Whether ``x`` is inside ``jax.grad`` or its like and has a value, which nothing has that ``jit`` traces."""
+    return isinstance(x, jax.core.Tracer) and x.to_concrete_value() is not None
+
+
 def ambient_mesh() -> Mesh | AbstractMesh:
     """The mesh of ``jax.set_mesh``, with its devices outside ``jit``, or of the older ``with mesh:``; or an empty one.
 

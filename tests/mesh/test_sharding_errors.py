@@ -134,3 +134,42 @@ def test_explicit_sharding_without_the_keyword_is_refused() -> None:
     placed = jax.device_put(H, NamedSharding(m, P("data")))
     with pytest.raises(ValueError, match="explicit sharding"):
         logitless.linear_logprobs(placed, W, Y)
+
+
+SPLIT: dict[str, Any] = dict(tokens=P("data"), head=P("tensor"))
+ADVANTAGES = jnp.array([1.0, -1.0, 0.5, 2.0])
+
+
+def test_arrays_beside_an_explicit_mesh_get_onto_it_without_jit() -> None:
+    on = Sharding(mesh(explicit=True, data=2, tensor=2), **SPLIT)
+    loss, metrics = logitless.linear_grpo_loss(H, W, Y, advantages=ADVANTAGES, sharding=on)
+    np.testing.assert_allclose(loss, -ADVANTAGES.mean(), rtol=1e-6)
+    assert loss.sharding.device_set == set(on.mesh.devices.flat) == metrics["logp"].sum.sharding.device_set
+
+
+def test_a_gradient_without_jit_over_an_explicit_mesh_is_refused() -> None:
+    """JAX's own words are about the lengths of device assignments."""
+    on = Sharding(mesh(explicit=True, data=2, tensor=2), **SPLIT)
+
+    def loss(h: Any) -> Any:
+        return logitless.linear_grpo_loss(h, W, Y, advantages=ADVANTAGES, sharding=on)[0]
+
+    with pytest.raises(ValueError, match=r"gradient by hidden without jit.*jax.jit\(jax.grad.*jax.set_mesh\(mesh\)"):
+        jax.grad(loss)(H)
+    jax.jit(jax.grad(loss)).lower(H)
+
+
+def test_arrays_of_other_devices_are_refused_by_name() -> None:
+    elsewhere = jax.device_put(W, jax.devices()[5])
+    for explicit in (True, False):
+        on = Sharding(mesh(explicit, data=2, tensor=2), **SPLIT)
+        with pytest.raises(ValueError, match=r"lm_head lies on 1 device \(5\).*4 devices \(0, 1, 2, 3\).*device_put"):
+            logitless.linear_logprobs(H, elsewhere, Y, sharding=on)
+
+
+def test_a_mesh_without_devices_needs_arrays_that_have_them() -> None:
+    m = mesh(data=2, tensor=2)
+    on = Sharding(m.abstract_mesh, **SPLIT)
+    with pytest.raises(ValueError, match="AbstractMesh, which has no devices"):
+        logitless.linear_logprobs(H, W, Y, sharding=on)
+    jax.eval_shape(lambda h: logitless.linear_logprobs(h, W, Y, sharding=on).logp, H)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logitless import compat
 from logitless.backend import Backend
@@ -42,6 +42,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
     mesh = mesh_of(name, sharding)
     # By name from here on: under the abstract mesh below, a mesh of `with mesh:` would not be found with its devices.
     given = dict(given, sharding=dataclasses.replace(sharding, mesh=mesh))
+    _refuse_elsewhere(name, mesh, given)
     if all(t == AxisType.Auto for t in mesh.axis_types):
         with _under(mesh):
             return run(given)
@@ -52,12 +53,52 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
         found = iter(arrays)
         return run(jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves]))
 
-    # Results have one value per token, or are a loss and its metrics.
-    out: Any = PartitionSpec() if "advantages" in given else sharding.tokens
+    # Results have one value per token, or are a loss and its metrics. With the mesh's devices in the name, where they
+    # are known: without jit, a result that was computed on one device alone is laid out by it.
+    def lies(spec: PartitionSpec) -> Any:
+        return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+
+    tokens = lies(sharding.tokens)
+    out: Any = lies(PartitionSpec()) if "advantages" in given else tokens
     if with_stats:
-        out = (out, LossAux(out, sharding.tokens))  # type: ignore[arg-type]
+        out = (out, LossAux(out, tokens))
     with _under(mesh):
         return jax.sharding.auto_axes(automatic, out_sharding=out)(arrays)
+
+
+def _refuse_elsewhere(call: str, mesh: Mesh | AbstractMesh, given: dict[str, Any]) -> None:
+    """Raise for arrays that cannot get onto the mesh; what ``jit`` traces has no place yet, and is left to it."""
+    arrays = [(name, x) for name, value in given.items() for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
+    placed = [(name, x) for name, x in arrays if not isinstance(x, jax.core.Tracer)]
+    if isinstance(mesh, AbstractMesh):
+        if len(placed) == len(arrays) and not any(isinstance(x.sharding, NamedSharding) for _, x in placed):
+            raise ValueError(
+                f"{call}: sharding.mesh is an AbstractMesh, which has no devices, and no array lies on a mesh that has "
+                "them. Give Sharding(mesh=...) a jax.sharding.Mesh, or call it under jax.jit with arrays of the mesh."
+            )
+        return
+    devices = set(mesh.devices.flat)
+    for name, x in placed:
+        if x.committed and x.sharding.device_set != devices:
+            raise ValueError(
+                f"{call}: {name} lies on {_named(x.sharding.device_set)}, and the mesh of sharding= has "
+                f"{_named(devices)}. Put it on the mesh: jax.device_put({name}, NamedSharding(mesh, P(...)))."
+            )
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty and any(t != AxisType.Auto for t in mesh.axis_types):
+        for name, x in arrays:
+            if compat.differentiated_without_jit(x):
+                raise ValueError(
+                    f"{call}: a gradient by {name} without jit, over a mesh with explicit axes that is not the "
+                    "ambient one: JAX would send the gradient back on one device. Use jax.jit(jax.grad(...)), or call "
+                    "it under jax.set_mesh(mesh)."
+                )
+
+
+def _named(devices: set[Any]) -> str:
+    """Devices in words."""
+    shown = ", ".join(str(d.id) for d in sorted(devices, key=lambda d: d.id)[:8])
+    return f"{len(devices)} device{'s' * (len(devices) > 1)} ({shown}{', ...' * (len(devices) > 8)})"
 
 
 def under(call: str, sharding: Sharding | None) -> Any:
