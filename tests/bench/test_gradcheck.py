@@ -195,7 +195,7 @@ def test_more_left_out_than_allowed_fails(monkeypatch: pytest.MonkeyPatch) -> No
         ("model=tiny", "needs inputs=model"),
         ("mesh=rows=8", "'rows' is not an axis"),
         ("mesh=data=3", "2 rows do not split over data x fsdp = 3"),
-        ("layers=-1", "layers: -1, expected 0 or more"),
+        ("layers=-1", "layers: -1, expected at least 0"),
         ("vocab_size=61", "vocab_size: 61, expected 0 (all) to 60"),
         ("call=logp", "call: 'logp', expected one of loss, logprobs"),
     ],

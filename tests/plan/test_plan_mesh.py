@@ -178,7 +178,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--model", "qwen2.5-7b", "--tokens", "0"], "--tokens 0, expected at least 1"),
         (["--model", "qwen2.5-7b", "--memory-budget", "10"], "memory_budget=10 bytes is less"),
         (["--model", "qwen2.5-7b", "--backend", "pallas_tpu"], "runs on a TPU"),
-        (["--model", "qwen2.5-7b", "--chip", "v6e", "--reserve-gb", "-1"], "expected 0 or more"),
+        (["--model", "qwen2.5-7b", "--chip", "v6e", "--reserve-gb", "-1"], "expected at least 0"),
     ],
 )
 def test_bad_usage_exits_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,8 @@ WRONG = {
         bwd_impl=cuda                           -> bwd_impl: 'cuda', expected one of pallas, jax
         level=foo                               -> level: 'foo', expected one of logits, head
         seed=-1                                 -> seed: -1, expected 0 to 4294967295
-        layers=-1                               -> layers: -1, expected 0 or more
-        timeout_s=0                             -> timeout_s: 0, expected 1 or more
+        layers=-1                               -> layers: -1, expected at least 0
+        timeout_s=0                             -> timeout_s: 0, expected at least 1
         nope=1                                  -> 'nope'
         inputs=foo                              -> inputs: 'foo', expected one of
         inputs=model                            -> inputs: 'model' needs model=NAME or a path
@@ -98,7 +98,7 @@ WRONG = {
         {MODEL} --chip v6e --mesh data=3        -> 8192 tokens do not split over data x fsdp = 3 chips
         {MODEL} --tokens 0                      -> --tokens 0, expected at least 1
         {MODEL} --live-tokens -1                -> live_tokens=-1, expected 0 to 8192
-        {MODEL} --reserve-gb nan --chip v6e     -> --reserve-gb nan, expected 0 or more, and finite
+        {MODEL} --reserve-gb nan --chip v6e     -> --reserve-gb nan, expected at least 0, and finite
         {MODEL} --backend cuda                  -> backend='cuda' is not known
         {MODEL} --chunk-size 0                  -> chunk_size=0, expected a positive Python int
         {MODEL} --memory-budget 0               -> memory_budget=0, expected a positive Python int

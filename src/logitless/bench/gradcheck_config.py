@@ -103,7 +103,7 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
     for key, least in (("layers", 0), ("chunk_size", 0), ("timeout_s", 1)):
         if getattr(c, key) < least:
-            raise ConfigError(f"{key}: {getattr(c, key)}, expected {least} or more")
+            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
 
 
 def axes_of(c: GradcheckConfig) -> dict[str, int]:

@@ -106,7 +106,7 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         if value < 1:
             raise ValueError(f"{name} {value}, expected at least 1")
     if not 0 <= args.reserve_gb < float("inf"):
-        raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected 0 or more, and finite")
+        raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected at least 0, and finite")
     if args.chip is None and (args.mesh is not None or args.reserve_gb):
         raise ValueError("--mesh and --reserve-gb need --chip")
     options: dict[str, Any] = dict(
