@@ -1,6 +1,7 @@
 """What the pages show runs, what they link to exists, and what is generated is current."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -129,3 +130,14 @@ def test_benchmark_page_is_current() -> None:
     tables = loaded("tables", ROOT / "benchmarks" / "tables.py")
     assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/tables.py`"
+
+
+def test_maxtext_page_has_the_record() -> None:
+    page = (ROOT / "docs" / "maxtext.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "results" / "maxtext.json").read_text())
+    for found in record["comparisons"]:
+        numbers = [found[k] for k in ("loss", "our loss", "gradients", "gradients without the norm")]
+        loss, ours, gradients, without = numbers
+        assert f"| {loss:.7f}, {ours:.7f} | {gradients:.1e} | {without:.1f} |" in page, found["head"]
+        assert abs(loss - ours) < 1e-6 and gradients < 1e-5 < 0.1 < without
+    assert all(f"{name} {record['versions'][key]}" in page for name, key in (("MaxText", "maxtext"), ("jax", "jax")))

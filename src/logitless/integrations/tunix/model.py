@@ -110,8 +110,9 @@ def _known(model: Any) -> None:
     if any("maxtext" in c.__module__.lower() for c in cls.__mro__):
         raise refuse(
             model,
-            "MaxText's models are not served: their skip_lm_head=True returns hidden states before the final norm, and "
-            "their heads have scales of their own. Use MaxText with Tunix' own losses (uninstall()).",
+            "MaxText's models are not served: its adapter returns logits alone, the hidden states that it keeps are "
+            "those before the final norm, and its heads have scales of their own. Use Tunix' own losses with it "
+            "(uninstall()), or a loop of your own (docs/maxtext.md).",
         )
     for base in cls.__mro__:
         family = re.fullmatch(r"tunix\.models\.(\w+)\.model", base.__module__)
