@@ -1,6 +1,6 @@
 """GRPO with Equinox: a module that is a pytree, filtered gradients, and the loss over its hidden states.
 
-    pip install 'logitless[examples]'
+    pip install -e '.[examples]'
     python examples/grpo_equinox.py
 
 The loop is that of grpo_optax.py: shift, prompt mask, old log-probabilities, two updates on the same completions, KL

@@ -1,6 +1,6 @@
 """GRPO with Flax Linen: `apply` gives hidden states, and the loss finds the tied head among the parameters.
 
-    pip install 'logitless[examples]'
+    pip install -e '.[examples]'
     python examples/grpo_linen.py
 
 The loop is that of grpo_optax.py: shift, prompt mask, old log-probabilities, two updates on the same completions, KL

@@ -1,6 +1,6 @@
 """GRPO with Flax NNX: the model stays an ordinary module, and the loss takes its hidden states and its embedding.
 
-    pip install 'logitless[examples]'
+    pip install -e '.[examples]'
     python examples/grpo_nnx.py
 
 The loop is that of grpo_optax.py: shift, prompt mask, old log-probabilities, two updates on the same completions, KL

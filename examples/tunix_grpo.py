@@ -1,6 +1,6 @@
 """GRPO with Tunix, logits-free by one line: a small Qwen2 learns to answer with one word.
 
-    pip install 'logitless[tunix]'
+    pip install -e '.[tunix]'
     python examples/tunix_grpo.py            # the line is there
     python examples/tunix_grpo.py --stock    # and here it is not: the same rewards
 
