@@ -10,7 +10,7 @@ level:
     dx(x, p, stats, g)       -> [C, V]         one pass: reads x, writes dx, over x where it has its dtype
 
 ``p`` is the problem of these rows, of either level: its targets, transform and vocabulary. On a CPU the passes that
-reduce take a slice of columns at a time (``tiles.column_tile``).
+reduce take a slice of columns at a time (``tiles.column_tile``), or rows that the cache holds (``cached_...``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from logitless.stats import (
     StatCotangents,
     TokenStats,
     dz,
+    dz_line,
     empty_sums,
+    exponentials,
     finish,
     log_probability,
     merge,
     row_sums,
+    sums_of,
     valid_targets,
 )
 from logitless.tiles import column_tile
-from logitless.transform import LogitTransform, factor, pull_back, swept
+from logitless.transform import LogitTransform, factor, pull_back, swept, times
 
 Rows = Problem | LogitsProblem
 T = TypeVar("T")
@@ -93,6 +96,62 @@ def statistics(x: Array, p: Rows) -> TokenStats:
     return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), factor(p.transform))
 
 
+@register
+@dataclasses.dataclass(frozen=True)
+class Exponentials:
+    """Of rows that a CPU's cache holds: computed once, for the sums and for dx (``stats.exponentials``)."""
+
+    maximum: Array  # [C]
+    shifted: Array  # s [C, V]
+    e: Array  # [C, V]
+
+
+def cached_sums(x: Array, p: Rows) -> tuple[RowSums, Exponentials]:
+    """:func:`sums` of rows that a cache holds, and what they are sums of.
+
+    XLA's CPU compiler reduces an array that is there at the speed of the cache, but one that it computes on the way
+    five times slower: what is reduced is written first, and the target's logit is looked up.
+    """
+    transform, vocab_size, ids = p.transform.column(), p.call.vocab_size, column_ids(x.shape[-1])
+    u = swept_columns(x, transform, vocab_size, ids)
+    found = Exponentials(*lax.optimization_barrier(exponentials(u, ids == p.targets[:, None], factor(transform))))
+    here = valid_targets(p.targets, x.shape[-1])  # it may be another shard's
+    at = jnp.where(here, p.targets, 0)[:, None]
+    own = swept_columns(jnp.take_along_axis(x, at, axis=1), transform, vocab_size, at)[:, 0]
+    target = jnp.where(here, own, 0.0)
+    return sums_of(found.maximum, found.shifted, found.e, target), found
+
+
+def cached_statistics(x: Array, p: Rows) -> tuple[TokenStats, Exponentials]:
+    """:func:`statistics` of rows that a cache holds, and the exponentials for :func:`cached_dx`."""
+    sums, found = cached_sums(x, p)
+    stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), factor(p.transform))
+    return lax.optimization_barrier(stats), found
+
+
+def cached_dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, known: Exponentials) -> Array:
+    """:func:`dx` in the dtype of ``x``, without another exponential."""
+    transform = p.transform.column()
+    centre = jnp.where(known.maximum > NEG_INF, known.maximum, 0.0)
+    (a, b), at_target, moves = _row_terms(centre[:, None], p, stats, g)
+    others = jnp.where(moves, known.e * (a - b * known.shifted), 0.0)
+    d = jnp.where(column_ids(x.shape[-1]) == p.targets[:, None], at_target, others)
+    return pull_back(d, x, transform).astype(x.dtype)
+
+
+def _row_terms(
+    centre: Array, p: Rows, stats: TokenStats, g: StatCotangents
+) -> tuple[tuple[Array, Array], Array, Array]:
+    """``((a, b) of stats.dz_line, dz at the target, whether the row has a gradient)``, each ``[C, 1]``.
+
+    Computed once: in the loop over columns XLA would compute what belongs to a row for every one of them.
+    """
+    stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
+    k = factor(p.transform.column())
+    at_target = dz(jnp.zeros_like(stats.peak), jnp.ones_like(stats.is_top1), stats, g, k)
+    return lax.optimization_barrier((dz_line(centre, stats, g, k), at_target, g.any_nonzero()))
+
+
 def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:
     """``p_v`` of the rows ``x [C, W]``, whose columns are ``ids``; 0 in padded columns."""
     t = p.transform.column()
@@ -106,15 +165,17 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile
     Nothing is reduced, so every compiler makes one loop of it, without temporaries. With a ``tile`` it takes so many
     columns at a time and, with the dtype of ``x``, is written over ``x`` whatever the compiler thinks of that.
     """
-    transform = p.transform.column()
-    k = factor(transform)
-    stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
+    transform, peak = p.transform.column(), stats.peak[:, None]
+    k, vocab_size = factor(transform), p.call.vocab_size
+    (a, b), at_target, moves = _row_terms(peak, p, stats, g)
 
     def step(start: Array | int, size: int, out: Array) -> Array:
         ids = start + column_ids(size)
         part = columns(out if dtype == x.dtype else x, start, size)
-        u = swept_columns(part, transform, p.call.vocab_size, ids)
-        d = pull_back(dz(u, ids == p.targets[:, None], stats, g, k), part, transform).astype(dtype)
+        difference = times(k, swept_columns(part, transform, vocab_size, ids) - peak)
+        e = jnp.exp(difference)
+        others = jnp.where((e == 0) | ~moves, 0.0, e * (a - b * difference))  # 0 * inf must not appear
+        d = pull_back(jnp.where(ids == p.targets[:, None], at_target, others), part, transform).astype(dtype)
         return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
 
     return over_columns(x.shape[-1], tile, step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))

@@ -107,9 +107,9 @@ def empty_sums(shape: tuple[int, ...]) -> RowSums:
     return RowSums(jnp.full(shape, NEG_INF, jnp.float32), zero, zero, zero, zero)
 
 
-def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
-    """Sums over the last axis of ``u [..., V]`` (float32); ``is_target [..., V]`` marks the target's column, ``k``
-    broadcasts against ``u``."""
+def exponentials(u: Array, is_target: Array, k: Array | None = None) -> tuple[Array, Array, Array]:
+    """``(m [...], s, e)`` of :class:`RowSums` for ``u [..., V]`` (float32); ``is_target [..., V]`` marks the target's
+    column, ``k`` broadcasts against ``u``. ``e`` is 0 at the target, and ``s`` is 0 where ``e`` is: no 0 * -inf."""
     others = jnp.where(is_target, NEG_INF, u)
     # The sums are relative to m, and the statistics do not depend on which m was chosen: it carries no gradient.
     m = jax.lax.stop_gradient(jnp.max(others, axis=-1))
@@ -119,14 +119,18 @@ def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
         seen = others != NEG_INF
         shifted = jnp.where(seen, times(k, jnp.where(seen, shifted, 0.0)), NEG_INF)
     e = jnp.exp(shifted)
-    finite = jnp.where(e > 0, shifted, 0.0)  # so that neither the value nor the gradient has 0 * -inf
-    return RowSums(
-        maximum=m,
-        total=jnp.sum(e, axis=-1),
-        centred=jnp.sum(e * finite, axis=-1),
-        squares=jnp.sum(e * e, axis=-1),
-        target=jnp.sum(jnp.where(is_target, u, 0.0), axis=-1),
-    )
+    return m, jnp.where(e > 0, shifted, 0.0), e
+
+
+def sums_of(m: Array, s: Array, e: Array, target: Array) -> RowSums:
+    """Sums over the last axis of what :func:`exponentials` gave, beside the target's own ``u``."""
+    total, centred, squares = jnp.sum(e, axis=-1), jnp.sum(e * s, axis=-1), jnp.sum(e * e, axis=-1)
+    return RowSums(maximum=m, total=total, centred=centred, squares=squares, target=target)
+
+
+def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
+    """Sums over the last axis of ``u [..., V]``; the arguments are those of :func:`exponentials`."""
+    return sums_of(*exponentials(u, is_target, k), jnp.sum(jnp.where(is_target, u, 0.0), axis=-1))
 
 
 def rescale(s: RowSums, m: Array, k: Array | None = None) -> RowSums:

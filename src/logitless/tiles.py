@@ -9,8 +9,8 @@ import jax
 
 MIB = 1 << 20
 
-_LOGITS_CHUNK_BYTES = 32 * MIB
-"""Float32 work space of a chunk of rows on a CPU (a few times its last-level cache)."""
+_LOGITS_CHUNK_BYTES = 1 * MIB
+"""Float32 logits of a chunk of rows on a CPU: they and two buffers of their size stay in a core's cache."""
 
 _HEAD_CHUNK_BYTES = {"cpu": 32 * MIB, "gpu": 2048 * MIB, "tpu": 1280 * MIB}
 """``[chunk, V]`` logits of the head's sweep. Wide chunks keep an accelerator's matmuls large and touch the float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -186,6 +187,19 @@ def test_targets_outside_the_vocabulary_are_nan_where_live(backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_one_column_is_in_every_statistic_of_its_row(backend: str) -> None:
+    """Not the target's column, and among finite ones: it must not pass for a row without other columns."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, V)).astype(np.float32)
+    x[1, 7] = np.nan
+    g = cotangents(rng, (3,))
+    stats, dx = run_logits(backend, None, jnp.asarray(x), jnp.asarray([2, 3, 5]), g, {})
+    for name, value in zip(STATS, stats, strict=True):
+        np.testing.assert_array_equal(np.isnan(value), [False, True, False], err_msg=name)
+    np.testing.assert_array_equal(np.isnan(dx), np.repeat([[False], [True], [False]], V, axis=1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_all_dead_batch(dtype: str, backend: str) -> None:
     x, y = jnp.full((3, 4, 17), jnp.nan, DTYPES[dtype]), jnp.full((3, 4), -100)
@@ -349,6 +363,17 @@ def test_token_loss_and_general_way_agree() -> None:
     np.testing.assert_allclose([float(v1), float(v2)], loss, rtol=2e-6)
     assert_contract("one pass", d1, d2, truth)
     assert_contract("general", d2, d1, truth)
+
+
+@pytest.mark.parametrize(("level", "most"), [("token", 1), ("sequence", 2)])
+def test_exponentials_on_a_cpu(level: str, most: int) -> None:
+    """They are most of the time: one a logit where the gradient follows from the row, one more where it comes later."""
+    x, y = jnp.zeros((2, 3, 211)), jnp.zeros((2, 3), jnp.int32)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return grpo_loss(x, y, advantages=jnp.ones(2), objective=Objective(level=level), backend="chunked")[0]
+
+    assert len(re.findall(r"f32\[6,211\] = exp ", str(jax.make_jaxpr(jax.grad(loss))(x)))) == most
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,8 +3,9 @@
     pass 1   z -> RowSums -> TokenStats                     reads the logits once or twice (max, then sums)
     pass 2   dlogits = pull_back(dz(z, stats, cotangents))  reads the logits, writes dlogits in their dtype
 
-No matmul. Beside its input and output it needs one ``[chunk, V]`` float32 buffer at most, where XLA does not fuse it
-away; :func:`stats_and_dlogits` does both passes on a chunk while it is warm.
+No matmul. A GPU's compiler fuses each pass and needs nothing beside input and output. On a CPU pass 1 takes chunks of
+rows that its cache holds, in three ``[chunk, V]`` float32 buffers; :func:`stats_and_dlogits` does both passes on such a
+chunk, with one exponential for both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from logitless.backend import Cost, Way
 from logitless.objectives.token_program import TokenProgram, token_program
 from logitless.problem import LogitsProblem, Loss
 from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
-from logitless.tiles import row_chunk
+from logitless.tiles import platform, row_chunk
 
 
 def rows_per_chunk(p: LogitsProblem) -> int:
@@ -53,12 +54,24 @@ def _over_chunks(f: Callable[..., Any], p: LogitsProblem, outputs: Any, *rowwise
 
 def token_sums(p: LogitsProblem) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
-    return _over_chunks(lambda part: rows.sums(part.logits, part), p, empty_sums((p.n,)))
+    return _over_chunks(_sums, p, empty_sums((p.n,)))
+
+
+def _sums(p: LogitsProblem) -> RowSums:
+    return rows.cached_sums(p.logits, p)[0] if platform() == "cpu" else rows.sums(p.logits, p)
+
+
+def _statistics(p: LogitsProblem) -> tuple[TokenStats, rows.Exponentials | None]:
+    """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
+    if platform() == "cpu":
+        return rows.cached_statistics(p.logits, p)
+    # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
+    return lax.optimization_barrier(rows.statistics(p.logits, p)), None
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
     """Statistics ``[N]``; zeros where a token is not live."""
-    return masked_stats(_over_chunks(lambda part: rows.statistics(part.logits, part), p, blank_stats(p.n)), p.live)
+    return masked_stats(_over_chunks(lambda part: _statistics(part)[0], p, blank_stats(p.n)), p.live)
 
 
 def live_cotangents(p: LogitsProblem, g: StatCotangents) -> StatCotangents:
@@ -73,7 +86,10 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
     def chunk(part: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
         return rows.dx(part.logits, part, stats, g, part.logits.dtype)
 
-    return _over_chunks(chunk, p, jnp.zeros_like(p.logits), stats, live_cotangents(p, g))
+    g = live_cotangents(p, g)
+    if p.call.chunk == 0:  # one loop over everything, which needs no temporaries
+        return chunk(p, stats, g)
+    return _over_chunks(chunk, p, jnp.zeros_like(p.logits), stats, g)
 
 
 def cotangents_of(program: TokenProgram, columns: tuple[Array, ...], stats: TokenStats) -> StatCotangents:
@@ -86,11 +102,12 @@ def stats_and_dlogits(p: LogitsProblem, program: TokenProgram) -> tuple[TokenSta
     """Statistics, and the dlogits of an uncoupled objective with a unit cotangent of the loss."""
 
     def chunk(part: LogitsProblem, columns: tuple[Array, ...]) -> tuple[TokenStats, Array]:
-        stats = masked_stats(rows.statistics(part.logits, part), part.live)
-        # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
-        stats = lax.optimization_barrier(stats)
+        stats, known = _statistics(part)
+        stats = masked_stats(stats, part.live)
         g = cotangents_of(program, columns, stats)
-        return stats, rows.dx(part.logits, part, stats, g, part.logits.dtype)
+        if known is None:
+            return stats, rows.dx(part.logits, part, stats, g, part.logits.dtype)
+        return stats, rows.cached_dx(part.logits, part, stats, g, known)
 
     return _over_chunks(chunk, p, (blank_stats(p.n), jnp.zeros_like(p.logits)), program.columns)
 
