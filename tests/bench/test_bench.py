@@ -172,6 +172,8 @@ def test_roofline_and_what_is_achieved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["roofline_ms"] == pytest.approx(1e3 * flops / 989e12)
     assert row["roofline_ratio"] == pytest.approx(50 / row["roofline_ms"])
     assert row["mem/peak_bytes_in_use_max"] == 10 and row["mem/device"]["temporaries"] == 2
+    quarter = microbench._summarise(load(BenchConfig, None, sizes), dict(part, live=2048))
+    assert quarter["tflops"] == pytest.approx(row["tflops"] / 4)  # matmuls are over live tokens
     level = load(BenchConfig, None, ["level=logits", "tokens=4096", "vocab=151936"])
     row = microbench._summarise(level, part)
     assert row["roofline_ms"] == pytest.approx(1e3 * 2 * 2 * 4096 * 151936 / 4.8e12)

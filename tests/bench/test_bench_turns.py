@@ -139,6 +139,13 @@ def test_gates(what: str, limit: float, state: str, value: float) -> None:
     assert found["value"] == pytest.approx(value, rel=1e-2)
 
 
+def test_a_gate_whose_arm_failed_is_not_met() -> None:
+    good, bad = row([1.0, 1.01, 0.99], 2**20), dict(error="out of memory")
+    for a, b in ((good, bad), (bad, good)):
+        found = ratios.gate("time", a, b, 10.0)
+        assert found["state"] == "not measured" and found["value"] is None and not found["ok"]
+
+
 def test_a_missed_gate_fails_the_run_and_one_without_its_arm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(job: dict[str, Any]) -> dict[str, Any]:
         if job["do"] == "prepare":

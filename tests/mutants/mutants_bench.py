@@ -128,7 +128,7 @@ MUTANTS = [
         "bench/ratios",
         "dict(value=None, limit=limit, state=UNMEASURED, ok=False)",
         "dict(value=None, limit=limit, state=UNMEASURED, ok=True)",
-        f"{TURNS}::test_gates",
+        f"{TURNS}::test_a_gate_whose_arm_failed_is_not_met",
     ),
     m(
         "bench/results",

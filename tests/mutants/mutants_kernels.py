@@ -12,6 +12,7 @@ TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
 GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
 GPU_LOGITS = "tests/logits/test_logits_mosaic_gpu.py"
 MESH = "tests/mesh/test_sharding_calls.py"
+NEVER = "tests/test_never.py"
 SPARSE = "tests/head/test_sparse_backward.py"
 
 
@@ -75,6 +76,31 @@ MUTANTS = [
         "index[None, :] == p.targets[:, None], stats, g)",
         f"{SPARSE}::test_logprobs_with_every_option",
     ),
+    # passes over rows that a CPU's cache holds
+    m(
+        "rows",
+        "others = jnp.where(moves, known.e * (a - b * known.shifted), 0.0)",
+        "others = known.e * (a - b * known.shifted)",
+        f"{NEVER}::test_masked_tokens_of_a_loss_change_nothing[grpo_loss-chunked-False]",
+    ),
+    m(
+        "rows",
+        "jnp.where((e == 0) | ~moves, 0.0, e * (a - b * difference))",
+        "jnp.where(e == 0, 0.0, e * (a - b * difference))",
+        f"{NEVER}::test_masked_tokens_of_a_loss_change_nothing[grpo_loss-chunked-True]",
+    ),
+    m(
+        "rows",
+        "target = jnp.where(here, own, 0.0)",
+        "target = own",
+        f"{MESH}::test_logits[chunked-token-tensor]",
+    ),
+    m(
+        "rows",
+        "(a, b), at_target, moves = _row_terms(centre[:, None], p, stats, g)",
+        "(a, b), at_target, moves = _row_terms(stats.peak[:, None], p, stats, g)",
+        f"{NUMERICS}::test_token_loss_and_general_way_agree",
+    ),
     # cotangents
     m(
         "vjp",
@@ -104,20 +130,20 @@ MUTANTS = [
         "stats",
         "others_seen = m != NEG_INF",
         "others_seen = m > NEG_INF",
-        "tests/objectives/test_nan.py",
+        f"{NUMERICS}::test_a_nan_in_one_column_is_in_every_statistic_of_its_row",
     ),
     # TPU
     m(
         "head/pallas_tpu/forward",
         "(acc.total, acc.centred, acc.squares, acc.target, out.expected)",
         "(acc.total, acc.centred, acc.target, out.expected)",
-        f"{TPU_HEAD}::test_contract",
+        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/forward",
         "step = times(k, sums.maximum - m)",
         "step = sums.maximum - m",
-        f"{TPU_HEAD}::test_contract[temperature and scale]",
+        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/forward",
@@ -135,7 +161,7 @@ MUTANTS = [
         "head/pallas_tpu/kernels",
         "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",
         "others = jnp.exp(log_probability(sums.maximum, None, stats))",
-        f"{TPU_HEAD}::test_contract[temperature and scale]",
+        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
     ),
     m(
         "logits/pallas_tpu/kernels",

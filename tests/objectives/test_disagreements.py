@@ -112,14 +112,15 @@ def test_6_clip_metrics() -> None:
         "old_logp": (logp - np.log(ratio)).astype(np.float32),
     }
 
-    def high(o: Objective) -> tuple[float, float]:
-        metric = evaluate(o, logp, logp, **inputs).metrics["clip_fraction_high"]
+    def high(o: Objective, **changes: np.ndarray) -> tuple[float, float]:
+        metric = evaluate(o, logp, logp, **inputs | changes).metrics["clip_fraction_high"]
         return float(metric.sum), float(metric.count)
 
     trl, liger = (Objective.preset(name, beta=None) for name in ("trl", "liger"))
     liger = liger.replace(eps_high=0.2)
     assert high(trl) == high(liger) == (1, 6)
-    assert high(trl.replace(level="sequence")) == pytest.approx((1, 2))  # per sequence
+    for m in (mask, mask[::-1]):  # the clipped one is the short one, and the long one
+        assert high(trl.replace(level="sequence"), mask=m) == pytest.approx((1, 2))  # per sequence
     assert high(liger.replace(level="sequence")) == (1, 6)  # token weighted
     assert high(trl.replace(delta=1.15)) == (0, 6)  # after delta, which already took the ratio below 1 + eps
     assert high(liger.replace(delta=1.15)) == (1, 6)  # before
