@@ -67,11 +67,6 @@ def gpu_interpreter() -> Any:
     return plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]
 
 
-def cpu_copies_logits() -> bool:
-    """Whether XLA's CPU compiler keeps a second copy of a chunk's logits for sums of dH and dW: from jax 0.11 on."""
-    return tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 11)
-
-
 def varying_axes(x: Any) -> frozenset[str]:
     """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none with ``check_vma=False``."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())

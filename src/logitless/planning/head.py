@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from logitless import api, compat
+from logitless import api
 from logitless.arguments import tolerance_of
 from logitless.explanation import call_arguments, route_of
 from logitless.objectives.objective import Objective
@@ -276,9 +276,7 @@ def _chunk_temporaries(w: Work, chunk: int) -> int:
     if tile is not None:  # CPU: passes over slices of columns, dH and dW summed in slices
         tile = min(tile, w.vocab)
         slices = (tile * w.width * 4 if w.wants_head else 0) + (tile * w.width * w.item if w.wants_hidden else 0)
-        tiled = logits + dlogits + 2 * chunk * tile * 4 + rows + slices
-        copied = 2 * logits + rows if w.gradients and compat.cpu_copies_logits() else 0
-        return max(tiled, copied)
+        return logits + dlogits + 2 * chunk * tile * 4 + rows + slices
     small = rows * (1 + w.gradients) + (GEMM_WORKSPACE if platform() == "gpu" else 0)
     work = logits + max(dlogits + rows * w.wants_head, small) if dlogits else logits + small
     if not w.wants_head or w.sum_item == w.item:
