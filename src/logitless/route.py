@@ -163,8 +163,11 @@ def _chunk(p: Any) -> int:
     if asked.chunk_size is not None:
         return min(asked.chunk_size, p.n)
     try:
-        item = jnp.dtype(p.call.logits_dtype).itemsize
-        return tiles.head_chunk(p.n, p.head.vocab, memory_budget=asked.memory_budget, logits_bytes=item)
+        item, weight = jnp.dtype(p.call.logits_dtype).itemsize, p.head.weight
+        return tiles.head_chunk(
+            p.n, p.head.vocab, memory_budget=asked.memory_budget, logits_bytes=item,
+            head_bytes=weight.size * weight.dtype.itemsize,
+        )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

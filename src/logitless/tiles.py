@@ -14,7 +14,11 @@ _LOGITS_CHUNK_BYTES = 1 * MIB
 
 _HEAD_CHUNK_BYTES = {"cpu": 32 * MIB, "gpu": 2048 * MIB, "tpu": 1280 * MIB}
 """``[chunk, V]`` logits of the head's sweep. Wide chunks keep an accelerator's matmuls large and touch the float32
-accumulator of dW less often; on a CPU a chunk of 50 rows already has a full-speed matmul."""
+accumulator of dW less often."""
+
+_CPU_HEAD_ROWS = 256
+"""Rows of a chunk on a CPU, where a third of the head's own bytes holds their logits: every chunk reads the head and
+dW once more, so at H=896, V=151936 chunks of 52 rows take a fifth longer than chunks of 256."""
 
 _HEAD_CHUNK_MAX = 2048
 
@@ -42,7 +46,9 @@ def row_chunk(n: int, vocab: int) -> int:
     return min(n, round_down(_LOGITS_CHUNK_BYTES // (4 * vocab), 8))
 
 
-def head_chunk(n: int, vocab: int, *, memory_budget: int | None = None, logits_bytes: int = 4) -> int:
+def head_chunk(
+    n: int, vocab: int, *, memory_budget: int | None = None, logits_bytes: int = 4, head_bytes: int = 0
+) -> int:
     """Tokens per chunk of the head's sweep; ``memory_budget`` bounds the bytes of its ``[chunk, V]`` buffers."""
     if memory_budget is not None:
         # logits, and the rounded dlogits beside them
@@ -56,6 +62,8 @@ def head_chunk(n: int, vocab: int, *, memory_budget: int | None = None, logits_b
         fit = _HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes)
     fit = min(fit, _HEAD_CHUNK_MAX) if memory_budget is None else fit
     if platform() == "cpu":
+        if memory_budget is None:
+            fit = max(fit, min(_CPU_HEAD_ROWS, head_bytes // 3 // (vocab * logits_bytes)))
         return equal_part(n, min(n, max(fit, 1)))
     multiple = next((m for m in (128, 8) if fit >= m), 1)
     return min(n, round_down(fit, multiple))

@@ -17,6 +17,11 @@ def test_a_cpu_cuts_tokens_into_equal_chunks() -> None:
     assert tiles.head_chunk(56, QWEN) == 28
     assert tiles.head_chunk(512, 32000) == 256
     assert tiles.head_chunk(3, QWEN) == 3
+    # Beside a large head the logits of more rows are small: a third of its bytes, 256 rows at most.
+    assert tiles.head_chunk(512, QWEN, head_bytes=4 * QWEN * 896) == 256
+    assert tiles.head_chunk(512, QWEN, head_bytes=2 * QWEN * 896) == 128  # of 149, in equal parts
+    assert tiles.head_chunk(256, QWEN, head_bytes=4 * QWEN * 64) == 52
+    assert tiles.head_chunk(4096, 512, head_bytes=1 << 30) == 2048
 
 
 @pytest.mark.parametrize("vocab", [1000, 32000, QWEN, 2_000_000])
