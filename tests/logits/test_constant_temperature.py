@@ -19,7 +19,9 @@ import pytest
 from conftest import token_stats
 from logitless import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs, oracle, policy_loss
 from logitless.compat import mosaic_gpu_reason
-from numerics import STATS, assert_contract, plain_stats, three
+from logitless.stats import StatCotangents
+from logitless.transform import LogitTransform
+from numerics import STATS, assert_contract, logits_problem, plain_stats, three
 
 pytestmark = pytest.mark.optimized  # what is contracted is contracted by the optimiser
 
@@ -87,6 +89,21 @@ def check_statistics(backend: str, known: bool, vocab: int, temperature: Any = T
 @pytest.mark.parametrize("backend", ["reference", "chunked", "pallas_tpu", hopper])
 def test_statistics_of_logits(backend: str, known: bool, vocab: int) -> None:
     check_statistics(backend, known, vocab)
+
+
+@pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+def test_rounded_dlogits_of_the_hopper_row_kernel() -> None:
+    """What a head of 16-bit operands gets: 16-bit dlogits of float32 logits."""
+    from logitless.logits.mosaic_gpu import backend as mosaic_gpu
+
+    (x, y), t = logits(64), LogitTransform(temperature=jnp.asarray(TEMPERATURE))
+    p = logits_problem(jnp.asarray(x), jnp.asarray(y), t, 64, interpret=True)
+    plain = compiled(lambda t, x: plain_stats(x, y, temperature=t), known=True)
+    stats = mosaic_gpu.token_stats(p)
+    run = jax.jit(lambda *g: mosaic_gpu.dlogits(p, stats, StatCotangents(*g), dtype=jnp.bfloat16))
+    for name, g in zip(STATS, unit_cotangents(), strict=True):
+        base = plain(g, x)[1][0].astype(jnp.bfloat16)
+        assert_contract(f"d {name}", run(*g), base, oracle.token_stats_vjp(x, y, *g, temperature=TEMPERATURE))
 
 
 @pytest.mark.parametrize(
