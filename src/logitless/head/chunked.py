@@ -78,7 +78,9 @@ class Chunked:
     kernels: ClassVar[str | None] = None
     in_forward: ClassVar[bool] = True
     in_place: ClassVar[bool] = False
-    """Whether dx is made in the place, and so in the dtype, of ``x``; another dtype is a copy of it."""
+    """Whether dx of the dtype of ``x`` is made in its place; of another dtype it is an array of its own."""
+    first_apart: ClassVar[bool] = False
+    """Whether the first chunk's dW is written and not added to zeros, for another copy of the loop's body."""
 
     def check(self, p: Problem, columns_apart: bool) -> None:
         """It serves everything."""
@@ -176,7 +178,11 @@ class Chunked:
             stats, dx = self.row_statistics_and_dx(x, masked, own, p.h.dtype)
             return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
 
-        out, total = moving.run(body, (blank_stats(p.n), no_gradients(p, want)))
+        def start() -> tuple[TokenStats, Gradients]:
+            return blank_stats(p.n), no_gradients(p, want)
+
+        apart = self.first_apart and want.weight
+        out, total = moving.run_from(body, start) if apart else moving.run(body, start())
         return self.sweep_statistics(p, rest, out), None, finished(p, total)
 
     # A shard of the vocabulary.
