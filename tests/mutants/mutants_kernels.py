@@ -195,6 +195,18 @@ MUTANTS = [
         f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
     ),
     m(
+        "logits/mosaic_gpu/tiles",
+        "s.max_logp + s.entropy, own",
+        "s.entropy, own",
+        f"{CONSTANT}::test_rounded_dlogits_of_the_hopper_row_kernel",
+    ),
+    m(
+        "logits/mosaic_gpu/tiles",
+        "return lax.rem(number, jnp.int32(self.t.out))",
+        "return lax.rem(number, jnp.int32(self.t.slots))",
+        f"{GPU_LOGITS}::test_rounded_dlogits_of_float32_logits[1032-bfloat16-tiles0-transform0]",
+    ),
+    m(
         "head/mosaic_gpu/epilogue",
         "jnp.where(column < vocab_size - first, jnp.where(is_target, low, u), low)",
         "jnp.where(is_target, low, u)",
