@@ -1,5 +1,6 @@
 """The sparse backward without logits on Hopper: the screen's bits, columns and guesses in Pallas' GPU interpreter, and
-its gradients against float64. It has not run on a GPU yet; ``test_it_lowers_for_cuda`` is as near as a CPU comes."""
+its gradients against float64. What ran on a GPU is in benchmarks/results; ``test_it_lowers_for_cuda`` is as near as a
+CPU comes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, plan
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
-from logitless.head.mosaic_gpu import matmul, screen
+from logitless.head.mosaic_gpu import matmul, screen, sparse
 from logitless.head.mosaic_gpu.schedule import Tiles
 from logitless.transform import LogitTransform
 from numerics import HeadCase as Case
@@ -159,6 +160,26 @@ def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None
     for label, a, b, t in zip(("dh", "dw"), got, ordinary, truth, strict=True):
         assert np.linalg.norm(t) > 0
         assert_as_good(f"{name} {label}", a, b, t)
+
+
+@pytest.mark.parametrize("name", ["adversarial", "calibrated"])
+def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four visits of tokens for a slab, and hard rows by slabs of the other columns: the same gradients but for the
+    order of sums."""
+    case, rest, (_, metrics, (dh, dw)), _ = outcome("clip", name)
+    assert float(metric_values(metrics)["hard_rows"]) > 0
+    monkeypatch.setattr(sparse, "_GROUPS", 0)
+
+    @jax.jit
+    def again(h: Any, w: Any, y: Any, rest: Any) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=16)
+            return linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)[0]
+
+        return jax.grad(loss, (0, 1))(h, w)
+
+    for a, b in zip(again(*case.parameters(), jnp.asarray(case.targets), rest), (dh, dw), strict=True):
+        assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-8 * np.linalg.norm(f64(b))
 
 
 def test_what_it_reports_is_true() -> None:

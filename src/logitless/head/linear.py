@@ -21,6 +21,9 @@ from jax import Array, lax
 
 from logitless.problem import Head, HeadGrads, Wanted
 from logitless.rows import over_columns
+from logitless.tiles import platform
+
+_ZERO_DEPTH = 16  # of the matmul that writes zeros: the least that a tensor core takes
 
 
 def precision_of(dtype: Any) -> lax.Precision | None:
@@ -142,7 +145,17 @@ def zero_grads(head: Head, want: Wanted, weight_dtype: Any = jnp.float32) -> Hea
     """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
     dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
     lora = jnp.float32 if want.lora else None
-    return _each(lambda x, dtype: jnp.zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
+    return _each(lambda x, dtype: _zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros. XLA's GPU compiler fills 16-bit arrays at less than half of the memory's rate: 0.77 ms for the 1.2 GB of
+    dW at V = 151936, H = 4096 on an H200, where a matmul of zeros writes them in 0.30."""
+    if platform() != "gpu" or jnp.dtype(dtype).itemsize > 2 or len(shape) < 2:
+        return jnp.zeros(shape, dtype)
+    factors = jnp.zeros((shape[0], _ZERO_DEPTH), dtype), jnp.zeros((_ZERO_DEPTH, shape[1]), dtype)
+    a, b = lax.optimization_barrier(factors)  # without it the compiler knows the result
+    return dot(a, b, (1, 0), dtype)
 
 
 def in_parameter_dtypes(grads: HeadGrads, head: Head) -> HeadGrads:

@@ -4,14 +4,19 @@ With M one ``N x H x V`` matmul over the live tokens and K active columns for al
 
     screen     statistics, and a bit for each token and column                     M, no logits
     slabs      for the K columns, a slab at a time: logits again, the mass that each row keeps, dx, dH, dW    3 M K / V
-    hard rows  those that leave out more than the tolerance: the *other* columns, in the same way             3 M each
+    hard rows  those that leave out more than the tolerance: the *other* columns, too                         3 M each
 
-So a row of dW is summed in float32 over all tokens and written once, in its own dtype: there is no float32 dW. What the
-easy rows leave out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which serves
-where this cannot (:func:`not_screened_because`).
+A row of dW in an active column is summed in float32 over all tokens and written once, in its own dtype: there is no
+float32 dW. Hard rows go through all columns of the head as it lies there, a group at a time, with zeros in the active
+ones (they add zero to what is written); where they are many, by slabs of the other columns, for all tokens. So a policy
+that is not sparse costs four matmuls, where the exact path, which keeps logits, takes three. What the easy rows leave
+out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which serves where this cannot
+(:func:`not_screened_because`).
 
-    bytes      the bits of ``screen.py``; dH in float32; a slab of the head, its logits, dx and dW
-    loops      slabs x chunks of tokens, twice; their trip counts are known to the device alone
+    order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
+    bytes      the bits of ``screen.py``; h in that order; dH in float32; a slab of the head, its logits, dx and dW; the
+               logits and dx of a group of hard rows
+    loops      slabs; groups of hard rows. Their trip counts are known to the device alone
 """
 
 from __future__ import annotations
@@ -33,20 +38,31 @@ from logitless.head.mosaic_gpu.backend import MosaicGpu, not_fused_because
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
-from logitless.head.sparse import Sparse, hard_chunk, in_words
-from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.head.sparse import Sparse, in_words
+from logitless.problem import Gradients, Head, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Sweep, Visit, front, live_sweep, probabilities
+from logitless.rows import Sweep, Visit, live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
 
+_GROUP, _GROUPS = 128, 8
+"""Hard rows that go through all columns at a time, for each visit's worth of tokens: as many as cost no more than
+reading the head does. And the most such groups: each rounds what it adds to dW outside the active columns."""
+
 
 def _rule(p: Problem, want: Wanted) -> Rule:
-    """The sizes of a chunk's buffers, and what columns and hard rows cost here: logits of both are made again."""
+    """The sizes of a slab's buffers, and what columns and hard rows cost here: logits of both are made again. A quarter
+    of the ordinary slab, since it meets four times the tokens of a chunk."""
     rule = chunk_rule(p.head.vocab, want.matmuls)
-    return dataclasses.replace(rule, per_column=1 + rule.per_column)
+    slab = rule.slab // 4 if rule.slab % 512 == 0 else rule.slab
+    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab)
+
+
+def _visit(p: Problem) -> int:
+    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several."""
+    return min(4 * p.call.chunk, p.n)
 
 
 def not_screened_because(p: Any) -> str | None:
@@ -109,26 +125,28 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().gradients_in_forward(p, want, loss)
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
-        out, found = _screen(p, want, loss.inputs.mask & loss.may_move(), before)
+        f = _in_order(p, loss.inputs.mask & loss.may_move())
+        stats, found = _screen(f, want, before)
+        out = jax.tree.map(f.put_back, stats)
         g = loss.cotangents(out)
-        total, left_out = _gradients(p, want, Known(out, g), found)
-        found = dataclasses.replace(found, columns=dataclasses.replace(found.columns, left_out=left_out))
-        return out, _report(p, want, out, g, found), total
+        total, left_out = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
+        columns = dataclasses.replace(found.columns, left_out=left_out)
+        return out, _report(p, want, out, g, columns, g.any_nonzero()), total
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
         """Statistics and columns by one matmul, and what each row leaves out (K / V of one more)."""
         if not_screened_because(p) is not None:
             return super().forward(p, want)
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
-        out, found = _screen(p, want, live, None)
-        rule, nothing = _rule(p, want), Gradients(None, HeadGrads(None, None))
-        start = (nothing, jnp.zeros((p.n,), jnp.float32))
-        unmoved = Known(out, StatCotangents(*(jnp.zeros((p.n,), jnp.float32),) * 3))
-        trips = rule.slabs(found.columns.count)
-        _, kept = _over_slabs(p, rule, live_sweep(live, p.call.chunk), unmoved, found.columns.index, trips, start)
-        columns = dataclasses.replace(found.columns, left_out=jnp.where(live, _rest(kept), 0.0))
-        found = dataclasses.replace(found, columns=columns)
-        return out, _report(p, want, out, None, found, live), found
+        f = _in_order(p, live)
+        stats, found = _screen(f, want, None)
+        out = jax.tree.map(f.put_back, stats)
+        nothing = Gradients(None, HeadGrads(None, None)), jnp.zeros((f.p.n,), jnp.float32)
+        unmoved = Known(stats, StatCotangents(*(jnp.zeros((f.p.n,), jnp.float32),) * 3))
+        rule, c = _rule(p, want), found.columns
+        _, kept = _over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
+        columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(_rest(kept)), 0.0))
+        return out, _report(p, want, out, None, columns, live), Screened(columns, found.active)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
@@ -138,7 +156,44 @@ class ScreenedSparse(Sparse):
             return super().backward(p, want, out, g, residual, only_logp)
         if p.live is not None:
             g = without(g, ~p.live)
-        return _gradients(p, want, Known(out, g), residual)[0]
+        f = _in_order(p, g.any_nonzero())
+        return _gradients(f, want, Known(*jax.tree.map(f.take, (out, g))), residual)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ordered:
+    """A problem with its tokens in an order of their own, filled up to whole visits."""
+
+    p: Problem
+    order: Array  # [tokens of p]: where each stands in the call
+    count: Array  # of the tokens that come first
+    live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
+    n: int  # tokens of the call
+
+    def take(self, x: Array) -> Array:
+        """``[N]`` of the call in this order; zero behind the live tokens."""
+        x = x.at[self.order].get(mode="promise_in_bounds")
+        return jnp.where(jnp.arange(self.p.n) < self.live, x, jnp.zeros((), x.dtype))
+
+    def put_back(self, x: Array) -> Array:
+        """``[tokens of p, ...]`` in the order of the call."""
+        place = jnp.zeros((self.n,), jnp.int32).at[self.order[: self.n]].set(jnp.arange(self.n, dtype=jnp.int32))
+        return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _in_order(p: Problem, first: Array) -> _Ordered:
+    """Tokens where ``first [N]`` is true, then the other live ones, then the dead."""
+    live = jnp.ones((p.n,), bool) if p.live is None else p.live
+    first = first & live
+    order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
+    over = -p.n % _visit(p)
+    order = jnp.pad(order, (0, over), mode="edge")
+    ordered = dataclasses.replace(p, live=None).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
+    alive = jnp.sum(live, dtype=jnp.int32)
+    h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))
+    return _Ordered(
+        dataclasses.replace(ordered, h=h), order, jnp.sum(first, dtype=jnp.int32), alive, p.n
+    )  # fmt: skip
 
 
 def _rest(kept: Array) -> Array:
@@ -146,86 +201,162 @@ def _rest(kept: Array) -> Array:
     return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
 
 
-def _screen(p: Problem, want: Wanted, rows: Array, before: Array | None) -> tuple[TokenStats, Screened]:
-    """``(statistics of the live tokens, columns of those of ``rows [N]``)``: one matmul, no logits."""
-    rule = _rule(p, want)
-    f = front(p.live)
-    q, numbers = f.problem(p), screen.screen_of(p, rows, before)
-    stats, words = matmul.screened_stats(q, f.take(numbers), f.count)
+def _screen(f: _Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
+    """``(statistics of the live tokens, columns of those that come first)``, both in the order of ``f``: one matmul, no
+    logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
+    p, rule = f.p, _rule(f.p, want)
+    rows = jnp.arange(p.n) < f.count
+    numbers = screen.screen_of(p, rows, None if before is None else f.take(before))
+    stats, words = matmul.screened_stats(p, numbers, f.live)
     assert words is not None
-    out = jax.tree.map(f.put_back, stats)
-    finite = rows & jnp.isfinite(out.max_logp)  # a row that is not has NaN gradients, through all columns
+    finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
     tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
-    active = screen.active_columns(rule, words, f.take(finite), q, tile)
+    active = screen.active_columns(rule, words, finite, p, tile)
     count = jnp.sum(active, dtype=jnp.int32)
     dense = count > rule.most
     active = active & ~dense
     index = columns_of.compacted(active, rule.most)
     nothing = jnp.zeros((p.n,), jnp.float32)
-    return out, Screened(Columns(index, jnp.where(dense, 0, count), dense, nothing), active)
+    return stats, Screened(Columns(index, jnp.where(dense, 0, count), dense, nothing), active)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What a slab adds to: dH in float32, the gradients of its own part of the head, and the mass that rows keep."""
+
+    hidden: Array | None
+    part: HeadGrads
+    kept: Array
 
 
 def _over_slabs(
-    p: Problem, rule: Rule, sweep: Sweep, known: Known, index: Array, trips: Array, start: tuple[Gradients, Array]
+    f: _Ordered, rule: Rule, known: Known, index: Array, trips: Array, start: tuple[Gradients, Array]
 ) -> tuple[Gradients, Array]:
-    """``start`` (gradients, kept mass ``[N]``) plus what the tokens of ``sweep`` have in ``trips`` slabs of the columns
-    ``index``, none of which has a row of dW yet."""
+    """``start`` (gradients, kept mass ``[N]``) plus what the tokens that come first have in ``trips`` slabs of the
+    columns ``index``, none of which has a row of dW yet."""
+    p, visit = f.p, _visit(f.p)
+    wanted = bool(jax.tree.leaves(start[0]))
 
-    def slab(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-        total, kept = carry
+    def columns(i: Array) -> tuple[Array, Head]:
         own = lax.dynamic_slice_in_dim(index, i * rule.slab, rule.slab)
-        part = columns_of.head_columns(p.head, own)
+        return own, columns_of.head_columns(p.head, own)
 
-        def chunk(visit: Visit, c: Any) -> Any:
-            dh, dpart, kept = c
-            q = visit.problem(p)
-            at = Known(*visit.known(known.stats, known.g, p.n))
-            x = raw_logits(q.h, part, p.call.logits_dtype)
-            mass = jnp.sum(probabilities(x, q, at.stats, own[None, :]), axis=1)
-            kept = visit.put(kept, visit.take(kept) + mass)
-            if dh is not None or any(v is not None for v in jax.tree.leaves(dpart)):
-                dx = slab_dx(x, own, q, at)
-                dh = None if dh is None else visit.put(dh, visit.take(dh) + dhidden(dx, part))
-                dpart = add_dhead(dpart, dx, q.h, part)
-            return dh, dpart, kept
+    def add(begin: Array | int, size: int, own: Array, part: Head, c: _Sums) -> _Sums:
+        """``c``, whose rows are those of a visit, with what these tokens have in a slab."""
+        q, at = _some(p, begin, size), Known(*_some((known.stats, known.g), begin, size))
+        x = raw_logits(q.h, part, p.call.logits_dtype)
+        kept = c.kept + jnp.sum(probabilities(x, q, at.stats, own[None, :]), axis=1)
+        if not wanted:
+            return dataclasses.replace(c, kept=kept)
+        dx = slab_dx(x, own, q, at)
+        dh = None if c.hidden is None else c.hidden + dhidden(dx, part)
+        return _Sums(dh, add_dhead(c.part, dx, q.h, part), kept)
+
+    def put(head: HeadGrads, own: Array, part: HeadGrads) -> HeadGrads:
+        return columns_of.put_head_columns(head, own, part, p.head.layout) if wanted else head
+
+    def at_once(size: int, trips: Array, start: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
+        """The first ``size`` tokens in one visit: dW needs no sum over visits."""
+        total, kept = start
+
+        def slab(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
+            total, kept = carry
+            own, part = columns(i)
+            c = _Sums(total.hidden, columns_of.no_head_columns(total.head, part), kept)
+            c = add(0, size, own, part, c)
+            return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
+
+        few = Gradients(_some(total.hidden, 0, size), total.head), kept[:size]
+        done, few_kept = lax.fori_loop(0, trips, slab, few)
+        if size == p.n:
+            return done, few_kept
+        return Gradients(_put(total.hidden, done.hidden, 0), done.head), _put(kept, few_kept, 0)
+
+    def by_visits(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
+        """A slab over several visits; its part of dW is their sum, in float32."""
+        total, kept = carry
+        own, part = columns(i)
+
+        def body(j: Array, c: _Sums) -> _Sums:
+            begin = j * visit
+            rows = dataclasses.replace(c, hidden=_some(c.hidden, begin, visit), kept=_some(c.kept, begin, visit))
+            new = add(begin, visit, own, part, rows)
+            return _Sums(_put(c.hidden, new.hidden, begin), new.part, _put(c.kept, new.kept, begin))
 
         blank = columns_of.no_head_columns(total.head, part, jnp.float32)
-        dh, dpart, kept = sweep.run(chunk, (total.hidden, blank, kept))
-        return Gradients(dh, columns_of.put_head_columns(total.head, own, dpart, part.layout)), kept
+        c = lax.fori_loop(0, (f.count + (visit - 1)) // visit, body, _Sums(total.hidden, blank, kept))
+        return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
 
-    return lax.fori_loop(0, trips, slab, start)
+    if p.n > visit:
+        return lax.fori_loop(0, trips, by_visits, start)
+    quarter = p.n // 4
+    fits = f.count <= quarter
+    start = at_once(quarter, jnp.where(fits, trips, 0), start)
+    return at_once(p.n, jnp.where(fits, 0, trips), start)
 
 
-def _gradients(p: Problem, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
-    """``(gradients, mass left out [N])``: the active columns for every row, the others for hard rows."""
-    rule, c = _rule(p, want), found.columns
+def _some(tree: Any, begin: Array | int, size: int) -> Any:
+    """``size`` tokens of a problem, or of the arrays of a tree, from ``begin`` on."""
+
+    def cut(x: Array) -> Array:
+        return x if x.shape[0] == size else lax.dynamic_slice_in_dim(x, begin, size)
+
+    return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
+
+
+def _put(whole: Any, rows: Any, begin: Array | int) -> Any:
+    """``whole`` with some of its rows replaced."""
+    return None if whole is None else lax.dynamic_update_slice_in_dim(whole, rows, begin, 0)
+
+
+def _through_all_columns(p: Problem, sweep: Sweep, known: Known, active: Array, start: Gradients) -> Gradients:
+    """``start`` plus what the tokens of ``sweep`` have in the columns that are not ``active [V]``: one matmul each for
+    the logits of a group of rows over the whole head, its dH and its dW, and no copy of any part of the head."""
+    ids = jnp.arange(p.head.vocab, dtype=jnp.int32)
+
+    def group(visit: Visit, total: Gradients) -> Gradients:
+        q = visit.problem(p)
+        x = raw_logits(q.h, p.head, p.call.logits_dtype)
+        dx = slab_dx(x, ids, q, Known(*visit.known(known.stats, known.g, p.n)))
+        dx = jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx)
+        dh = None if total.hidden is None else visit.put(total.hidden, visit.take(total.hidden) + dhidden(dx, p.head))
+        return Gradients(dh, add_dhead(total.head, dx, q.h, p.head))
+
+    return sweep.run(group, start)
+
+
+def _gradients(f: _Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
+    """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
+    hard rows. ``known`` is in the order of ``f``."""
+    p, rule, c = f.p, _rule(f.p, want), found.columns
     moving = known.g.any_nonzero()
     hidden = jnp.zeros(p.h.shape, jnp.float32) if want.hidden else None
     start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype))
-    sweep = live_sweep(moving, p.call.chunk)
     nothing = jnp.zeros((p.n,), jnp.float32)
-    total, kept = _over_slabs(p, rule, sweep, known, c.index, rule.slabs(c.count), (start, nothing))
+    total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), (start, nothing))
     left_out = jnp.where(moving, _rest(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
+    group = min(_GROUP * -(-p.n // _visit(p)), p.call.chunk)
+    rest = live_sweep(hard, group)
+    many = rest.count > _GROUPS * group
+    few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
+    total = _through_all_columns(p, few, known, found.active, total)
     others = columns_of.compacted(~found.active, -(-p.head.vocab // rule.slab) * rule.slab)
-    trips = jnp.where(jnp.any(hard), rule.slabs(p.head.vocab - c.count), 0)
-    rest = live_sweep(hard, hard_chunk(p.call.chunk), rest_at_once=True)
-    total, _ = _over_slabs(p, rule, rest, known, others, trips, (total, nothing))
+    trips = jnp.where(many, rule.slabs(p.head.vocab - c.count), 0)
+    total, _ = _over_slabs(f, rule, Known(known.stats, without(known.g, ~hard)), others, trips, (total, nothing))
+    dh = None
     if total.hidden is not None:
         easy = without(known.g, hard | ~moving)
         dh = total.hidden + in_their_place(mean_row(rule, p), left_out, easy, p.transform)
-        total = Gradients(dh.astype(p.h.dtype), total.head)
-    return finished(p, total), left_out
+        dh = f.put_back(dh.astype(p.h.dtype))
+    return finished(p, Gradients(dh, total.head)), f.put_back(left_out)
 
 
 def _report(
-    p: Problem, want: Wanted, out: TokenStats, g: StatCotangents | None, found: Screened, rows: Array | None = None
+    p: Problem, want: Wanted, out: TokenStats, g: StatCotangents | None, c: Columns, rows: Array
 ) -> SparseReport:
-    rule = _rule(p, want)
-    if rows is None:
-        assert g is not None
-        rows = g.any_nonzero()
-    c = found.columns
+    """All in the order of the call."""
     hard = rows & misses(p.tolerance, out, g, p.call.vocab_size)(c.left_out) & ~c.dense
-    return chunk_report(rule, p.head, c, rows, hard)
+    return chunk_report(_rule(p, want), p.head, c, rows, hard)
