@@ -109,7 +109,11 @@ def fit(hidden: int) -> dict[str, Any]:
     n, vocab = realistic.CHUNKS[-1], realistic.MEASURED_VOCAB
     states, head = realistic.realistic_head(n, hidden, vocab)
     y = realistic.sample_targets(jnp.asarray(states), jnp.asarray(head))
-    return dict(hidden=hidden, vocab=vocab, seed=0, table=realistic.measure(states, head, y), aim=realistic.MEASURED)
+    own = realistic.realistic_head(n, hidden, vocab, policy=realistic.ON_POLICY)
+    return dict(
+        hidden=hidden, vocab=vocab, seed=0, table=realistic.measure(states, head, y), aim=realistic.MEASURED,
+        on_policy=dict(table=realistic.measure_columns(*own), aim=realistic.MEASURED_ON_POLICY),
+    )  # fmt: skip
 
 
 def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, np.ndarray]:

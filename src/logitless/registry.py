@@ -16,7 +16,6 @@ BACKENDS: dict[Level, dict[str, str]] = {
         "chunked": "logitless.head.chunked:Chunked",
         "pallas_tpu": "logitless.head.pallas_tpu.backend:PallasTpu",
         "mosaic_gpu": "logitless.head.mosaic_gpu.backend:MosaicGpu",
-        "mosaic_gpu_screen": "logitless.head.mosaic_gpu.sparse:MosaicGpuScreen",
     },
     "logits": {
         "reference": "logitless.logits.reference:Reference",
@@ -28,8 +27,7 @@ BACKENDS: dict[Level, dict[str, str]] = {
 
 SPARSE = {
     "chunked": "logitless.head.sparse:Sparse",
-    "mosaic_gpu": "logitless.head.sparse:Sparse",
-    "mosaic_gpu_screen": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
+    "mosaic_gpu": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
     "pallas_tpu": "logitless.head.pallas_tpu.sparse:TpuSparse",
 }
 """The sparse backward around a head-level backend."""
@@ -37,8 +35,8 @@ SPARSE = {
 KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
 """The kernel backend of a platform; elsewhere, and where it cannot serve, ``ANYWHERE``."""
 
-RUNS_ON = {"pallas_tpu": "tpu", "mosaic_gpu": "gpu", "mosaic_gpu_screen": "gpu"}
-"""The platform that a kernel backend needs. What is not in ``KERNELS`` is never a default: it has to be named."""
+RUNS_ON = {name: platform for platform, name in KERNELS.items()}
+"""The platform that a kernel backend needs."""
 
 ANYWHERE, DENSE = "chunked", "reference"
 

@@ -83,7 +83,7 @@ WRONG = {
         kernel.backend=cuda                     -> kernel.backend: 'cuda', expected one of nothing, reference, chunked
         baselines=[foo]                         -> baselines: 'foo', expected some of naive, strong
         batch_kind=foo                          -> batch_kind: 'foo', expected uniform or rl
-        inputs=foo                              -> inputs: 'foo', expected flat or realistic
+        inputs=foo                              -> inputs: 'foo', expected flat, realistic or on_policy
         gates=3                                 -> 'gates'
         wandb_mode=online                       -> pip install 'logitless[wandb]'
     """,

@@ -56,7 +56,7 @@ class BenchConfig:
     vocab: int = 32000
     rows: int = 8
     batch_kind: str = "uniform"  # uniform | rl
-    inputs: str = "flat"  # flat | realistic (head level): the hidden states and head of a trained policy's kind
+    inputs: str = "flat"  # flat | realistic | on_policy (head level): states and head of a trained policy's kind
     live: float = 1.0
     moving: float = 1.0  # share of the tokens whose advantage is not zero
     dtype: str = "bfloat16"
@@ -116,13 +116,13 @@ def check(c: BenchConfig) -> None:
         c.hidden, c.vocab = MODELS[c.model].hidden, MODELS[c.model].vocab
     if c.batch_kind not in ("uniform", "rl"):
         raise ConfigError(f"batch_kind: {c.batch_kind!r}, expected uniform or rl")
-    if c.inputs not in ("flat", "realistic"):
-        raise ConfigError(f"inputs: {c.inputs!r}, expected flat or realistic")
+    if c.inputs not in ("flat", "realistic", "on_policy"):
+        raise ConfigError(f"inputs: {c.inputs!r}, expected flat, realistic or on_policy")
     if c.logits_dtype not in SHORT:
         raise ConfigError(f"logits_dtype: {c.logits_dtype!r}, expected one of {', '.join(SHORT)}")
     c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
-    if c.level == "logits" and (c.inputs == "realistic" or c.kernel.sparse_backward != "off"):
-        raise ConfigError("level: logits, but inputs=realistic and kernel.sparse_backward are for level=head")
+    if c.level == "logits" and (c.inputs != "flat" or c.kernel.sparse_backward != "off"):
+        raise ConfigError(f"level: logits, but inputs={c.inputs} and kernel.sparse_backward are for level=head")
     for key, least in LEAST.items():
         if getattr(c, key) < least:
             raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")

@@ -68,13 +68,15 @@ class Data:
         if key not in self._arrays:
             rng = np.random.default_rng(c["seed"])
             dtype, n = jnp.dtype(c["dtype"]), c["tokens"]
-            if c["inputs"] == "realistic":
-                made: tuple[np.ndarray, ...] = realistic.realistic_head(n, c["hidden"], c["vocab"], c["seed"], dtype)
+            policy = realistic.POLICIES.get(c["inputs"])
+            if policy is not None:
+                sizes = n, c["hidden"], c["vocab"], c["seed"]
+                made: tuple[np.ndarray, ...] = realistic.realistic_head(*sizes, dtype, policy)
             else:
                 made = shapes.host_arrays(c["level"], n, c["hidden"], c["vocab"], dtype, rng, 1)
             x = tuple(jax.device_put(a.reshape(-1, a.shape[-1])) for a in made)
             del made
-            if c["inputs"] == "realistic":
+            if policy is not None:
                 targets = realistic.sample_targets(x[0], x[1], c["seed"], chunk=64)
             else:
                 targets = jnp.asarray(rng.integers(0, c["vocab"], n, dtype=np.int32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitless.bench.case import BenchConfig, Kernel
+from logitless.bench.case import BenchConfig
 from logitless.bench.gradcheck_config import GradcheckConfig
 
 Case = BenchConfig | GradcheckConfig
@@ -61,54 +61,58 @@ def gpu_head() -> list[Case]:
 
 
 def gpu_sparse() -> list[Case]:
-    """The sparse backward on data of a trained policy's kind, on flat logits (where it has nothing to leave out), and
-    on an RL batch."""
+    """The sparse backward as a user gets it (``sparse_backward="auto"`` and nothing else): on data of a trained
+    policy's kind, its own completions and others' text; on an RL batch, and on flat logits, where it has nothing to
+    leave out. ``kernel`` is the form that stores bfloat16 logits."""
     sparse = ", sparse backward"
-    float32 = dict(head_grad_dtype="float32")
-    arms: dict[str, Any] = {
-        f"kernel{sparse}, dW in float32": dict(of=f"kernel{sparse}", options=float32),
-        f"default{sparse}": dict(of="default", options=dict(sparse_backward="auto")),
-        f"default{sparse}, dW in param dtype": dict(
-            of="default", options=dict(sparse_backward="auto", head_grad_dtype="param")
-        ),
+    own = f"default{sparse}"
+    asked: dict[str, Any] = dict(of="default", options=dict(sparse_backward="auto"))
+    few: dict[str, Any] = {
+        own: asked,
+        f"{own}, RL batch": dict(asked, batch=dict(batch_kind="rl", rows=32), against="strong"),
     }
-    for name in ("kernel", "default"):
-        arms[f"{name}, flat"] = dict(of=name, batch=dict(inputs="flat"))
-        arms[f"{name}{sparse}, flat"] = dict(of=f"{name}{sparse}", batch=dict(inputs="flat"), against=f"{name}, flat")
-    for name in ("kernel", f"kernel{sparse}"):
-        arms[f"{name}, RL batch"] = dict(of=name, batch=dict(batch_kind="rl", rows=32), against="strong")
-        arms[f"{name}, GSPO"] = dict(of=name, objective=GSPO, against="strong")
+    more: dict[str, Any] = {
+        **few,
+        "default, flat": dict(of="default", batch=dict(inputs="flat")),
+        f"{own}, flat": dict(asked, batch=dict(inputs="flat"), against="default, flat"),
+        f"{own}, GSPO": dict(asked, objective=GSPO, against="strong"),
+    }
 
-    def gates(wide: bool) -> dict[str, Any]:
-        return {
-            "bf16: time / strong": ("time", f"kernel{sparse}", "strong", 0.52 if wide else 0.55),
-            "f32 logits: time / strong": ("time", f"default{sparse}", "strong/f32", 0.55),
-            "f32 logits: time / naive": ("time", f"default{sparse}", "naive/f32", 0.30),
-            "bf16: memory / exact": ("memory", f"kernel{sparse}", "kernel", 1.0),
-            "f32 logits: memory / exact": ("memory", f"default{sparse}", "default", 1.0),
-            "flat, bf16: time / exact": ("time", f"kernel{sparse}, flat", "kernel, flat", 1.03),
-            "flat, f32 logits: time / exact": ("time", f"default{sparse}, flat", "default, flat", 1.03),
-            "RL batch, bf16: time / strong": ("time", f"kernel{sparse}, RL batch", "strong", 0.25),
+    def gates(bar: float, flat: bool) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "time / strong": ("time", own, "strong", bar),
+            "temporaries / strong": ("memory", own, "strong", 0.05),
+            "RL batch: time / strong": ("time", f"{own}, RL batch", "strong", 0.12),
         }
+        if flat:
+            out["no sparse backward, no options: time / strong, f32"] = ("time", "default", "strong/f32", 1.00)
+            out["flat: time / exact"] = ("time", f"{own}, flat", "default, flat", 1.03)
+        return out
 
-    baselines = ["strong", "naive", "strong/f32", "naive/f32"]
-    shared: dict[str, Any] = dict(
-        kernel=Kernel(sparse_backward="auto"), inputs="realistic", baselines=baselines, arms=arms, rows=8, peaks=False,
-        rounds=5, **BF16,
-    )  # fmt: skip
+    shared: dict[str, Any] = dict(baselines=["strong", "strong/f32"], rows=8, peaks=False, rounds=5, **BF16)
+    checks = (("stored, bf16 logits", "bfloat16"), ("screened, f32 logits", "float32"))
+    wide, long = HEAD_SHAPES[:2]
+
+    def name(shape: tuple[int, int, int], policy: str) -> str:
+        return f"sparse {'x'.join(map(str, shape))}, {policy}"
+
+    def case(shape: tuple[int, int, int], policy: str, inputs: str, arms: Any, bar: float) -> BenchConfig:
+        t, h, v = shape
+        sizes: dict[str, Any] = dict(tokens=t, hidden=h, vocab=v, inputs=inputs)
+        return BenchConfig(name(shape, policy), arms=arms, gates=gates(bar, arms is more), **sizes, **shared)
+
     return [
         *(
             GradcheckConfig(
-                name=f"sparse, {short} logits", inputs="realistic", sparse_backward="auto", dtype="bfloat16",
+                name=f"sparse, {form}", inputs="realistic", sparse_backward="auto", dtype="bfloat16",
                 logits_dtype=dtype, batch=8, tokens=32, hidden=256, vocab=16384, chunk_size=128, backend="auto",
                 objective=dict(aggregation="dapo"),
             )
-            for short, dtype in (("bf16", "bfloat16"), ("f32", "float32"))
+            for form, dtype in checks
         ),
-        *(
-            BenchConfig(f"sparse {t}x{h}x{v}", tokens=t, hidden=h, vocab=v, gates=gates(h == 4096), **shared)
-            for t, h, v in HEAD_SHAPES[:2]
-        ),
+        case(wide, "on-policy", "on_policy", more, 0.37),
+        case(long, "on-policy", "on_policy", few, 0.42),
+        case(wide, "teacher-forced", "realistic", few, 0.45),
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from logitless.planning.chips import as_if_on, chip_of
 from logitless.planning.prediction import HeadPlan
 from logitless.planning.work import GEMM_WORKSPACE, Way, Work
 from logitless.problem import Head, Problem
-from logitless.registry import ANYWHERE, KERNELS, RUNS_ON
+from logitless.registry import ANYWHERE, KERNELS
 from logitless.route import Route
 from logitless.tiles import MIB, column_tile, platform
 
@@ -120,17 +120,13 @@ def plan(
     def prediction(sparse_backward: Any, shares: sparse.Shares | None, exact: HeadPlan | None) -> HeadPlan:
         with as_if_on(where):
             route = route_of("plan", call_arguments(call, shapes, dict(options, sparse_backward=sparse_backward)))
-            if route.backend in RUNS_ON and route.backend not in KERNELS.values():
-                raise NotImplementedError(
-                    f"plan: backend={route.backend!r} has not been timed, so there is no price for it; "
-                    f"use backend={KERNELS[RUNS_ON[route.backend]]!r}, or None for the best one."
-                )
             way = _way(w, route)
             if shares is not None:
-                on_tpu = route.backend == KERNELS["tpu"]
-                price = (
-                    sparse.tpu_sparse_way if on_tpu else functools.partial(sparse.sparse_way, shard=vocabulary_shard)
-                )
+                price: Any = functools.partial(sparse.sparse_way, shard=vocabulary_shard)
+                if route.backend == KERNELS["tpu"]:
+                    price = sparse.tpu_sparse_way
+                elif "visit" in route.tiles:
+                    price = sparse.screened_way
                 way = price(w, shares, way, route)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(

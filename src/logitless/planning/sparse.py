@@ -6,6 +6,7 @@ through all columns, b is the number of gradients. In matmuls for each live toke
     grad in forward        1 + b s + (1 + b) r          statistics and columns from logits that are in memory
     by recompute           1 + (1 + b) s + (1 + b) r    logits of the active columns are made again
     a vocabulary's shard   2 + (1 + b) s + (1 + b) r    the columns need all shards' statistics first: a second sweep
+    Hopper's screen        1 + (1 + b) s + (1 + b) r    no logits in memory; s more if cotangents are late
     TPU kernels            1 + (1 + b) s + 2 b r        one set of columns for all tokens; s more if cotangents are late
     dense                  as without it                too many columns or hard rows: the rule of head/columns.py
 
@@ -50,6 +51,8 @@ CALIBRATED_TOLERANCE = 2.0**-8
 
 _INDEX_ARRAYS = 4
 """``[V]`` arrays of four bytes from which a chunk's columns are found: maxima, levels, ranks, slots."""
+_SCREEN_SUMS = 8 << 20
+"""About what the partial sums of the matmul with the screen take."""
 _CPU_PASS_TILES = 6
 """Float32 ``[chunk, column tile]`` arrays of the widest of those passes, as XLA's CPU compiler has it."""
 
@@ -124,6 +127,38 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
         matmuls=whole + (again + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
         moved=round(passes + by_matmuls),
         passes=round(passes),
+        temporaries=temporaries,
+        tiles=tiles,
+    )
+
+
+def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
+    """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
+    slab, visit, group = (route.tiles[k] for k in ("slab", "visit", "group"))
+    late, b = not route.in_forward, w.gradients
+    if not b:
+        return exact
+    columns = backward_columns(w.vocab, slab, shares, b)
+    tiles = _tiles(w, exact, slab, columns)
+    bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
+    # The hidden states in order and dH in float32 stay; dH's own output is not written before the end.
+    kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab
+    wide = 3 * slab // 2  # of hard rows that are many
+    steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
+    temporaries = max(w.rows + bits + _SCREEN_SUMS, kept + max(steps))
+    dw = w.head * w.wants_head
+    if columns == w.vocab:  # four matmuls: nothing was kept of the first
+        passes = 3 * bits + _slab_passes(w, columns, wide)
+        return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, temporaries, tiles)
+    groups = math.ceil(shares.hard_rows * w.live / group)
+    gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)
+    hard_plane = shares.hard_rows * w.live * w.vocab * (w.logit + w.item)
+    seen = 4 * bits + _slab_passes(w, columns, slab) + gathered + round(hard_plane) + dw
+    by_matmuls = route.tiles["hbm_bytes"] + groups * ((1 + w.wants_hidden) * w.head + 2 * dw)
+    return Way(
+        matmuls=1 + (1 + late + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
+        moved=seen + by_matmuls,
+        passes=seen,
         temporaries=temporaries,
         tiles=tiles,
     )

@@ -22,7 +22,7 @@ out of dH is replaced by its mass times a mean row of the head, as in ``head/spa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
 from logitless.head.mosaic_gpu import matmul, screen
-from logitless.head.mosaic_gpu.backend import MosaicGpu, not_fused_because
+from logitless.head.mosaic_gpu.backend import not_fused_because
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
@@ -47,22 +47,31 @@ from logitless.stats import StatCotangents, TokenStats
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
 
-_GROUP, _GROUPS = 128, 8
+_GROUP, _GROUPS = 112, 8
 """Hard rows that go through all columns at a time, for each visit's worth of tokens: as many as cost no more than
 reading the head does. And the most such groups: each rounds what it adds to dW outside the active columns."""
 
 
-def _rule(p: Problem, want: Wanted) -> Rule:
+def slab_rule(vocab: int, backward: int = 2) -> Rule:
     """The sizes of a slab's buffers, and what columns and hard rows cost here: logits of both are made again. A quarter
     of the ordinary slab, since it meets four times the tokens of a chunk."""
-    rule = chunk_rule(p.head.vocab, want.matmuls)
+    rule = chunk_rule(vocab, backward)
     slab = rule.slab // 4 if rule.slab % 512 == 0 else rule.slab
     return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab)
 
 
-def _visit(p: Problem) -> int:
+def _rule(p: Problem, want: Wanted) -> Rule:
+    return slab_rule(p.head.vocab, want.matmuls)
+
+
+def _visit(p: Any) -> int:
     """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several."""
     return min(4 * p.call.chunk, p.n)
+
+
+def _group(p: Any) -> int:
+    """Hard rows of a group."""
+    return min(_GROUP * -(-p.n // _visit(p)), p.call.chunk)
 
 
 def not_screened_because(p: Any) -> str | None:
@@ -84,13 +93,6 @@ class Screened:
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicGpuScreen(MosaicGpu):
-    """``mosaic_gpu``, by the name under which its sparse backward is the one of this module."""
-
-    name: ClassVar[str] = "mosaic_gpu_screen"
-
-
-@dataclasses.dataclass(frozen=True)
 class ScreenedSparse(Sparse):
     """A backend around :class:`MosaicGpu`."""
 
@@ -98,7 +100,7 @@ class ScreenedSparse(Sparse):
         cost, why = super().describe(p, way), not_screened_because(p)
         if why is not None:
             return dataclasses.replace(cost, way=f"{cost.way}; logits are stored: {why}")
-        rule = chunk_rule(p.head.vocab)
+        rule = slab_rule(p.head.vocab)
         words = (
             f"columns by a screen inside the forward matmul, no logits; backward over the K active columns of all "
             f"tokens, which leave at most {in_words(way.mass)} of a row's mass out (rows that would leave out more: "
@@ -110,7 +112,8 @@ class ScreenedSparse(Sparse):
             "1 without a gradient"
         )
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        tiles = {**matmul.describe(p.n, p.h.shape[1], p.head.vocab, p.call.vocab_size), "slab": rule.slab}
+        tiles = {**matmul.describe(p.n, p.h.shape[1], p.head.vocab, p.call.vocab_size), "chunk": p.call.chunk}
+        tiles |= {"slab": rule.slab, "visit": _visit(p), "group": _group(p)}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -338,14 +341,14 @@ def _gradients(f: _Ordered, want: Wanted, known: Known, found: Screened) -> tupl
     left_out = jnp.where(moving, _rest(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
-    group = min(_GROUP * -(-p.n // _visit(p)), p.call.chunk)
-    rest = live_sweep(hard, group)
-    many = rest.count > _GROUPS * group
+    rest = live_sweep(hard, _group(p))
+    many = rest.count > _GROUPS * rest.chunk
     few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
     total = _through_all_columns(p, few, known, found.active, total)
-    others = columns_of.compacted(~found.active, -(-p.head.vocab // rule.slab) * rule.slab)
-    trips = jnp.where(many, rule.slabs(p.head.vocab - c.count), 0)
-    total, _ = _over_slabs(f, rule, Known(known.stats, without(known.g, ~hard)), others, trips, (total, nothing))
+    wide = dataclasses.replace(rule, slab=3 * rule.slab // 2)  # over so many columns each step counts
+    others = columns_of.compacted(~found.active, -(-p.head.vocab // wide.slab) * wide.slab)
+    trips = jnp.where(many, wide.slabs(p.head.vocab - c.count), 0)
+    total, _ = _over_slabs(f, wide, Known(known.stats, without(known.g, ~hard)), others, trips, (total, nothing))
     dh = None
     if total.hidden is not None:
         easy = without(known.g, hard | ~moving)
