@@ -85,8 +85,10 @@ def test_wrong_rows_at_the_true_shape_are_seen(monkeypatch: pytest.MonkeyPatch) 
     in_this_process(monkeypatch)
     gates = {"rows": ("rows", "default", "strong", 1.0)}
     c = BenchConfig(level="logits", tokens=16, rows=2, vocab=64, dtype="float32", baselines=["strong"], gates=gates)
-    c = dataclasses.replace(c, check_rows=8, verify=False, rounds=1, repeats=1)
-    assert microbench.run(c)["gates"]["rows"]["state"] == "met"
+    c = dataclasses.replace(c, check_rows=8, verify=False, rounds=1, repeats=1, live=0.5)
+    record = microbench.run(c)
+    assert record["gates"]["rows"]["state"] == "met"
+    assert all(arm["rows"]["norm"] < 1e-5 for arm in record["arms"].values())  # the truth divides by live tokens
     right = rows.pull_back
     monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.0001))
     record = microbench.run(c)

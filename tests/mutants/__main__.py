@@ -117,8 +117,7 @@ def run_all(chosen: list[Mutant], found: dict[str, Any], seconds: float, isolate
         os.chdir(tree)
         sys.path.insert(0, str(tree / "src"))
         for i, mutant in enumerate(chosen, start=1):
-            mark = fingerprint(mutant)
-            if found.get(str(mutant), {}).get("of") == mark:
+            if str(mutant) in found:
                 continue
             if time.monotonic() - begin > seconds:
                 os.chdir(ROOT)
@@ -131,7 +130,9 @@ def run_all(chosen: list[Mutant], found: dict[str, Any], seconds: float, isolate
             dead = killed(mutant, mutant, tree, isolated)
             took = time.monotonic() - start
             print(f"{i:3}/{len(chosen)} {'killed  ' if dead else 'SURVIVED'} {took:4.0f} s  {mutant}", flush=True)
-            found[str(mutant)] = dict(killed=dead, seconds=round(took, 1), reason=mutant.survives, of=mark)
+            found[str(mutant)] = dict(
+                killed=dead, seconds=round(took, 1), reason=mutant.survives, of=fingerprint(mutant)
+            )
             save()
         os.chdir(ROOT)
     return True
@@ -151,7 +152,8 @@ def main() -> int:
     chosen = [m for m in (known[arguments.list] if arguments.list else every) if arguments.containing in str(m)]
     record = arguments.record.resolve()
     found: dict[str, Any] = json.loads(record.read_text())["mutants"] if record.exists() else {}
-    found = {str(m): found[str(m)] for m in every if str(m) in found}  # what is no mutant any more is forgotten
+    # What is no mutant any more is forgotten, and so is what was found with another file or other tests.
+    found = {str(m): r for m in every if (r := found.get(str(m))) is not None and r["of"] == fingerprint(m)}
     for mutant in chosen if arguments.anew else ():
         found.pop(str(mutant), None)
 
