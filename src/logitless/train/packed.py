@@ -32,17 +32,17 @@ from logitless.objectives.objective import Objective
 from logitless.packing import Packed, pack, unpack
 from logitless.pytree import register
 from logitless.train.config import TrainConfig
-from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, hidden_states, lm_head
+from logitless.train.model import ModelConfig, Params, hidden_states
 from logitless.train.update import (
     Batch,
     Policy,
     State,
     apply_gradients,
+    make_part_logp,
+    make_part_loss,
     needs_rollout,
     whole_batch_counts,
-    whole_policy,
 )
 
 
@@ -142,24 +142,16 @@ def _micro_batch(rows: Packed, i: Array) -> Packed:
 
 def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
     """``score(params, lora, packed)``: log-probabilities ``[B, C]`` as the packed loss computes them."""
-    head_logp = make_head_logp(config, objective)
-    dtype = jnp.dtype(config.model.compute_dtype)
+    logp_of = make_part_logp(config, model, objective, packed_hidden)
 
     def score(params: Params, lora: LoRA | None, batch: PackedBatch) -> Array:
-        head = lm_head(params, model).astype(dtype)
-
         def one(i: Array, logp: Array) -> Array:
-            part = _micro_batch(batch.rows, i)
-            hidden = packed_hidden(params, lora, model, part, dtype, remat=False)
-            return logp.at[i].set(head_logp(hidden, head, part.targets, part.mask))
+            return logp.at[i].set(logp_of(params, lora, _micro_batch(batch.rows, i)))
 
         logp = jax.lax.fori_loop(0, batch.used, one, jnp.zeros(batch.rows.tokens.shape, jnp.float32))
         shape = (-1, logp.shape[-1])
         flat = dataclasses.replace(jax.tree.map(lambda x: x.reshape(shape), _bare(batch.rows)), slots=batch.rows.slots)
-        logp = unpack(flat, logp.reshape(shape))
-        if objective.temperature_on == "logp" and objective.temperature is not None:
-            logp = logp / objective.temperature
-        return logp
+        return unpack(flat, logp.reshape(shape))
 
     return score
 
@@ -168,14 +160,7 @@ def make_packed_update(
     config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """``update(state, frozen, packed)``, as :func:`logitless.train.update.make_update` on padded rows."""
-    head_loss = make_head_loss(config, objective)
-    dtype = jnp.dtype(config.model.compute_dtype)
-
-    def loss_of(trained: Policy, frozen: Policy, part: Packed, counts: dict[str, Any]) -> tuple[Array, Metrics]:
-        params, lora = whole_policy(trained, frozen)
-        hidden = packed_hidden(params, lora, model, part, dtype, config.model.remat)
-        return head_loss(hidden, lm_head(params, model).astype(dtype), part.targets, **part.loss_arrays(), **counts)
-
+    loss_of = make_part_loss(config, model, objective, packed_hidden)
     gradient = jax.value_and_grad(loss_of, has_aux=True)
 
     def update(state: State, frozen: Policy, batch: PackedBatch) -> tuple[State, dict[str, Any]]:

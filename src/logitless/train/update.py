@@ -45,12 +45,21 @@ class Batch:
     old_logp: Float[Array, "B C"] | None = None
     ref_logp: Float[Array, "B C"] | None = None
 
+    @property
+    def targets(self) -> Int[Array, "B C"]:
+        return self.completion
+
+    def loss_arrays(self) -> dict[str, Array | None]:
+        """The arguments that a loss takes by name."""
+        names = ("advantages", "mask", "old_logp", "ref_logp", "rollout_logp")
+        return {k: getattr(self, k) for k in names}
+
     def rows(self, start: int, count: int) -> Batch:
         """``count`` rows from ``start`` on."""
         return jax.tree.map(lambda x: x[start : start + count], self)
 
     def with_logp(self, **logp: Array | None) -> Batch:
-        """A copy with other ``old_logp`` or ``ref_logp``."""
+        """A copy with other log-probabilities."""
         return dataclasses.replace(self, **logp)  # type: ignore[arg-type]
 
 
@@ -151,21 +160,47 @@ def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
     return n, jax.tree.map(lambda x: x.reshape(n, rows // n, *x.shape[1:]), batch)
 
 
-def make_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
-    """``score(params, lora, batch)``: log-probabilities ``[B, C]`` of the completions, as the loss computes them."""
+def make_part_logp(
+    config: TrainConfig, model: ModelConfig, objective: Objective, hidden_of: Callable[..., Array]
+) -> Callable[..., Array]:
+    """``logp(params, lora, part)`` of one micro-batch, padded or packed: ``hidden_of`` is the model's pass over it."""
     head_logp = make_head_logp(config, objective)
     dtype = jnp.dtype(config.model.compute_dtype)
 
-    def score(params: Params, lora: LoRA | None, batch: Batch) -> Array:
-        def one(part: Batch) -> Array:
-            hidden = completion_hidden(params, lora, model, part, dtype, remat=False)
-            return head_logp(hidden, lm_head(params, model).astype(dtype), part.completion, part.mask)
-
-        n, parts = _micro_batches(config, batch)
-        logp = one(batch) if n == 1 else jax.lax.map(one, parts).reshape(batch.mask.shape)
+    def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
+        hidden = hidden_of(params, lora, model, part, dtype, remat=False)
+        logp = head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
         if objective.temperature_on == "logp" and objective.temperature is not None:
             logp = logp / objective.temperature
         return logp
+
+    return logp_of
+
+
+def make_part_loss(
+    config: TrainConfig, model: ModelConfig, objective: Objective, hidden_of: Callable[..., Array]
+) -> Callable[..., tuple[Array, Metrics]]:
+    """``loss(trained, frozen, part, counts)`` of one micro-batch, as :func:`make_part_logp`."""
+    head_loss = make_head_loss(config, objective)
+    dtype = jnp.dtype(config.model.compute_dtype)
+
+    def loss_of(trained: Policy, frozen: Policy, part: Any, counts: dict[str, Any]) -> tuple[Array, Metrics]:
+        params, lora = whole_policy(trained, frozen)
+        hidden = hidden_of(params, lora, model, part, dtype, config.model.remat)
+        return head_loss(hidden, lm_head(params, model).astype(dtype), part.targets, **part.loss_arrays(), **counts)
+
+    return loss_of
+
+
+def make_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
+    """``score(params, lora, batch)``: log-probabilities ``[B, C]`` of the completions, as the loss computes them."""
+    logp_of = make_part_logp(config, model, objective, completion_hidden)
+
+    def score(params: Params, lora: LoRA | None, batch: Batch) -> Array:
+        n, parts = _micro_batches(config, batch)
+        if n == 1:
+            return logp_of(params, lora, batch)
+        return jax.lax.map(lambda part: logp_of(params, lora, part), parts).reshape(batch.mask.shape)
 
     return score
 
@@ -174,28 +209,12 @@ def make_update(
     config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """``update(state, frozen, batch)`` gives the new state, and loss, gradient norm, metrics and ``finite``."""
-    head_loss = make_head_loss(config, objective)
-    dtype = jnp.dtype(config.model.compute_dtype)
-
-    def loss_of(trained: Policy, frozen: Policy, part: Batch, counts: dict[str, Any]) -> tuple[Array, Metrics]:
-        params, lora = whole_policy(trained, frozen)
-        hidden = completion_hidden(params, lora, model, part, dtype, config.model.remat)
-        return head_loss(
-            hidden,
-            lm_head(params, model).astype(dtype),
-            part.completion,
-            advantages=part.advantages,
-            mask=part.mask,
-            old_logp=part.old_logp,
-            ref_logp=part.ref_logp,
-            rollout_logp=part.rollout_logp if needs_rollout(objective) else None,
-            **counts,
-        )
-
-    gradient = jax.value_and_grad(loss_of, has_aux=True)
+    gradient = jax.value_and_grad(make_part_loss(config, model, objective, completion_hidden), has_aux=True)
 
     def update(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
         counts = whole_batch_counts(objective, batch.mask)
+        if not needs_rollout(objective):
+            batch = batch.with_logp(rollout_logp=None)
         n, parts = _micro_batches(config, batch)
         if n == 1:
             (loss, metrics), grads = gradient(state.trained, frozen, batch, counts)
