@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import jax
@@ -67,24 +69,53 @@ QUICK = (
 REPEATS = (
     "head/test_head_mosaic_gpu.py::test_statistics[one_tile]",
     "head/test_head_mosaic_gpu.py::test_statistics[temperature]",
+    "head/test_head_numerics.py::test_all_dead_batch_and_one_live_token[bf16-",
+    "head/test_head_numerics.py::test_chunk_size_matters_no_more_than_the_matmul[bf16]",
+    "head/test_head_numerics.py::test_contract_with_options[mask-bf16-",
+    "head/test_head_numerics.py::test_contract_with_options[softcap and scale-bf16-",
+    "head/test_head_numerics.py::test_contract_with_options[temperature per token-bf16-",
+    "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[sequence-f32]",
     "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[statistics-",
     "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[token-",
-    "head/test_head_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[sequence-f32]",
+    "head/test_head_numerics.py::test_lora[bf16-hv]",
+    "head/test_head_numerics.py::test_lora[f32-vh]",
     "head/test_head_numerics.py::test_on_policy_ratio_is_exactly_one[bf16-False]",
+    "head/test_head_numerics.py::test_three_and_four_matmuls_agree[bf16]",
+    "head/test_head_pallas_tpu.py::test_all_dead[hv]",
+    "head/test_head_pallas_tpu.py::test_columns_at_targets_are_exact[float32]",
     "head/test_head_pallas_tpu.py::test_contract[bf16 hv]",
-    "head/test_head_pallas_tpu.py::test_contract[bf16 vh]",
     "head/test_head_pallas_tpu.py::test_contract[bf16 logits]",
+    "head/test_head_pallas_tpu.py::test_contract[bf16 vh]",
     "head/test_head_pallas_tpu.py::test_contract[dead tiles, hv]",
     "head/test_head_pallas_tpu.py::test_contract[f32 vh]",
+    "head/test_head_pallas_tpu.py::test_contract[peaked]",
+    "head/test_head_pallas_tpu.py::test_contract[per-token temperature, bias]",
     "head/test_head_pallas_tpu.py::test_contract[ragged tokens]",
     "head/test_head_pallas_tpu.py::test_contract[temperature and scale]",
+    "head/test_head_pallas_tpu.py::test_kernels_lower_whatever_the_default_precision_is[high]",
     "head/test_mosaic_gpu_sparse.py::test_gradients_are_as_good_as_the_exact_path_s[clip-collapsed]",
     "head/test_sparse_backward.py::test_auto_is_as_good_as_the_ordinary_path[f32]",
     "head/test_sparse_backward.py::test_lora_over_a_frozen_head[gspo-vh]",
     "logits/test_constant_temperature.py::test_a_loss_of_logits[mosaic_gpu-",
     "logits/test_logits_mosaic_gpu.py::test_statistics_and_dlogits_in_one_pass[3-523-523-float16-",
+    "logits/test_logits_numerics.py::test_contract_with_options[mask-bf16]",
+    "logits/test_logits_numerics.py::test_contract_with_options[scale-bf16]",
+    "logits/test_logits_numerics.py::test_contract_with_options[softcap-bf16]",
+    "logits/test_logits_numerics.py::test_contract_with_options[temperature per token-bf16]",
+    "logits/test_logits_numerics.py::test_contract_with_options[temperature-bf16]",
+    "logits/test_logits_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[bf16]",
+    "logits/test_logits_pallas_tpu.py::test_contract[n33-v1187-dtypebfloat16-deadTrue]",
+    "logits/test_logits_pallas_tpu.py::test_contract[n7-v300]",
+    "logits/test_logits_pallas_tpu.py::test_no_races[128]",
     "mesh/test_parallel_sparse.py::test_within_the_contract_and_dense_where_flat[data x fsdp, on the hidden dimension]",
     "mesh/test_parallel_sparse.py::test_within_the_contract_and_dense_where_flat[vocabulary-parallel]",
+    "mesh/test_sharding_calls.py::test_a_head_that_is_gathered_in_parts[token]",
+    "mesh/test_sharding_calls.py::test_fuzz_over_meshes_and_specs[3]",
+    "mesh/test_sharding_calls.py::test_fuzz_over_meshes_and_specs[4]",
+    "mesh/test_sharding_calls.py::test_logits[chunked-sequence-tensor]",
+    "mesh/test_sharding_calls.py::test_logits[chunked-token-None]",
+    "mesh/test_sharding_calls.py::test_logits[pallas_tpu-token-None]",
+    "mesh/test_sharding_calls.py::test_logits[reference-token-None]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[all]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[default chunk]",
     "plan/test_explain_and_plan.py::test_plan_agrees_with_the_compiler[wide]",
@@ -92,12 +123,13 @@ REPEATS = (
     "plan/test_tpu_aot_head.py::test_compiles_and_fits[",
     "plan/test_tpu_aot_logits.py::test_compiles_within_its_memory[v5",
     "test_transformations.py::test_transformations_agree_with_a_plain_loop[head-statistics-reference]",
+    "test_transformations.py::test_transformations_agree_with_a_plain_loop[logits-sequence-chunked]",
     "test_transformations.py::test_transformations_agree_with_a_plain_loop[logits-statistics-reference]",
+    "train/test_ab_replay.py::test_honest_arms_are_not_told_apart[4]",
     "train/test_train_arms.py::test_abc",
     "train/test_train_loop.py::test_micro_batches_add_up_to_one_batch[{aggregation: dapo}]",
     "train/test_train_packed.py::test_a_packed_update_is_the_padded_one[dapo]",
     "train/test_train_packed.py::test_a_trainer_that_packs_takes_the_same_steps",
-    "train/test_ab_replay.py::test_honest_arms_are_not_told_apart[4]",
 )
 """Beginnings of the names of what only repeats a case of ``make test`` at another shape, dtype or topology, and takes
 seconds: ``make test-slow`` runs it."""
@@ -211,17 +243,51 @@ def _with_gradients(objective: Objective, logp: jax.Array, entropy: jax.Array, i
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(logp, entropy)
 
 
-def evaluate(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> Evaluation:
+def _some_metrics(wanted: bool) -> AbstractContextManager[Any]:
+    """Operation by operation, metrics are more than half of the time of a small loss: none where nobody reads them."""
+    return nullcontext() if wanted else mock.patch("logitless.objectives.metrics.loss_metrics", return_value={})
+
+
+def evaluate(objective: Objective, logp: Any, entropy: Any, *, metrics: bool = True, **inputs: Any) -> Evaluation:
     """``logitless.policy_loss`` and its gradients by ``logp`` and ``entropy``."""
     statistics = jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
-    (value, metrics), gradients = _with_gradients(objective, *statistics, inputs)
-    return Evaluation(np.asarray(value), *map(np.asarray, gradients), metrics)
+    with _some_metrics(metrics):
+        (value, found), gradients = _with_gradients(objective, *statistics, inputs)
+    return Evaluation(np.asarray(value), *map(np.asarray, gradients), found)
+
+
+SIDE_BY_SIDE = 4
+"""Always as many, for operations are compiled once for each shape."""
+
+
+def evaluate_all(cases: list[tuple[Objective, Any, Any, dict[str, Any]]], *, metrics: bool = False) -> list[Evaluation]:
+    """:func:`evaluate` for cases ``(objective, logp, entropy, inputs)``.
+
+    Those that differ in numbers alone, not in a choice, a shape or in what is given, run side by side in the time of
+    one: the objective's numbers are leaves, too.
+    """
+    alike: dict[Any, list[int]] = {}
+    flat = [jax.tree.flatten(jax.tree.map(np.asarray, case)) for case in cases]
+    for i, (leaves, structure) in enumerate(flat):
+        alike.setdefault((structure, tuple(x.shape for x in leaves)), []).append(i)
+    out: dict[int, Evaluation] = {}
+    for (structure, _), members in alike.items():
+        if len(members) == 1:
+            objective, logp, entropy, inputs = cases[members[0]]
+            out[members[0]] = evaluate(objective, logp, entropy, metrics=metrics, **inputs)
+            continue
+        for start in range(0, len(members), SIDE_BY_SIDE):
+            some = (members[start : start + SIDE_BY_SIDE] + SIDE_BY_SIDE * members[-1:])[:SIDE_BY_SIDE]
+            stacked = [np.stack(same) for same in zip(*(flat[i][0] for i in some), strict=True)]
+            floats = [x.astype(np.float32) if x.dtype == np.float64 else x for x in stacked]
+            with _some_metrics(metrics):
+                (value, found), (dlogp, dentropy) = jax.vmap(_with_gradients)(*jax.tree.unflatten(structure, floats))
+            host = jax.tree.map(np.asarray, (value, dlogp, dentropy, found))
+            for place, i in enumerate(some):
+                out[i] = Evaluation(*jax.tree.map(lambda x, j=place: x[j], host))
+    return [out[i] for i in range(len(cases))]
 
 
 def evaluate_each(objective: Objective, batches: list[tuple[Any, Any, dict[str, Any]]]) -> list[Evaluation]:
-    """:func:`evaluate` for batches ``(logp, entropy, inputs)`` of one shape, side by side: in the time of one."""
-    logp, entropy, inputs = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(a) for a in x]), *batches)
-    each = jax.vmap(lambda *batch: _with_gradients(objective, *batch))
-    (value, metrics), (dlogp, dentropy) = each(logp.astype(jnp.float32), entropy.astype(jnp.float32), inputs)
-    host = jax.tree.map(np.asarray, Evaluation(value, dlogp, dentropy, metrics).__dict__)
-    return [Evaluation(**jax.tree.map(lambda x, i=i: x[i], host)) for i in range(len(batches))]
+    """:func:`evaluate` for batches ``(logp, entropy, inputs)`` of one shape, side by side, metrics included."""
+    return evaluate_all([(objective, *batch) for batch in batches], metrics=True)

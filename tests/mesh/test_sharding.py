@@ -157,10 +157,17 @@ def one_device(level: str, backend: str, columns: int) -> Any:
 
 
 def _calls() -> Iterator[Any]:
-    """Every backend, layout and level; a coupled loss of the kernels by the layouts that have all there is."""
-    enough = ("fsdp on the vocabulary", "data x sequence x tensor, fsdp over data")
+    """Every layout and level. What a layout does is the same code around every backend, so the kernels are run by the
+    layouts that have all there is, coupled or vocabulary-parallel; and a loss of tokens does nothing under fully
+    sharded weights alone that a coupled one does not do. The others only repeat these."""
+    enough = {
+        ("pallas_tpu", "token"): ("vocabulary-parallel",),
+        ("pallas_tpu", "sequence"): ("fsdp on the vocabulary", "data x sequence x tensor, fsdp over data"),
+        ("chunked", "token"): [k for k, where in LAYOUTS.items() if "tensor" in where.axes or "replicated" in k],
+        ("chunked", "sequence"): LAYOUTS,
+    }
     for backend, layout, level in itertools.product(["chunked", "pallas_tpu"], LAYOUTS, OBJECTIVES):
-        repeats = (backend, level) == ("pallas_tpu", "sequence") and layout not in enough
+        repeats = layout not in enough[backend, level]
         yield pytest.param(backend, layout, level, marks=[pytest.mark.slow] if repeats else [])
 
 

@@ -20,7 +20,7 @@ def both(objective: Objective, logp: Any, **inputs: Any) -> tuple[float, np.ndar
     """``(loss, dlogp)`` of the library, which the oracle's are equal to."""
     logp = np.asarray(logp, np.float32)
     inputs = {k: np.asarray(v, np.float32) for k, v in inputs.items()}
-    got = evaluate(objective, logp, np.zeros_like(logp), **inputs)
+    got = evaluate(objective, logp, np.zeros_like(logp), metrics=False, **inputs)
     loss, dlogp, _ = oracle.policy_loss_grad(logp, np.zeros_like(logp), objective=objective, **inputs)
     assert float(got.loss) == pytest.approx(loss, rel=1e-5, abs=0)
     np.testing.assert_allclose(got.dlogp, dlogp, rtol=1e-5, atol=1e-7)
@@ -55,7 +55,7 @@ def test_log_ratio_clamps() -> None:
     far = {"old_logp": [[-121.0, -1.0]], "advantages": [-1.0]}
     loss, dlogp = both(Objective(log_ratio_clamp=20.0), [[-1.0, -1.0]], **far)
     assert loss == pytest.approx((math.exp(20.0) + 1) / 2, rel=1e-5) and dlogp[0].tolist() == [0.0, 0.5]
-    assert not np.isfinite(evaluate(Objective(), [[-1.0, -1.0]], [[0.0, 0.0]], **_arrays(far)).loss)
+    assert not np.isfinite(evaluate(Objective(), [[-1.0, -1.0]], [[0.0, 0.0]], metrics=False, **_arrays(far)).loss)
     low = {"old_logp": [[29.0, -1.0]], "advantages": [1.0]}
     loss, dlogp = both(Objective(log_ratio_clamp=2.0), [[-1.0, -1.0]], **low)
     assert loss == pytest.approx(-(math.exp(-2.0) + 1) / 2, rel=1e-5) and dlogp[0].tolist() == [0.0, -0.5]
@@ -111,11 +111,11 @@ def test_token_weights_of_a_row_are_those_of_its_tokens() -> None:
     for fields in ({}, {"correction": "token"}, {"correction": "sequence", "off_policy_threshold": 0.1}):
         o = Objective(**fields)
         shapes = [rows, rows[:, None], np.broadcast_to(rows[:, None], (4, 6))]
-        losses = {float(evaluate(o, logp, entropy, token_weights=w, **inputs).loss) for w in shapes}
-        assert len(losses) == 1 and losses != {float(evaluate(o, logp, entropy, **inputs).loss)}
+        losses = {float(evaluate(o, logp, entropy, token_weights=w, metrics=False, **inputs).loss) for w in shapes}
+        assert len(losses) == 1 and losses != {float(evaluate(o, logp, entropy, metrics=False, **inputs).loss)}
         for old in (inputs["old_logp"], None):
             own = dict(inputs, old_logp=old, token_weights=rows)
-            got = evaluate(o, logp, entropy, **own)
+            got = evaluate(o, logp, entropy, metrics=False, **own)
             np.testing.assert_allclose(got.loss, oracle.policy_loss(logp, entropy, objective=o, **own), rtol=1e-5)
 
 
@@ -133,13 +133,13 @@ def test_vespo_folds_token_weights_in() -> None:
         for old in (inputs["old_logp"], None):
             own = dict(inputs, old_logp=old, token_weights=weights)
             o = Objective(policy="vespo", **fields)
-            got = evaluate(o, logp, entropy, **own).loss
+            got = evaluate(o, logp, entropy, metrics=False, **own).loss
             np.testing.assert_allclose(got, oracle.policy_loss(logp, entropy, objective=o, **own), rtol=1e-5)
 
 
 def test_a_token_weight_of_zero_drops_an_infinite_loss() -> None:
     inputs = _arrays({"old_logp": [[-200.0, -1.0]], "advantages": [-1.0], "token_weights": [[0.0, 1.0]]})
-    assert evaluate(Objective(), [[0.0, -1.0]], [[0.0, 0.0]], **inputs).loss == 0.5
+    assert evaluate(Objective(), [[0.0, -1.0]], [[0.0, 0.0]], metrics=False, **inputs).loss == 0.5
 
 
 def test_token_weights_are_checked() -> None:
@@ -210,7 +210,7 @@ def test_the_entropy_denominator_replaces_the_kept_tokens_of_top_entropy() -> No
     entropy = np.float32([[1.0, 2.0, 3.0, 4.0]])
     for given, count in ((None, 2.0), (10.0, 10.0), (jnp.float32(0.5), 0.5)):
         inputs = {"advantages": np.zeros(1, np.float32), "entropy_denominator": given}
-        got = evaluate(o, np.zeros_like(entropy), entropy, **inputs)
+        got = evaluate(o, np.zeros_like(entropy), entropy, metrics=False, **inputs)
         assert float(got.loss) == pytest.approx(-0.7 / count, rel=1e-6)
         np.testing.assert_allclose(got.dentropy, [[0, 0, -0.1 / count, -0.1 / count]], rtol=1e-6)
         assert oracle.policy_loss(np.zeros_like(entropy), entropy, objective=o, **inputs) == pytest.approx(-0.7 / count)
@@ -278,11 +278,11 @@ def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
     logits = jnp.einsum("bth,vh->btv", hidden, head)
     p = jax.nn.softmax(logits)
     for backend in ("reference", "chunked"):
-        dlogits = jax.grad(lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, backend=b).lse))(logits)
+        of_logits = jax.grad(lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, backend=b).lse))
+        dlogits = jax.jit(of_logits)(logits)
         np.testing.assert_allclose(dlogits, p, rtol=1e-5, atol=1e-7)
-        dhead = jax.grad(lambda w, b=backend: jnp.sum(logitless.linear_logprobs(hidden, w, targets, backend=b).lse))(
-            head
-        )
+        of_head = jax.grad(lambda w, b=backend: jnp.sum(logitless.linear_logprobs(hidden, w, targets, backend=b).lse))
+        dhead = jax.jit(of_head)(head)
         np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
 
 
@@ -292,10 +292,12 @@ def test_an_entropy_bonus_alone_moves_the_head() -> None:
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
     targets, advantages = rng.integers(0, 7, (2, 3)), jnp.zeros(2)
     gradients = [
-        jax.grad(
-            lambda w, b=backend: logitless.linear_grpo_loss(
-                hidden, w, targets, advantages=advantages, objective=Objective(entropy_coef=0.1), backend=b
-            )[0]
+        jax.jit(
+            jax.grad(
+                lambda w, b=backend: logitless.linear_grpo_loss(
+                    hidden, w, targets, advantages=advantages, objective=Objective(entropy_coef=0.1), backend=b
+                )[0]
+            )
         )(head)
         for backend in ("reference", "chunked")
     ]
@@ -317,8 +319,8 @@ def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> Non
         return logitless.linear_grpo_loss(h, w, targets, advantages=advantages, backend="chunked")[0]
 
     for f, primals in ((of_logits, (logits,)), (of_head, (hidden, head))):
-        once = jax.grad(f, tuple(range(len(primals))))(*primals)
-        thrice = jax.grad(lambda *a, f=f: 3.0 * f(*a), tuple(range(len(primals))))(*primals)
+        once = jax.jit(jax.grad(f, tuple(range(len(primals)))))(*primals)
+        thrice = jax.jit(jax.grad(lambda *a, f=f: 3.0 * f(*a), tuple(range(len(primals)))))(*primals)
         for one, three in zip(once, thrice, strict=True):
             assert np.abs(one).max() > 1e-3
             np.testing.assert_allclose(three, 3.0 * one, rtol=1e-6)
@@ -380,7 +382,7 @@ def test_k3_plus_has_the_gradient_of_an_unclamped_k2() -> None:
     o = Objective(beta=1.0, kl="k3+", kl_log_ratio_clamp=20.0, kl_clamp=10.0)
     for d, value in ((3.0, 10.0), (-25.0, 10.0), (0.5, math.exp(0.5) - 1.5)):
         inputs = {"advantages": np.float32([0.0]), "ref_logp": np.float32([[-30.0 + d]])}
-        got = evaluate(o, [[-30.0]], [[1.0]], **inputs)
+        got = evaluate(o, [[-30.0]], [[1.0]], metrics=False, **inputs)
         assert float(got.loss) == pytest.approx(value, rel=1e-5) and float(got.dlogp[0, 0]) == pytest.approx(-d)
         want, gradient, _ = oracle.policy_loss_grad([[-30.0]], None, objective=o, **inputs)
         assert want == pytest.approx(value) and gradient[0, 0] == pytest.approx(-d)
