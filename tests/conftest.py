@@ -135,8 +135,23 @@ REPEATS = (
 seconds: ``make test-slow`` runs it."""
 
 
+LONG = (
+    "head/test_pallas_tpu_sparse.py::test_calibrated_rows_as_good",
+    "mesh/test_distributed.py",
+    "mesh/test_sharding_aot.py::test_eight_chips",
+    "plan/test_tpu_aot_logits.py::test_compiles_within_its_memory",
+    "plan/test_tpu_cli.py::test_compile_reports",
+    "train/test_ab_replay.py::test_planted_faults_are_caught_in_the_first_step[too_large]",
+    "train/test_train_checkpoints.py::test_killed_and_resumed",
+    "train/test_train_loop.py::test_ab_runs_both_arms",
+    "train/test_train_loop.py::test_the_tiny_run_learns",
+)
+"""Tests of ten seconds and more: they run first, so that no worker ends alone with one of them."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         if name.startswith(QUICK):
