@@ -89,7 +89,6 @@ REPEATS = (
     "head/test_head_pallas_tpu.py::test_contract[dead tiles, hv]",
     "head/test_head_pallas_tpu.py::test_contract[f32 vh]",
     "head/test_head_pallas_tpu.py::test_contract[peaked]",
-    "head/test_head_pallas_tpu.py::test_contract[per-token temperature, bias]",
     "head/test_head_pallas_tpu.py::test_contract[ragged tokens]",
     "head/test_head_pallas_tpu.py::test_contract[temperature and scale]",
     "head/test_head_pallas_tpu.py::test_kernels_lower_whatever_the_default_precision_is[high]",

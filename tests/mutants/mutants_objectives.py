@@ -225,25 +225,25 @@ MUTANTS = [
         "objectives/policy_terms",
         "1.0 - jnp.asarray(o.eps_low), 1.0 + jnp.asarray(o.eps_high))\n    if o.delta",
         "1.0 - jnp.asarray(o.eps_high), 1.0 + jnp.asarray(o.eps_low))\n    if o.delta",
-        f"{FAMILY}::test_clip_options[token-{{'eps_low': 0.05, 'eps_high': 0.5}}]",
+        f"{FAMILY}::test_clip_options[token]",
     ),
     m(
         "objectives/policy_terms",
         "clip(c1, None, o.delta)",
         "clip(c1, o.delta, None)",
-        f"{FAMILY}::test_clip_options[token-{{'delta': 1.4}}]",
+        f"{FAMILY}::test_clip_options[token]",
     ),
     m(
         "objectives/policy_terms",
         "advantage < 0, minimum(loss",
         "advantage > 0, minimum(loss",
-        f"{FAMILY}::test_clip_options[token-{{'dual_clip': 1.1}}]",
+        f"{FAMILY}::test_clip_options[token]",
     ),
     m(
         "objectives/policy_terms",
         "jnp.minimum(c1, o.eps_high)",
         "jnp.minimum(c1, 1.0 + o.eps_high)",
-        f"{FAMILY}::test_cispo_bounds[{{'cispo_bound': 'raw', 'eps_high': 0.8}}-token]",
+        f"{FAMILY}::test_cispo_bounds[token]",
     ),
     m(
         "objectives/policy_terms",
@@ -269,8 +269,8 @@ MUTANTS = [
         "objectives/policy_terms",
         "safe_w = jnp.where(moves, w, 0.0)",
         "safe_w = w",
-        f"{FAMILY}::test_zero_advantage_is_zero_even_where_the_ratio_overflows[clip-token--200.0]",
-        f"{FAMILY}::test_zero_advantage_is_zero_even_where_the_ratio_overflows[sapo-token--200.0]",
+        f"{FAMILY}::test_zero_advantage_is_zero_even_where_the_ratio_overflows[clip-token]",
+        f"{FAMILY}::test_zero_advantage_is_zero_even_where_the_ratio_overflows[sapo-token]",
         survives="a second guard: the select at the end and the finite slope of exp keep 0 * inf out as well",
     ),
     m(
@@ -304,12 +304,12 @@ MUTANTS = [
         f"{HAND}::test_vespo_phi_that_overflows_is_zero",
     ),
     # -- KL
-    m("objectives/policy_terms", "kl = -d\n", "kl = d\n", f"{FAMILY}::test_kl[k1-{{}}-False]"),
+    m("objectives/policy_terms", "kl = -d\n", "kl = d\n", f"{FAMILY}::test_kl[k1-False]"),
     m(
         "objectives/policy_terms",
         "kl = jax.lax.stop_gradient(kl) + (k2 - jax.lax.stop_gradient(k2))",
         "kl = k2",
-        f"{FAMILY}::test_kl[k3+-{{}}-False]",
+        f"{FAMILY}::test_kl[k3+-False]",
     ),
     m(
         "objectives/policy_terms",
@@ -327,13 +327,13 @@ MUTANTS = [
         "objectives/policy_terms",
         "clip(kl, -jnp.asarray(clamp), clamp)",
         "clip(kl, None, clamp)",
-        f"{FAMILY}::test_kl[k1-{{'kl_clamp': 0.2}}-False]",
+        f"{FAMILY}::test_kl[k1-False]",
     ),
     m(
         "objectives/loss",
         "kl * exp(w) if o.kl_bias_correction",
         "kl * exp(r) if o.kl_bias_correction",
-        f"{FAMILY}::test_kl[k3-{{}}-True]",
+        f"{FAMILY}::test_kl[k3-True]",
     ),
     # -- weights, masks
     m(
@@ -382,13 +382,13 @@ MUTANTS = [
         "objectives/inputs",
         'per_token=objective.correction != "sequence"',
         "per_token=True",
-        f"{FAMILY}::test_correction[sequence-truncate-{{}}]",
+        f"{FAMILY}::test_correction[sequence-truncate]",
     ),
     m(
         "objectives/correction",
         "inside &= ~(weight < low)",
         "pass",
-        f"{FAMILY}::test_correction[token-mask-{{'correction_min': 0.7, 'correction_max': 1.3}}]",
+        f"{FAMILY}::test_correction[token-mask]",
     ),
     m(
         "objectives/correction",
@@ -406,13 +406,13 @@ MUTANTS = [
         "objectives/correction",
         "delta = sequences.mean(delta)",
         "delta = sequences.total(delta)",
-        f"{FAMILY}::test_correction[geometric-truncate-{{}}]",
+        f"{FAMILY}::test_correction[geometric-truncate]",
     ),
     m(
         "objectives/correction",
         "kept = (ordered >= threshold)",
         "kept = (ordered > threshold)",
-        f"{FAMILY}::test_top_entropy_and_entropy_bonus[None-0.5]",
+        f"{FAMILY}::test_top_entropy_and_entropy_bonus[None]",
     ),
     m(
         "objectives/correction",
@@ -445,7 +445,7 @@ MUTANTS = [
         "objectives/aggregate",
         "share = share / sequences.lengths()",
         "pass",
-        f"{FAMILY}::test_policy_level_aggregation[clip-token-grpo-rows]",
+        f"{FAMILY}::test_policy_level_aggregation[clip-token]",
     ),
     m(
         "objectives/aggregate",
