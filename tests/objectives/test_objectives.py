@@ -585,13 +585,24 @@ def objectives(draw: st.DrawFn) -> Objective:
     return objective_of(policy, level, draw(st.sampled_from(AGGREGATIONS)), **fields)
 
 
-@hypothesis.settings(max_examples=80)
-@hypothesis.given(objective=objectives(), batch=batches())
-def test_any_objective_on_any_batch(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
+def _any_objective_on_any_batch(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
     logp, entropy, inputs = batch
     got = evaluate(objective, logp, entropy, **inputs)
     agrees(got, objective, logp, entropy, **inputs)
     assert not got.dlogp[~inputs["mask"]].any() and not got.dentropy[~inputs["mask"]].any()
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(objective=objectives(), batch=batches())
+def test_any_objective_on_any_batch(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
+    _any_objective_on_any_batch(objective, batch)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(objective=objectives(), batch=batches())
+def test_many_objectives_on_many_batches(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
+    _any_objective_on_any_batch(objective, batch)
 
 
 # -- compile counts -------------------------------------------------------------------------------------------------
