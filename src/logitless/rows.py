@@ -291,13 +291,14 @@ class Sweep:
             return carry
         return lax.fori_loop(0, few, lambda i, c: body(self.visit(done + i * self.small, self.small), c), carry)
 
-    def run_from(self, body: Callable[[Visit, T], T], start: Callable[[], T]) -> T:
-        """:meth:`run` from ``start()``, the first whole chunk on its own: there a sum with zeros is a write.
+    def run_from(self, body: Callable[[Visit, T], T], start: Callable[[], T], zeros: Callable[[], T]) -> T:
+        """:meth:`run` from ``start()``, the first whole chunk on its own and from ``zeros()``: the same, but such that
+        the compiler sees it, and a sum with zeros is a write.
 
         It costs a copy of the body where there may be more than one chunk, which takes time to compile.
         """
         whole, _ = self.trips()
-        carry = lax.cond(whole > 0, lambda: body(self.visit(0, self.chunk), start()), start)
+        carry = lax.cond(whole > 0, lambda: body(self.visit(0, self.chunk), zeros()), start)
         return self.run(body, carry, first=1)
 
 

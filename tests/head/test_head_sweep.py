@@ -81,13 +81,13 @@ def test_the_first_chunk_on_its_own_is_visited_once() -> None:
     @jax.jit
     def both(live: jax.Array) -> tuple[Any, Any]:
         sweep = live_sweep(live, 1024)
-        return sweep.run_from(body, start), sweep.run(body, start())
+        return sweep.run_from(body, start, start), sweep.run(body, start())
 
     for count in (0, 1, 600, 1024, 1025, 2048):
         apart, plain = both(jnp.arange(2048) >= 2048 - count)
         np.testing.assert_array_equal(np.flatnonzero(apart[0]), np.arange(2048 - count, 2048))
         assert_same_bits(apart, plain)
-    whole = jax.jit(lambda live: live_sweep(live, 2048).run_from(body, start))
+    whole = jax.jit(lambda live: live_sweep(live, 2048).run_from(body, start, start))
     assert str(jax.make_jaxpr(whole)(jnp.ones(2048, bool))).count("while[") == 1  # quarters of the only chunk
     assert int(whole(jnp.ones(2048, bool))[0].sum()) == 2048
 
