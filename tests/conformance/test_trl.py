@@ -21,7 +21,7 @@ from logitless import (
     loss_denominator,
     reduce_metrics,
 )
-from peer_batches import MASKS, Agreement, Batch, batch, by_oracle, disagreement
+from peer_batches import MASKS, Agreement, Batch, batch, by_library, by_oracle, disagreement
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 KLS: dict[str, dict[str, Any]] = {
@@ -227,6 +227,22 @@ def test_group_advantages(record_property: Any) -> None:
             "float32": float(np.abs(ours - theirs).max()),
             "metrics": [],
         },
+    )
+
+
+def test_disagreement_metrics_of_nothing(record_property: Any) -> None:
+    config = peer_trl.config(**base("grpo", entropy_coef=0.05))
+    b = batch("nothing")
+    theirs = peer_trl.loss(peer_trl.trainer(config), b).metrics["entropy_coef"]
+    ours = by_library(Objective.from_trl(config), b).metrics["entropy_coef"]
+    assert ours == 0 and theirs == pytest.approx(0.05)
+    disagreement(
+        record_property,
+        "TRL",
+        "the entropy's coefficient, logged of a batch without a token",
+        ours,
+        theirs,
+        "here nothing is counted in such a batch, so that it changes no mean over micro-batches",
     )
 
 

@@ -24,7 +24,7 @@ WRONG = {
         --out FILE/x                            -> FILE: is a file, expected a folder
     """,
     "gradcheck": """
-        --config nope                           -> nope: no such configuration file
+        --config nope                           -> nope: no such configuration file; `logitless configs` lists
         --config LIST                           -> LIST: expected keys and values, found a list
         --config BROKEN                         -> BROKEN: not readable as YAML: while parsing a flow sequence
         --config FOLDER                         -> Is a directory

@@ -63,7 +63,9 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
         try:
             loaded = OmegaConf.load(path)
         except FileNotFoundError:
-            raise ConfigError(f"{path}: no such configuration file") from None
+            raise ConfigError(
+                f"{path}: no such configuration file; `logitless configs` lists those that go by name"
+            ) from None
         except Exception as error:  # YAML's own errors: where and what
             raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
         if not OmegaConf.is_dict(loaded):
