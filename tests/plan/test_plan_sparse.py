@@ -12,6 +12,7 @@ import pytest
 
 import logitless
 from logitless import Objective, cli
+from logitless.compat import mosaic_gpu_reason
 from logitless.head import columns
 from logitless.planning.head import longest_context
 from logitless.planning.mesh import parse_mesh, plan_mesh
@@ -28,7 +29,8 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def sparse_plan(tokens: int = T, hidden: int = H, vocab: int = V, **options: Any) -> HeadPlan:
-    options = {"chip": "h200", "sparse_backward": "auto", **options}
+    """With bfloat16 logits, which are stored; float32 ones are screened (:func:`screened_plan`)."""
+    options = {"chip": "h200", "sparse_backward": "auto", "logits_dtype": "bfloat16", **options}
     return logitless.plan(struct(8, tokens // 8, hidden), struct(vocab, hidden), **options)
 
 
@@ -56,7 +58,8 @@ def test_matmuls_are_those_of_the_table_in_the_docs() -> None:
     p = sparse_plan(**given)
     assert p.flops == pytest.approx(2 * T * H * V * p.matmuls)
     assert p.tiles["slab"] == columns.slab_width(V)
-    assert p.exact is not None and p.exact == logitless.plan(struct(8, T // 8, H), struct(V, H), chip="h200")
+    alone = logitless.plan(struct(8, T // 8, H), struct(V, H), chip="h200", logits_dtype="bfloat16")
+    assert p.exact is not None and p.exact == alone
     assert p.seconds < p.exact.seconds and p.moved < p.exact.moved
     assert p.seconds <= p.seconds_in_turn
     assert sparse_plan(gradients=(), **given).flops == p.exact.flops / 3  # nothing is sparse without a gradient
@@ -93,11 +96,10 @@ def test_the_plan_against_what_an_h200_took() -> None:
         tokens, hidden, vocab = (int(x) for x in shape.split(","))
         for name, row in cases.items():
             kind, logits, *grad = name.split("/")
-            if kind != "sparse":
+            if kind != "sparse" or logits != "bf16":  # float32 logits are screened since
                 continue
             p = sparse_plan(
                 tokens, hidden, vocab, active_columns=row["active_columns"], hard_rows=row["hard_rows"],
-                logits_dtype={"bf16": "bfloat16", "f32": "float32"}[logits],
                 head_grad_dtype=grad[0].removeprefix("dw_"),
             )  # fmt: skip
             assert abs(p.temporaries / row["temporaries"] - 1) < 0.05, (shape, name)
@@ -113,7 +115,50 @@ def test_the_plan_against_what_an_h200_took() -> None:
                     theirs,
                 )
             seen += 1
-    assert seen >= 3
+    assert seen >= 2
+
+
+needs_kernels = pytest.mark.skipif(
+    mosaic_gpu_reason() is not None, reason=f"plans for plain XLA: {mosaic_gpu_reason()}"
+)
+
+
+def screened_plan(tokens: int = T, hidden: int = H, **options: Any) -> HeadPlan:
+    return sparse_plan(tokens, hidden, logits_dtype="float32", **options)
+
+
+@needs_kernels
+def test_matmuls_of_a_screen() -> None:
+    given = dict(active_columns=0.08, hard_rows=0.06)
+    slab = screened_plan(**given).tiles["slab"]
+    s, r = -(-int(0.08 * V + 0.999999) // slab) * slab / V, 0.06
+    assert screened_plan(**given).matmuls == pytest.approx(1 + 3 * s + 3 * r)
+    assert screened_plan(gradients=("hidden",), **given).matmuls == pytest.approx(1 + 2 * s + 2 * r)
+    assert screened_plan(objective=GSPO, **given).matmuls == pytest.approx(1 + 4 * s + 3 * r)
+    assert screened_plan(active_columns=1.0).matmuls == 4  # no logits were kept: they are made again
+
+
+@needs_kernels
+def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
+    """Temporaries within 5 % of the compiler's; ratios of times within 20 % of the measured ones: a roofline knows
+    nothing of thin matmuls, launches, or the host's answers to loops."""
+    records = json.loads((RESULTS / "gpu_sparse_suite.json").read_text())["records"]
+    seen = 0
+    for record in records:
+        row = record.get("arms", {}).get("default, sparse backward")
+        if row is None:
+            continue
+        c, strong = record["config"], record["arms"]["strong/f32"]
+        p = screened_plan(
+            c["tokens"], c["hidden"], active_columns=row["active_columns"], hard_rows=row["hard_rows"]
+        )  # fmt: skip
+        if "on-policy" not in record["name"] or c["hidden"] != H:  # of that one the buffers have become smaller since
+            assert abs(p.temporaries / row["mem/compiler"]["temporaries"] - 1) < 0.05, record["name"]
+        assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=0.01)
+        measured = row["device_ms"] / strong["device_ms"]
+        assert abs(p.seconds_in_turn / p.dense_seconds_in_turn / measured - 1) < 0.2, record["name"]
+        seen += 1
+    assert seen == 3
 
 
 @pytest.mark.parametrize("options", [{}, dict(objective=GSPO)], ids=["grad in forward", "by recompute"])

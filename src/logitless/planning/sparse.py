@@ -141,15 +141,16 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
     bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
-    # The hidden states in order and dH in float32 stay; dH's own output is not written before the end.
-    kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab
+    dw = w.head * w.wants_head
+    # The hidden states in order and dH in float32 stay. Outputs lend their memory before they are written: that of dH
+    # to all steps, that of dW to the bits.
+    kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab + _SCREEN_SUMS
     wide = 3 * slab // 2  # of hard rows that are many
     steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
-    temporaries = max(w.rows + bits + _SCREEN_SUMS, kept + max(steps))
-    dw = w.head * w.wants_head
+    temporaries = max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
-        return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, temporaries, tiles)
+        return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries), tiles)
     groups = math.ceil(shares.hard_rows * w.live / group)
     gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)
     hard_plane = shares.hard_rows * w.live * w.vocab * (w.logit + w.item)
@@ -159,7 +160,7 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
         matmuls=1 + (1 + late + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
         moved=seen + by_matmuls,
         passes=seen,
-        temporaries=temporaries,
+        temporaries=max(temporaries),
         tiles=tiles,
     )
 
