@@ -274,12 +274,10 @@ class Sweep:
         whole, few = self.trips()
         return whole * self.chunk + few * self.small
 
-    def run(self, body: Callable[[Visit, T], T], carry: T, first: int = 0) -> T:
-        """``body`` over all chunks but the ``first`` whole ones. The trip counts are traced: no shape depends on how
-        many tokens there are."""
+    def run(self, body: Callable[[Visit, T], T], carry: T) -> T:
+        """``body`` over all chunks. The trip counts are traced: no shape depends on how many tokens there are."""
         whole, few = self.trips()
-        if _ceil(self.n, self.chunk) > first:
-            carry = lax.fori_loop(first, whole, lambda i, c: body(self.visit(i * self.chunk, self.chunk), c), carry)
+        carry = lax.fori_loop(0, whole, lambda i, c: body(self.visit(i * self.chunk, self.chunk), c), carry)
         if self.small == self.chunk:
             return carry
         done = whole * self.chunk
@@ -290,16 +288,6 @@ class Sweep:
                 carry = lax.fori_loop(0, once, lambda _, c, size=size: body(self.visit(done, size), c), carry)
             return carry
         return lax.fori_loop(0, few, lambda i, c: body(self.visit(done + i * self.small, self.small), c), carry)
-
-    def run_from(self, body: Callable[[Visit, T], T], start: Callable[[], T], zeros: Callable[[], T]) -> T:
-        """:meth:`run` from ``start()``, the first whole chunk on its own and from ``zeros()``: the same, but such that
-        the compiler sees it, and a sum with zeros is a write.
-
-        It costs a copy of the body where there may be more than one chunk, which takes time to compile.
-        """
-        whole, _ = self.trips()
-        carry = lax.cond(whole > 0, lambda: body(self.visit(0, self.chunk), zeros()), start)
-        return self.run(body, carry, first=1)
 
 
 def _ceil(count: Array | int, chunk: int) -> Array | int:

@@ -67,31 +67,6 @@ def test_the_rest_of_large_chunks_is_cut_smaller(count: int) -> None:
     assert count <= cost < count + sweep.chunk // 2, "work follows the tokens, not the next multiple of the chunk"
 
 
-def test_the_first_chunk_on_its_own_is_visited_once() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 3)), jnp.float32)
-
-    def body(visit: Visit, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seen, total = carry
-        part = jnp.where(visit.inside(2048)[:, None], visit.take(x), 0.0)
-        return seen.at[visit.write].add(1, mode="drop"), total + part.T @ part
-
-    def start() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(2048, jnp.int32), jnp.zeros((3, 3), jnp.float32)
-
-    @jax.jit
-    def both(live: jax.Array) -> tuple[Any, Any]:
-        sweep = live_sweep(live, 1024)
-        return sweep.run_from(body, start, start), sweep.run(body, start())
-
-    for count in (0, 1, 600, 1024, 1025, 2048):
-        apart, plain = both(jnp.arange(2048) >= 2048 - count)
-        np.testing.assert_array_equal(np.flatnonzero(apart[0]), np.arange(2048 - count, 2048))
-        assert_same_bits(apart, plain)
-    whole = jax.jit(lambda live: live_sweep(live, 2048).run_from(body, start, start))
-    assert str(jax.make_jaxpr(whole)(jnp.ones(2048, bool))).count("while[") == 1  # quarters of the only chunk
-    assert int(whole(jnp.ones(2048, bool))[0].sum()) == 2048
-
-
 @pytest.mark.parametrize("count", [0, 1, 256, 257, 512, 513, 768, 769, 1024, 1100, 2048])
 def test_the_rest_at_once_is_one_chunk_of_quarters(count: int) -> None:
     sweep = live_sweep(jnp.arange(2048) >= 2048 - count, 1024, rest_at_once=True)

@@ -48,11 +48,11 @@ def chunk_of(visit: Visit, p: Problem) -> tuple[Problem, Array]:
 # -- gradient buffers ------------------------------------------------------------------------------------------------
 
 
-def no_gradients(p: Problem, want: Wanted, plain: bool = False) -> Gradients:
-    """Where a sweep sums its gradients: dH in its own dtype, dW in that of its sum; ``plain`` as for ``zero_grads``."""
+def no_gradients(p: Problem, want: Wanted) -> Gradients:
+    """Where a sweep sums its gradients: dH in its own dtype, dW in that of its sum."""
     hidden = jnp.zeros(p.h.shape, jnp.float32 if p.call.partial_hidden else p.h.dtype) if want.hidden else None
     dtype = p.head.weight.dtype if p.call.sum_head_grad_in == "param" else jnp.float32
-    return Gradients(hidden, zero_grads(p.head, want, dtype, plain))
+    return Gradients(hidden, zero_grads(p.head, want, dtype))
 
 
 def add_chunk(visit: Visit, total: Gradients, dx: Array, p: Problem) -> Gradients:
@@ -78,9 +78,7 @@ class Chunked:
     kernels: ClassVar[str | None] = None
     in_forward: ClassVar[bool] = True
     in_place: ClassVar[bool] = False
-    """Whether dx of the dtype of ``x`` is made in its place; of another dtype it is an array of its own."""
-    first_apart: ClassVar[bool] = False
-    """Whether the first chunk's dW is written and not added to zeros, for another copy of the loop's body."""
+    """Whether dx is made in the place, and so in the dtype, of ``x``; another dtype is a copy of it."""
 
     def check(self, p: Problem, columns_apart: bool) -> None:
         """It serves everything."""
@@ -178,11 +176,7 @@ class Chunked:
             stats, dx = self.row_statistics_and_dx(x, masked, own, p.h.dtype)
             return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
 
-        def start(plain: bool = False) -> tuple[TokenStats, Gradients]:
-            return blank_stats(p.n), no_gradients(p, want, plain)
-
-        apart = self.first_apart and want.weight
-        out, total = moving.run_from(body, start, lambda: start(True)) if apart else moving.run(body, start())
+        out, total = moving.run(body, (blank_stats(p.n), no_gradients(p, want)))
         return self.sweep_statistics(p, rest, out), None, finished(p, total)
 
     # A shard of the vocabulary.

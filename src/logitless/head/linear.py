@@ -141,13 +141,11 @@ def _each(f: Any, *parts: Any) -> HeadGrads:
     return HeadGrads(*(None if any(x is None for x in row) else f(*row) for row in rows))
 
 
-def zero_grads(head: Head, want: Wanted, weight_dtype: Any = jnp.float32, plain: bool = False) -> HeadGrads:
-    """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight. ``plain``
-    zeros are seen by the compiler, which leaves out a sum with them."""
+def zero_grads(head: Head, want: Wanted, weight_dtype: Any = jnp.float32) -> HeadGrads:
+    """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
     dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
     lora = jnp.float32 if want.lora else None
-    zeros = jnp.zeros if plain else _zeros
-    return _each(lambda x, dtype: zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
+    return _each(lambda x, dtype: _zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
