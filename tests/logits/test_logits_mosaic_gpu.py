@@ -13,7 +13,7 @@ from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
-from numerics import assert_same_bits, f64, logits_problem
+from numerics import assert_same_bits, logits_problem
 
 needs_interpreter = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 
@@ -154,15 +154,7 @@ def test_statistics_and_dlogits_in_one_pass(n, v, vocab, dtype, tiles, transform
     ],
 )
 def test_rounded_dlogits_of_float32_logits(v, dtype, tiles, transform):
-    """Both kernels write float32 dlogits rounded once, but for a 2^t that is good to 1e-5; padded columns, dead rows
-    and the target, too."""
-
-    def assert_rounded(rounded, d):
-        got, d, want = f64(rounded), f64(d), f64(d.astype(dtype))
-        half_unit = float(jnp.finfo(dtype).eps) / 2
-        np.testing.assert_allclose(got, d, rtol=half_unit + 1e-5, atol=float(jnp.finfo(dtype).smallest_subnormal) / 2)
-        assert (got == want).mean() > 0.98 and ((got == 0) == (want == 0)).all()
-
+    """Both kernels write what rounding their float32 dlogits gives; padded columns, dead rows and the target, too."""
     n, vocab = 5, v - 3
     t = LogitTransform(**{k: jnp.float32(value) for k, value in transform.items()})
     x, y, g = batch(n, v, vocab, jnp.float32)
@@ -171,11 +163,11 @@ def test_rounded_dlogits_of_float32_logits(v, dtype, tiles, transform):
     stats, d = mosaic_gpu.stats_and_dlogits(p, objective, tiles)
     same, rounded = mosaic_gpu.stats_and_dlogits(p, objective, tiles, dtype)
     assert rounded.dtype == dtype and float(jnp.abs(d).max()) > 0.01 and not np.asarray(rounded[1]).any()
-    assert_rounded(rounded, d)
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(d.astype(dtype)))
     assert_same_bits(same, stats)
     cotangents = StatCotangents(*(c.at[2].set(0.0) for c in g))
     d, rounded = (mosaic_gpu.dlogits(p, stats, cotangents, tiles, out) for out in (None, dtype))
-    assert_rounded(rounded, d)
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(d.astype(dtype)))
     assert not np.asarray(rounded[1:3]).any() and np.asarray(rounded[3]).any()
 
 

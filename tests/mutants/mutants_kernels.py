@@ -196,8 +196,8 @@ MUTANTS = [
     ),
     m(
         "logits/mosaic_gpu/tiles",
-        "s.max_logp + s.entropy, own",
-        "s.entropy, own",
+        "second, s.entropy * power.unit, own",
+        "second, s.max_logp * power.unit, own",
         f"{CONSTANT}::test_rounded_dlogits_of_the_hopper_row_kernel",
     ),
     m(

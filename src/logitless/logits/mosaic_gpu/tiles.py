@@ -40,7 +40,6 @@ from logitless.transform import LogitTransform
 
 LOG2E = scalar.LOG2E
 _LOW = -1e30  # stands for -inf in the carries: differences stay finite
-_FAR = -1e20  # a difference whose power is 0 at any temperature, and whose products with cotangents stay finite
 ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
 
 
@@ -48,9 +47,8 @@ ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
 class Power:
     """How a sweep exponentiates.
 
-    ``2^t`` with ``t`` in units of ln 2 for what is rounded to 16 bits: one instruction, and relative errors of 2^-22
-    and of 2^-23 ``|t|`` (``k`` has the unit's rounding) beside the 2^-9 of the rounding that follows. Statistics of
-    float32 logits, and float32 dlogits, keep all their digits: ``e^t``, the accurate library function.
+    For 16-bit logits ``2^t`` with ``t`` in units of ln 2: one instruction, a relative error of 2^-22 beside the 2^-9 of
+    the rounding that follows. Float32 dlogits keep all their digits: ``e^t``, the accurate library function.
     """
 
     exact: bool
@@ -119,9 +117,6 @@ class Sweep:
         itemsize = jnp.dtype(x.dtype).itemsize
         self.power = Power(exact=itemsize == 4)
         self.k = tr.times(tr.factor(transform), jnp.float32(self.power.unit))
-        self.together = itemsize == 4
-        self.power_2 = Power(exact=jnp.dtype(slots.out.dtype).itemsize == 4)
-        self.k_2 = tr.times(tr.factor(transform), jnp.float32(self.power_2.unit))
         self.layout = plgpu.Layout.WG_STRIDED((t.lanes,), vec_size=min(t.lanes // 128, 8 // min(itemsize, 4) * 2))
 
     # Tiles, slots and copies.
@@ -294,9 +289,9 @@ class Sweep:
         once."""
         for s in self.pieces():
             x = self.piece(slot, s)
-            apart = jnp.maximum(self.swept(x, j, s, jnp.int32(-1)) - c.centre, _FAR)
-            t = apart * self.k_2 + c.offset
-            d = self.power_2(t) * (c.first - c.second * (apart * self.k + c.shift if self.together else t))
+            t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, _LOW)
+            # Float32 keeps log p + entropy together, as stats.dz does: apart, they cancel.
+            d = self.power(t) * (c.first - c.second * (t + c.shift if self.power.exact else t))
             if self.bent:
                 d = tr.pull_back(d, x, self.transform)
             self.out[self.index_out(to), pl.ds(s * self.t.lanes, self.t.lanes)] = d.astype(self.out.dtype)
@@ -310,9 +305,8 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """``t = k (u - centre) + offset`` is log p in the unit of sweep 2's power, and ``d = p (first - second t)`` but at
-    the target, with the entropy folded into ``first``. Float32 logits keep log p and the entropy together, as
-    ``stats.dz`` does, since apart they cancel: ``d = p (first - second (k (u - centre) + shift))``, in nats."""
+    """``t = k (u - centre) + offset`` is log p in the power's unit, and ``d = p (first - second (t + shift))`` but at
+    the target. The shift (the entropy) is folded into ``first`` for 16-bit logits."""
 
     centre: Array
     offset: Array
@@ -329,21 +323,21 @@ class Coefficients:
 def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array) -> Coefficients:
     """What sweep 2 needs of a row (``stats.dz`` with the per-row part taken out of the loop); ``x_y`` is the target's
     raw logit."""
-    transform, power = sweep.transform, sweep.power_2
+    transform, power = sweep.transform, sweep.power
 
     def at_target(x_y: Array, s: TokenStats, g: StatCotangents, transform: LogitTransform) -> Array:
         d = st.dz(s.peak, jnp.bool_(True), s, g)
         return tr.pull_back(d, x_y, transform)
 
-    first, second = g.lse - g.logp, g.entropy
-    if not sweep.together:
-        first, second = first - g.entropy * s.entropy, second * (1.0 / power.unit)
+    first, second = g.lse - g.logp, g.entropy * (1.0 / power.unit)
+    if not power.exact:
+        first = first - g.entropy * s.entropy
     if not sweep.bent:  # the slope is the same in every column
         k = tr.factor(transform)
         first, second = tr.times(k, first), tr.times(k, second)
     nonzero = jnp.where(g.logp != 0, 1.0, jnp.where(g.entropy != 0, 1.0, jnp.where(g.lse != 0, 1.0, 0.0)))
     own = scalar.run(at_target, x_y, s, g, transform)
-    return Coefficients(s.peak, s.max_logp * power.unit, first, second, s.max_logp + s.entropy, own, nonzero)
+    return Coefficients(s.peak, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
 
 
 def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array) -> RowSums:
