@@ -29,6 +29,7 @@ def suite_tables() -> list[str]:
         out += [f"## {title}", ""]
         said = f"{where['device']}, jax {where['jax']}, {result['seconds']:.0f} s in all."
         out += [f"{said} {text}" if i == 0 else text for i, text in enumerate(_in_turn() if new else _one_by_one())]
+        out += [result["note"]] if "note" in result else []
         file = f"benchmarks/results/{suite.replace('-', '_')}_suite.json"
         out += ["", f"    logitless bench --suite {suite} --out {file}", ""]
         out += _ratio_table(rows) if new else _median_table(rows)
