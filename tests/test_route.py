@@ -86,7 +86,7 @@ def arguments(call: dict[str, Any], rng: np.random.Generator) -> tuple[Any, dict
     return primals, options
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", [*range(28), *(pytest.param(s, marks=pytest.mark.slow) for s in range(28, 48))])
 def test_explain_says_what_the_program_does(seed: int) -> None:
     rng = np.random.default_rng(seed)
     call = random_call(rng)

@@ -162,7 +162,7 @@ def _calls() -> Iterator[Any]:
     sharded weights alone that a coupled one does not do. The others only repeat these."""
     enough = {
         ("pallas_tpu", "token"): ("vocabulary-parallel",),
-        ("pallas_tpu", "sequence"): ("fsdp on the vocabulary", "data x sequence x tensor, fsdp over data"),
+        ("pallas_tpu", "sequence"): ("data x sequence x tensor, fsdp over data",),
         ("chunked", "token"): [k for k, where in LAYOUTS.items() if "tensor" in where.axes or "replicated" in k],
         ("chunked", "sequence"): LAYOUTS,
     }
