@@ -27,12 +27,6 @@ MUTANTS = [
     ),
     m(
         "rows",
-        "self.run(body, carry, first=1)",
-        "self.run(body, carry, first=0)",
-        "tests/head/test_head_sweep.py::test_the_first_chunk_on_its_own_is_visited_once",
-    ),
-    m(
-        "rows",
         "one_more = rest > (3 * self.small if self.rest_at_once else self.chunk // 2)",
         "one_more = rest > 3 * self.small",
         f"{FAULTS}::test_what_is_left_after_the_whole_chunks_is_at_most_two_quarters",
