@@ -57,7 +57,7 @@ def program(
         if kernel == "token_stats":
             return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":
-            stats, direction = kernels.token_stats_and_direction(p, tiles=t)
+            stats, direction, _ = kernels.token_stats_and_direction(p, tiles=t)
             return stats, (row[:, None] * direction).astype(h.dtype)
         stats = TokenStats(**{f.name: row for f in dataclasses.fields(TokenStats)})
         g = StatCotangents(row, row, row)

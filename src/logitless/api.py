@@ -178,7 +178,9 @@ def linear_logprobs(
         for every token: those that would leave out more go through all columns, and so does everything where that is
         cheaper (docs/sparse-backward.md).
       chunk_size: tokens per chunk; ``None`` lets the library choose.
-      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``.
+      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. The TPU kernels
+        have no chunks: there it is what exponentials may take that the forward pass keeps for the gradient of the head,
+        a matmul less for each token that fits; with a smaller one, those that fit where that gradient will stand.
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
         here.
       sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
@@ -232,7 +234,8 @@ def linear_grpo_loss(
     """A GRPO-family loss from hidden states and the head, without ``[B, T, V]`` logits or dlogits: ``(loss, metrics)``.
 
     Objectives whose tokens are uncoupled take three matmuls per token that has a gradient (two with a frozen head),
-    the others four; masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
+    the others four; on a TPU all take four (two with a frozen head; three with ``memory_budget``), with an entropy
+    bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
     targets are the *next* tokens (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no
     gradient flows into them.
 

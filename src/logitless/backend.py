@@ -25,6 +25,10 @@ class Way:
     shards: int = 1  # of the vocabulary
 
 
+Counts = tuple[float, int, int]
+"""Matmuls per token that has a gradient: with both gradients, with a frozen head, without any gradient."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What a call costs on one device, in words and numbers."""
@@ -33,9 +37,8 @@ class Cost:
     matmuls: str
     bytes_moved: str
     tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
-    counts: tuple[int, int, int] | None = None
-    """Matmuls per token that has a gradient: with both gradients, with a frozen head, without any gradient. ``None``
-    where it depends on the data (a sparse backward)."""
+    counts: Counts | None = None
+    """``None`` where it depends on the data (a sparse backward)."""
     kernels: tuple[str, ...] = ()  # those that run for both gradients, by the names of ``describe``
     fused_statistics: bool = False
     """Statistics without a gradient never hold logits."""

@@ -109,6 +109,9 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     chunk = _chunk(own) if isinstance(own, Problem) else 0
     own = own.calling(chunk=chunk, logp_only=loss is None or loss.objective.entropy_coef is None)
     runs, because = _choose(own, place, columns_apart)
+    keeps = getattr(runs, "tokens_kept", None)
+    if keeps is not None and place is None and own.call.logp_only:
+        own = own.calling(kept=keeps(own))
     reason = None if loss is None else _later_because(loss, p, columns_apart)
     way = Way(
         loss=loss is not None,

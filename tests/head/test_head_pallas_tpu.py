@@ -80,7 +80,7 @@ class Inputs:
 
 def every_kernel(p: Problem, n_live: Any, g: StatCotangents, tiles: Tiles | None = None) -> dict[str, Any]:
     stats = kernels.token_stats(p, n_live, tiles)
-    again, direction = kernels.token_stats_and_direction(p, n_live, tiles)
+    again, direction, _ = kernels.token_stats_and_direction(p, n_live, tiles)
     dh = kernels.dhidden(p, n_live, stats, g, tiles)
     dw, db = kernels.dhead(p, n_live, stats, g, tiles=tiles)
     return {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(p.h.dtype), "dw": dw, "db": db}

@@ -49,7 +49,7 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     def f(h: Any, w: Any, y: Any, advantage: Any, n_live: Any) -> Any:
         static = Call("test", case.get("vocab_size", vocab))
         p = Problem(h, Head(w, layout=layout), y, LogitTransform(softcap=case.get("softcap")), call=static)
-        stats, direction = kernels.token_stats_and_direction(p, n_live)
+        stats, direction, _ = kernels.token_stats_and_direction(p, n_live)
         ratio = jnp.exp(stats.logp - jax.lax.stop_gradient(stats.logp))
         g = -advantage * ratio
         dh = (g[:, None] * direction).astype(h.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -220,8 +221,10 @@ def _tpu_way(w: Work, route: Route) -> Way:
     shape = (w.vocab, w.width) if layout == "vh" else (w.width, w.vocab)
     head = Head(jax.ShapeDtypeStruct(shape, dtype), layout=layout)  # type: ignore[arg-type]
     hidden = jax.ShapeDtypeStruct((max(w.live, 1), w.width), dtype)
-    about = describe(Problem(hidden, head, None, None, call=route.static))  # type: ignore[arg-type]
     carries = w.wants_hidden and not route.way_taken.entropy
+    keeps = route.static.kept if carries and w.wants_head else 0
+    call = dataclasses.replace(route.static, kept=keeps)
+    about = describe(Problem(hidden, head, None, None, call=call))  # type: ignore[arg-type]
     used = ["token_stats_and_direction" if carries else "token_stats"]
     used += ["dhidden"] * (w.wants_hidden and not carries) + ["dhead"] * w.wants_head
     tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
@@ -229,7 +232,7 @@ def _tpu_way(w: Work, route: Route) -> Way:
         matmuls=sum(about[k]["matmuls"] for k in used),
         moved=sum(about[k]["hbm_bytes"] for k in used),
         passes=0,
-        temporaries=_tpu_temporaries(w, carries),
+        temporaries=_tpu_temporaries(w, carries) + (keeps * w.vocab * w.item if keeps > w.width else 0),
         tiles=tiles,
     )
 

@@ -205,18 +205,24 @@ def plan_mesh(
     if where.platform == "tpu" and shards > 1 and options.get("sparse_backward", "off") != "off":
         options = {"backend": ANYWHERE, **{k: v for k, v in options.items() if k != "backend" or v is not None}}
     local, columns = tokens // rows, vocab // shards
-    head = plan(
-        jax.ShapeDtypeStruct((1, local, width), dtype),
-        jax.ShapeDtypeStruct((columns, width), dtype),
-        gradients=gradients,
-        live_tokens=live_tokens,
-        head_grad_dtype=head_grad_dtype,
-        objective=objective,
-        head_layout="vh",
-        chip=chip,
-        vocabulary_shard=shards > 1,
-        **options,
-    )
+
+    def on_one_device(**options: Any) -> HeadPlan:
+        return plan(
+            jax.ShapeDtypeStruct((1, local, width), dtype),
+            jax.ShapeDtypeStruct((columns, width), dtype),
+            gradients=gradients,
+            live_tokens=live_tokens,
+            head_grad_dtype=head_grad_dtype,
+            objective=objective,
+            head_layout="vh",
+            chip=chip,
+            vocabulary_shard=shards > 1,
+            **options,
+        )
+
+    head = on_one_device(**options)
+    if head.backend == KERNELS["tpu"] and options.get("memory_budget") is not None:
+        head = on_one_device(**{**options, "memory_budget": None})  # over a mesh its kernels keep no exponentials
     part = columns * width * item
     dw = columns * width * (item if head_grad_dtype == "param" else 4)
     wants_head, wants_hidden = "lm_head" in gradients, "hidden" in gradients

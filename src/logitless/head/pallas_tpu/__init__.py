@@ -3,7 +3,8 @@
 backend          the exact backend around the kernels; which calls it serves, what they cost
 kernels          statistics, direction, dH and dW of a problem, each by one sweep: matmuls and maths
 forward          the sweep over the vocabulary that makes statistics, the expected head row and column maxima
-backward         the two sweeps that make dH and dW
+kept             exponentials that the forward sweep keeps for dW, and how many
+backward, dhead  the two sweeps that make dH and dW
 columns_at       W[:, y] of an [H, V] head
 tiles, operands  what a kernel is specialised to, and what it is given
 sparse           a sparse backward around the exact backend; sparse_columns finds its columns

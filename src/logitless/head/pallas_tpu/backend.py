@@ -1,7 +1,9 @@
-"""The exact head on TPU as a backend: no logits in HBM, four matmuls for loss, dH and dW of an objective of ``logp``.
+"""The exact head on TPU as a backend: no logits in HBM, four matmuls for loss, dH and dW of an objective of ``logp``,
+three for tokens whose exponentials are kept.
 
     forward    statistics, and with a gradient of the hidden states D = d logp/d hidden from the same sweep (2 matmuls)
-    backward   dH = g_logp D, a multiply, whatever the objective;  dW by its own sweep (2 matmuls)
+    backward   dH = g_logp D, a multiply, whatever the objective;  dW by its own sweep (2 matmuls;
+               1 for tokens whose exponentials the forward pass kept, kept.py)
 
 Cotangents of entropy or lse (an entropy bonus, a user's loss) need dH by a sweep of its own. Live tokens are gathered
 to the front for the forward sweep, tokens with a nonzero cotangent for dW's; the kernels skip what lies behind them.
@@ -20,16 +22,21 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from logitless.backend import Cost, Way
+from logitless.backend import Cost, Counts, Way
 from logitless.head.pallas_tpu import kernels, operands
+from logitless.head.pallas_tpu.kept import Kept, nothing_kept_because, tokens_kept
 from logitless.head.pallas_tpu.tiles import Kernel
 from logitless.head.slabs import without
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
-from logitless.rows import front
+from logitless.rows import Front, front
 from logitless.stats import RowSums, StatCotangents, TokenStats
 
 Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""
+
+Residual = Array | tuple[Array, Kept]
+"""d logp / d hidden ``[N, H]`` float32; and, where some are kept, exponentials for dW in the order in which live tokens
+were swept."""
 
 
 def describe(p: Problem) -> dict[str, Any]:
@@ -38,29 +45,36 @@ def describe(p: Problem) -> dict[str, Any]:
     item, vocab = jnp.dtype(p.h.dtype).itemsize, p.head.vocab
     head, rows = vocab * width * item, n * width * item
 
-    def about(kernel: Kernel) -> dict[str, Any]:
-        t = operands.tiles_of(kernel, p)
+    kept = min(p.call.kept, n)
+    one, exponentials = 2 * n * width * vocab, kept * vocab * item
+
+    def about(kernel: Kernel, keeping: bool = False) -> dict[str, Any]:
+        t = operands.tiles_of(kernel, p, keeping)
+        matmuls: float = 2
         if kernel == "dhead":
             moved = pl.cdiv(vocab, t.vocab) * rows * (1 if p.head.layout == "vh" else 2) + 2 * head
+            if keeping:
+                moved += exponentials - (head if kept == n else 0)
+                matmuls = 2 - kept / n
         else:
-            moved = pl.cdiv(n, t.tokens) * head + rows + 4 * n * width
-        flops = 4 * n * width * vocab
-        return dict(token_tile=t.tokens, vocab_tile=t.vocab, matmuls=2, flops=flops, hbm_bytes=moved)
+            moved = pl.cdiv(n, t.tokens) * head + rows + 4 * n * width + (exponentials if keeping else 0)
+        flops = round(matmuls * one)
+        return dict(token_tile=t.tokens, vocab_tile=t.vocab, matmuls=matmuls, flops=flops, hbm_bytes=moved)
 
-    both = about("forward")
-    stats = dict(both, matmuls=1, flops=2 * n * width * vocab, hbm_bytes=both["hbm_bytes"] - 4 * n * width)
+    both, stats = about("forward", kept > 0), about("forward")
+    stats = dict(stats, matmuls=1, flops=one, hbm_bytes=stats["hbm_bytes"] - 4 * n * width)
     return {
         "token_stats": stats,
         "token_stats_and_direction": both,
         "dhidden": about("dhidden"),
-        "dhead": about("dhead"),
+        "dhead": about("dhead", kept > 0),
     }
 
 
-def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: tuple[int, int, int] | None = None) -> Cost:
+def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: Counts | None = None) -> Cost:
     """The cost of a call that runs the kernels ``used``, by their names in :func:`describe`."""
     about = describe(p)
-    matmuls = "" if counts is None else "{} ({} with a frozen head, {} without a gradient)".format(*counts)
+    matmuls = "" if counts is None else "{:.3g} ({} with a frozen head, {} without a gradient)".format(*counts)
     tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
     moved = ", ".join(f"{k} {about[k]['hbm_bytes']:,} B" for k in used)
     return Cost(way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts, used)
@@ -80,37 +94,54 @@ class PallasTpu:
         operands.check(p)
 
     def describe(self, p: Problem, way: Way) -> Cost:
-        """Four matmuls for an objective of ``logp``, five with an entropy bonus."""
+        """Four matmuls for an objective of ``logp``, three for tokens whose exponentials are kept; five with an entropy
+        bonus."""
         if way.entropy:
             words = "statistics, then dH and dW by sweeps of their own (an entropy bonus has a gradient too)"
             return cost_of(p, ("token_stats", "dhidden", "dhead"), words, (5, 3, 1))
         words = "flash: the forward sweep carries d logp/d hidden, dW has a sweep of its own"
-        return cost_of(p, ("token_stats_and_direction", "dhead"), words, (4, 2, 1))
+        kept, used = p.call.kept, ("token_stats_and_direction", "dhead")
+        if kept:
+            size = kept * p.head.vocab * jnp.dtype(p.h.dtype).itemsize
+            where = "where dW will stand" if kept <= p.h.shape[1] else f"{size:,} B"
+            words += f"; for it the exponentials of {kept} of {p.n} tokens are kept ({where}), which saves a matmul"
+        elif p.call.memory_budget is not None:
+            words += f"; no exponentials are kept for it: {nothing_kept_because(p) or 'not over a mesh'}"
+        return cost_of(p, used, words, (4 - kept / p.n, 2, 1))
+
+    def tokens_kept(self, p: Problem) -> int:
+        """How many tokens' exponentials the forward pass keeps, if the head has a gradient."""
+        return tokens_kept(p, p.call.memory_budget)
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
         """One matmul per live token."""
         f = front(p.live)
         return jax.tree.map(f.put_back, kernels.token_stats(f.problem(p), f.count)), None
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
-        """The residual is d logp / d hidden ``[N, H]``, where only ``logp``'s cotangent is expected: two matmuls."""
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Residual | None]:
+        """The residual is d logp / d hidden ``[N, H]``, where only ``logp``'s cotangent is expected: two matmuls. With
+        a gradient of the head, exponentials of the first tokens are kept, too."""
         if not self._carries_direction(p, want):
             return self.statistics(p)[0], None, None
-        f = front(p.live)
-        stats, direction = kernels.token_stats_and_direction(f.problem(p), f.count)
-        return jax.tree.map(f.put_back, stats), None, f.put_back(direction)
+        f, keep = front(p.live), p.call.kept if want.weight else 0
+        stats, direction, kept = kernels.token_stats_and_direction(f.problem(p), f.count, keep=keep)
+        direction = f.put_back(direction)
+        return jax.tree.map(f.put_back, stats), None, direction if kept is None else (direction, kept)
 
     def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Residual | None, only_logp: bool
     ) -> Gradients:
         """dH from the direction if only ``logp`` has a cotangent, else by a sweep (two matmuls); dW and dbias by one
-        (two)."""
+        (two, and one for tokens whose exponentials were kept)."""
         g = g if p.live is None else without(g, ~p.live)
-        dh = dweight = dbias = None
-        if want.hidden and only_logp and residual is not None:
-            dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * residual, 0.0)
+        dh = dweight = dbias = kept = None
+        if only_logp and residual is not None:
+            direction, kept = residual if isinstance(residual, tuple) else (residual, None)
+            dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * direction, 0.0) if want.hidden else None
         by_sweep = want.hidden and dh is None
-        if by_sweep or want.weight or want.bias:
+        if kept is not None:
+            dweight, dbias = self._dhead_of_kept(p, out, g, kept)
+        elif by_sweep or want.weight or want.bias:
             f = front(g.any_nonzero())
             part, stats, own = f.problem(p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
             if by_sweep:
@@ -122,6 +153,23 @@ class PallasTpu:
             dh if dh is None or p.call.partial_hidden else dh.astype(p.h.dtype),
             HeadGrads(dweight if want.weight else None, own_dtype(p, dbias) if want.bias else None),
         )
+
+    def _dhead_of_kept(self, p: Problem, out: TokenStats, g: StatCotangents, kept: Kept) -> tuple[Array, Array | None]:
+        """dW and dbias, some of whose exponentials were kept: these tokens stand first, as the forward sweep had them,
+        the others behind them as the backward pass has them, those with a gradient first."""
+        count, moves = kept.x_y.shape[0], g.any_nonzero()
+        first = jnp.arange(p.n) if p.live is None else front(p.live).order
+        assert first is not None
+        if count == p.n and p.live is None:
+            return kernels.dhead(p, None, out, g, kept=kept)
+        rest = front(moves[first[count:]])
+        order = jnp.concatenate([first[:count], rest.take(first[count:])])
+        assert rest.count is not None
+        f = Front(order, rest.count + count)
+        part = f.problem(p)
+        if p.live is not None:  # a dead token among the kept adds zero if it holds a number
+            part = dataclasses.replace(part, h=jnp.where(f.take(p.live)[:, None], part.h, jnp.zeros((), p.h.dtype)))
+        return kernels.dhead(part, f.count, jax.tree.map(f.take, out), jax.tree.map(f.take, g), kept=kept)
 
     # A shard of the vocabulary.
 

@@ -33,11 +33,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
+from logitless.head.pallas_tpu.kept import Kept
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     Launch,
@@ -72,6 +73,8 @@ class _Out:
     sums: Any  # [N, SUMS]
     expected: Any = None  # [N, H]: E
     maxima: Any = None  # [token tiles, 1, vocab_size]
+    kept: Any = None  # [V, room] or [room, V], in HBM: exponentials of the first tokens
+    tops: Any = None  # [N, vocabulary tiles]: the maximum that each tile's exponentials are relative to
 
 
 def _absorb(sums: RowSums, u: Array, is_target: Array, k: Array | None) -> tuple[RowSums, Array, Array, Array]:
@@ -101,9 +104,22 @@ def _absorb(sums: RowSums, u: Array, is_target: Array, k: Array | None) -> tuple
     return absorbed, e, a, shifted
 
 
-def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) -> None:
+def _copy_of_step(spec: Spec, out: _Out, keeping: tuple[Any, Any], i: Any, j: Any, width: int) -> Any:
+    """The copy of a step's exponentials from their buffer to HBM; two buffers take turns."""
+    buffer, done = keeping
+    vocab, tokens = spec.tiles.vocab, spec.tiles.tokens
+    columns = pl.ds(pl.multiple_of(j * vocab, vocab), width)
+    rows = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
+    if spec.layout == "vh":
+        source, to = buffer.at[j % 2, :width, :], out.kept.at[columns, rows]
+    else:
+        source, to = buffer.at[j % 2, :, :width], out.kept.at[rows, columns]
+    return pltpu.make_async_copy(source, to, done.at[j % 2])
+
+
+def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *keeping: Any) -> None:
     """One (token tile, vocabulary tile) step; scratch carries the sums (``acc.target`` the target's raw logit), the
-    output block carries ``E``."""
+    output block carries ``E``. ``keeping``: two buffers of exponentials on their way out, and their semaphores."""
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
     transform = spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[...])
@@ -122,7 +138,15 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
         def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
             clear_dead(refs.h, 0, dead[1])
 
+    keeps, last = i < spec.kept_steps, spec.vocab_steps - 1
+
+    def copy(at: Any, width: int) -> Any:
+        return _copy_of_step(spec, out, keeping, i, at, width)
+
     def step(width: int, masked: bool) -> None:
+        if spec.kept and last >= 2:
+            # Before anything else, long after it was begun: no step waits, and the rest is one block of code.
+            pl.when(keeps & (j >= 2))(lambda: copy(j - 2, spec.tiles.vocab).wait())
         if masked and out.expected is not None:
             clear_outside(spec, refs.weight, width)
         w = head_tile(spec, refs.weight, width)
@@ -147,11 +171,32 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
             bend = slope(x, transform)
             assert bend is not None
             e = jnp.where(e > 0, e * bend, 0.0)
-        out.expected[...] = a * out.expected[...] + dot(e.astype(w.dtype), w, (1, spec.axis))
+        e = e.astype(w.dtype)
+        out.expected[...] = a * out.expected[...] + dot(e, w, (1, spec.axis))
+        if spec.kept:
+            keep(e, width)
+            tile = lax.broadcasted_iota(jnp.int32, out.tops.shape, 1)
+            out.tops[...] = jnp.where(tile == j, sums.maximum, out.tops[...])
+
+    def keep(e: Array, width: int) -> None:
+        buffer = keeping[0]
+        if spec.layout == "vh":
+            buffer[j % 2, :width, :] = e.T
+        else:
+            buffer[j % 2, :, :width] = e
+        pl.when(keeps)(lambda: copy(j, width).start())
 
     over_vocabulary(spec, live, step)
 
-    @pl.when(live & (j == spec.vocab_steps - 1))
+    if spec.kept:
+
+        @pl.when(live & keeps & (j == last))
+        def copies_end() -> None:
+            if last >= 1:
+                copy(j - 1, spec.tiles.vocab).wait()
+            copy(j, spec.tail_width).wait()
+
+    @pl.when(live & (j == last))
     def _() -> None:
         s = jax.tree.map(lambda ref: ref[...], acc)
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
@@ -159,9 +204,12 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums) ->
             out.sums[:, i : i + 1] = value
 
 
-def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | None, Array | None]:
-    """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None)``; what belongs to
-    dead tiles is not written. A ``floor`` among the operands asks for the maxima."""
+def forward_sweep(
+    k: Launch, direction: bool, room: int = 0
+) -> tuple[RowSums, Array, Array | None, Array | None, Kept | None]:
+    """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None, exponentials or
+    None)``; what belongs to dead tiles is not written. A ``floor`` among the operands asks for the maxima, a direction
+    with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens."""
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
 
@@ -183,6 +231,21 @@ def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | N
         shape = jax.ShapeDtypeStruct((passes, 1, spec.vocab_size), jnp.float32)
         shapes = dataclasses.replace(shapes, maxima=shape)
         moved += 4 * passes * spec.vocab_size
+    keeping: list[Any] = []
+    if direction and spec.kept:
+        plane = (spec.vocab, room) if spec.layout == "vh" else (room, spec.vocab)
+        tile = (spec.tiles.vocab, tokens) if spec.layout == "vh" else (tokens, spec.tiles.vocab)
+        item = x.weight.dtype
+        blocks = dataclasses.replace(
+            blocks, kept=pl.BlockSpec(memory_space=pl.ANY), tops=pl.BlockSpec((tokens, spec.vocab_steps), own)
+        )
+        shapes = dataclasses.replace(
+            shapes,
+            kept=compat.hbm_output(plane, item, spec.interpret),
+            tops=jax.ShapeDtypeStruct((n, spec.vocab_steps), jnp.float32),
+        )
+        keeping = [pltpu.VMEM((2, *tile), item), pltpu.SemaphoreType.DMA((2,))]
+        moved += spec.kept * spec.vocab * item.itemsize
     scratch: Any = RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5)  # type: ignore[arg-type]
     what = "direction" if direction else "stats" if x.floor is None else "maxima"
     out = pl.pallas_call(
@@ -192,7 +255,7 @@ def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | N
             grid=(passes, spec.vocab_steps),
             in_specs=[sweep_blocks(k)],
             out_specs=blocks,
-            scratch_shapes=[scratch],
+            scratch_shapes=[scratch, *keeping],
         ),
         out_shape=shapes,
         compiler_params=compiler_params(spec),
@@ -206,4 +269,5 @@ def forward_sweep(k: Launch, direction: bool) -> tuple[RowSums, Array, Array | N
     )(k.n_live, x)
     sums = out.sums
     maxima = None if out.maxima is None else out.maxima[:, 0]
-    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], out.expected, maxima
+    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[: spec.kept, 5], spec.tiles.vocab)
+    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], out.expected, maxima, kept

@@ -7,28 +7,32 @@ are skipped and fetch nothing):
     token_stats_and_maxima     one matmul      statistics, bit-identical to those, and columns' largest probabilities
     token_stats_and_direction  two matmuls     statistics, bit-identical to those, and d logp / d hidden
     dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
-    dhead                      two matmuls     dW in its final dtype, dbias
+    dhead                      two matmuls     dW in its final dtype, dbias; one for tokens whose exponentials were kept
 
-An objective of ``logp`` alone costs four matmuls for loss, dH and dW: with ``p`` the softmax and ``y`` the target,
+An objective of ``logp`` alone costs four matmuls for loss, dH and dW, three for tokens whose exponentials the forward
+sweep keeps (``kept.py``): with ``p`` the softmax and ``y`` the target,
 
     D = d logp / d h = -expm1(logp) slope_y W_y - sum_{v != y} p_v slope_v W_v          dH = g_logp D
 
 ``D`` is float32: it is the sweep's own accumulator, scaled. Rounding it to bfloat16 would round dH twice and saves
 nothing at the peak, since it dies before dW is made.
 
-Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``tiles.py``.
+Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhead.py``, ``tiles.py``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.pallas_tpu.backward import coefficients, dhead_sweep, dhidden_sweep
+from logitless.head.pallas_tpu.backward import AT_TARGET, coefficients, dhidden_sweep
 from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.dhead import dhead_sweep, schedule
 from logitless.head.pallas_tpu.forward import forward_sweep
+from logitless.head.pallas_tpu.kept import Kept, factors, room_for
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import Tiles
 from logitless.problem import Problem
@@ -76,19 +80,22 @@ def token_stats_and_maxima(
     tokens = k.spec.tiles.tokens
     # Rows of the last block beyond the array must not count, whatever would stand there.
     floor = jnp.pad(jnp.where(k.live, floor, jnp.inf), (0, -p.n % tokens), constant_values=jnp.inf)
-    sums, _, _, maxima = forward_sweep(k.reading(floor=floor[:, None]), False)
+    sums, _, _, maxima, _ = forward_sweep(k.reading(floor=floor[:, None]), False)
     assert maxima is not None
     written = jnp.arange(maxima.shape[0]) * tokens < k.n_live[0]
     return _finished(k, p, sums), jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
 
 
-def token_stats_and_direction(p: Problem, n_live: Count = None, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
-    """``(statistics [N], d logp / d hidden [N, H] float32)``, zero from ``n_live`` on. Two matmuls."""
-    k = prepare("forward", p, n_live, tiles)
-    sums, x_y, expected, _ = forward_sweep(k, True)
+def token_stats_and_direction(
+    p: Problem, n_live: Count = None, tiles: Tiles | None = None, keep: int = 0
+) -> tuple[TokenStats, Array, Kept | None]:
+    """``(statistics [N], d logp / d hidden [N, H] float32, exponentials)``, the first two zero from ``n_live`` on. Two
+    matmuls. ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
+    k = prepare("forward", p, n_live, tiles, keep)
+    sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep))
     assert expected is not None
     stats = _finished(k, p, sums)
-    return stats, token_direction(p, n_live, stats, sums, x_y, expected)
+    return stats, token_direction(p, n_live, stats, sums, x_y, expected), kept
 
 
 def token_direction(
@@ -125,15 +132,30 @@ def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, til
 
 
 def dhead(
-    p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, out_dtype: Any = None, tiles: Tiles | None = None
+    p: Problem,
+    n_live: Count,
+    stats: TokenStats,
+    g: StatCotangents,
+    out_dtype: Any = None,
+    tiles: Tiles | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Array, Array | None]:
     """``(dW in the layout of the head, dbias [V] float32 or None)``; ``out_dtype`` is the head's by default. Two
-    matmuls.
+    matmuls, one for the tokens whose exponentials were ``kept``: those stand first, in the order of that sweep, and
+    the entropy has no cotangent.
 
-    Accumulated in float32 and rounded once. Dead tokens may hold anything; a token before ``n_live`` whose cotangents
-    are zero adds zero, provided that its hidden state is finite.
+    Accumulated in float32 and rounded once. Dead tokens may hold anything, but for those that stand among the kept; a
+    token before ``n_live`` whose cotangents are zero adds zero, provided that its hidden state is finite.
     """
-    k = prepare("dhead", p, n_live, tiles)
+    count, tile = (0, 0) if kept is None else (kept.x_y.shape[0], kept.tile)
+    k = prepare("dhead", p, n_live if kept is None or n_live is not None else p.n, tiles, count, tile)
     padded = k.spec.token_steps * k.spec.tiles.tokens
-    k = k.reading(token=coefficients(p, k.live, stats, g, padded).T)
+    token = coefficients(p, k.live, stats, g, padded)
+    if kept is not None:
+        f, own = factors(p, kept, stats, g)
+        token = token.at[AT_TARGET, :count].set(own)
+        k = k.reading(kept=kept.exponentials, factors=f.T[:, None] if p.head.layout == "vh" else f)
+        k = k.reading(weight=None) if count == p.n else k
+        k = dataclasses.replace(k, n_live=schedule(k, g.any_nonzero()))
+    k = k.reading(token=token.T)
     return dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype))

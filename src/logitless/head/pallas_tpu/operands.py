@@ -30,13 +30,15 @@ class Operands:
 
     scalars: Any  # [3] float32, in SMEM: temperature, softcap, scale
     h: Any  # [N, H]
-    weight: Any  # [V, H] or [H, V]
+    weight: Any  # [V, H] or [H, V]; None in dhead where every token's exponentials are kept
     targets: Any  # [N, 1] int32
     bias: Any = None  # [1, V] float32
     temperature: Any = None  # [N, 1] float32, forward
     floor: Any = None  # [N, 1] float32, forward with maxima
     token: Any = None  # [N, ROWS] float32, backward: each token's coefficients
     h_t: Any = None  # [H, N], dhead of an [H, V] head
+    kept: Any = None  # [V, room] or [room, V], dhead: exponentials that the forward sweep kept
+    factors: Any = None  # [tiles, 1, kept] or [kept, tiles] float32, dhead: what they are to be multiplied by
 
     def blocks(self, **specs: pl.BlockSpec) -> Operands:
         """Block specs of the operands that are there."""
@@ -62,11 +64,11 @@ class Launch:
         return dataclasses.replace(self, operands=dataclasses.replace(self.operands, **more))
 
 
-def tiles_of(kernel: Kernel, p: Problem) -> Tiles:
+def tiles_of(kernel: Kernel, p: Problem, keeping: bool = False) -> Tiles:
     """The tiles of a kernel at a problem's shapes."""
     n, width = p.h.shape
     item = jnp.dtype(p.h.dtype).itemsize
-    return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes())
+    return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes(), keeping)
 
 
 def check(p: Problem) -> None:
@@ -104,8 +106,11 @@ def interpreter(interpret: Any) -> Any:
     return pltpu.InterpretParams() if interpret is True else interpret
 
 
-def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles | None) -> Launch:
-    """What every kernel takes of a problem; ``n_live`` tokens count, ``None``: all of them."""
+def prepare(
+    kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles | None, kept: int = 0, kept_tile: int = 0
+) -> Launch:
+    """What every kernel takes of a problem; ``n_live`` tokens count, ``None``: all of them. ``kept``: tokens whose
+    exponentials are kept, forward and dhead, there in tiles of ``kept_tile`` columns."""
     check(p)
     t, interpret = p.transform, interpreter(p.call.interpret)
     spec = Spec(
@@ -113,7 +118,7 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
         n=p.n,
         vocab=p.head.vocab,
         vocab_size=p.call.vocab_size,
-        tiles=tiles or tiles_of(kernel, p),
+        tiles=tiles or tiles_of(kernel, p, kept > 0),
         logits_dtype=jnp.dtype(p.call.logits_dtype),
         has_temperature=t.temperature is not None,
         per_token_temperature=t.per_token,
@@ -121,6 +126,8 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
         has_scale=t.scale is not None,
         all_live=n_live is None,
         interpret=interpret,
+        kept=kept,
+        kept_tile=kept_tile,
     )
     numbers = (None if t.per_token else t.temperature, t.softcap, t.scale)
     operands = Operands(

@@ -50,11 +50,17 @@ class Tiles:
     """Bytes to ask of the compiler: hardly more than the need, since it is taken from everything else."""
 
 
-def need(kernel: Kernel, tokens: int, vocab: int, hidden: int, itemsize: int, layout: str) -> int:
-    """VMEM bytes of a kernel's blocks, scratch and temporaries; compilers settled for 0.88 to 1.04 of it."""
+def need(
+    kernel: Kernel, tokens: int, vocab: int, hidden: int, itemsize: int, layout: str, keeping: bool = False
+) -> int:
+    """VMEM bytes of a kernel's blocks, scratch and temporaries; compilers settled for 0.88 to 1.04 of it.
+
+    ``keeping``: exponentials leave the forward sweep, or enter that of dW, through two buffers (``kept.py``).
+    """
     h, w = tokens * hidden * itemsize, vocab * hidden * itemsize
     plane = tokens * vocab * (4 + 4 + itemsize)  # logits, a temporary, rounded probabilities or dlogits
     rows = tokens * LANES * 4 * 10  # per-token columns occupy whole lanes
+    plane += 2 * tokens * vocab * itemsize if keeping else 0
     if itemsize == 4:
         plane += 2 * h + 3 * w + plane // 2  # a float32 matmul works on bfloat16 parts of its operands
     if kernel == "dhead":
@@ -69,8 +75,10 @@ def _fit(size: int, tile: int) -> int:
     return size if size <= LANES else min(tile, size // LANES * LANES)
 
 
-def choose(kernel: Kernel, n: int, hidden: int, vocab: int, itemsize: int, layout: str, vmem: int) -> Tiles:
-    """Tiles for ``n`` tokens. The vocabulary tile is the same for every ``n``."""
+def choose(
+    kernel: Kernel, n: int, hidden: int, vocab: int, itemsize: int, layout: str, vmem: int, keeping: bool = False
+) -> Tiles:
+    """Tiles for ``n`` tokens. The vocabulary tile is the same for every ``n``, and with and without ``keeping``."""
     tokens, columns = FIRST[kernel]
     budget = int(vmem * VMEM_SHARE * (1.0 if itemsize == 2 else FLOAT32_SHARE))
     while need(kernel, tokens, columns, hidden, itemsize, layout) > budget:
@@ -84,7 +92,9 @@ def choose(kernel: Kernel, n: int, hidden: int, vocab: int, itemsize: int, layou
             columns //= 2
         else:
             tokens //= 2
-    limit = min(int(SLACK * need(kernel, tokens, columns, hidden, itemsize, layout)), int(VMEM_MOST * vmem))
+    while keeping and tokens > LANES and need(kernel, tokens, columns, hidden, itemsize, layout, True) > budget:
+        tokens //= 2
+    limit = min(int(SLACK * need(kernel, tokens, columns, hidden, itemsize, layout, keeping)), int(VMEM_MOST * vmem))
     return Tiles(_fit(n, tokens), _fit(vocab, columns), max(limit, LEAST_LIMIT))
 
 
@@ -104,6 +114,8 @@ class Spec:
     has_scale: bool
     all_live: bool  # the number of live tokens is not a traced one: no step is conditional on it
     interpret: Any
+    kept: int = 0  # tokens, whole tiles of them, whose exponentials the forward sweep keeps for dW's
+    kept_tile: int = 0  # of dW's: columns of a tile of the sweep that kept them
 
     @property
     def axis(self) -> int:
@@ -114,6 +126,11 @@ class Spec:
     def token_steps(self) -> int:
         """Token tiles, dead ones included."""
         return pl.cdiv(self.n, self.tiles.tokens)
+
+    @property
+    def kept_steps(self) -> int:
+        """Token tiles whose exponentials are kept."""
+        return self.kept // self.tiles.tokens
 
     @property
     def vocab_steps(self) -> int:

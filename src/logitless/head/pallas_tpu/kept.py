@@ -1,0 +1,99 @@
+"""Exponentials that the forward sweep keeps for dW: whose tokens take three matmuls in the place of four.
+
+The forward sweep (``forward.py``) multiplies the head by ``e_v = exp(k (u_v - m))``, rounded to the head's dtype, where
+``m`` is the running maximum of the token's row after that tile of the vocabulary. Kept in HBM, they give a token's part
+of dW without its logits being made again: with no cotangent of the entropy
+
+    dx_v = e_v f        f = (g_lse - g_logp) p(m) slope,  one number for each token and tile (:func:`factors`)
+
+(a softcap's slope is in ``e`` already). The product is rounded to the head's dtype like every dlogit: where that is
+bfloat16, ``dx`` is rounded twice, at the exponential and here, and an element of dW has at most 1.5 times the ordinary
+error, as the contract has it.
+
+Where they stand: as dW itself does. A ``[V, H]`` head has them as ``[V, room]``, tokens along the lanes, one of
+``[H, V]`` as ``[room, V]``; with ``room = H`` that is the shape and the dtype of dW, whose sweep reads a tile of the
+vocabulary to its end before it writes that tile of dW: dW is written over them, and the exponentials of ``H`` tokens
+cost no memory. More of them, up to all, have an array of their own. ``memory_budget=`` asks for them
+(:func:`tokens_kept`): on a TPU it is what they may take, and without it nothing is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.head.pallas_tpu.operands import tiles_of
+from logitless.head.pallas_tpu.tiles import LANES
+from logitless.problem import Problem
+from logitless.pytree import register, static
+from logitless.stats import StatCotangents, TokenStats, dz, dz_line
+from logitless.transform import factor, slope, times
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a forward sweep kept of its first tokens."""
+
+    exponentials: Array  # [V, room] of a [V, H] head, [room, V] of an [H, V] one
+    tops: Array  # [kept, vocabulary tiles] float32: m after each tile
+    x_y: Array  # [kept] float32: raw logit of the target
+    tile: int = static(0)  # columns of a tile of that sweep
+
+
+LEAST_WIDTH = 1536
+"""Hidden size from which on exponentials are kept: to copy those of a tile costs about as much as a matmul of that tile
+at a hidden size of 1024 (8,200 cycles for 1024 x 2048 on v6e; the simulator's estimate)."""
+
+
+def nothing_kept_because(p: Problem) -> str | None:
+    """Why no exponentials are kept at a problem's shapes; ``None`` if they can be."""
+    width, vocab = p.h.shape[1], p.head.vocab
+    forward, dhead = tiles_of("forward", p, True), tiles_of("dhead", p, True)
+    if width < LEAST_WIDTH:
+        return f"at a hidden size of {width} keeping them costs what it saves"
+    if vocab % LANES or forward.vocab % dhead.vocab:
+        return f"the vocabulary, {vocab}, is not of whole tiles"
+    if math.lcm(forward.tokens, dhead.tokens) % LANES or math.lcm(forward.tokens, dhead.tokens) > p.n:
+        return f"{p.n} tokens are less than a tile"
+    return None
+
+
+def tokens_kept(p: Problem, memory_budget: int | None) -> int:
+    """How many tokens' exponentials are kept: none without a budget; whole tiles of them, as many as fit into dW's
+    place, or more if ``memory_budget`` bytes hold more."""
+    if memory_budget is None or nothing_kept_because(p) is not None:
+        return 0
+    n, width = p.h.shape
+    tile = math.lcm(tiles_of("forward", p, True).tokens, tiles_of("dhead", p, True).tokens)
+    bought = memory_budget // (p.head.vocab * jnp.dtype(p.h.dtype).itemsize)
+    return min(max(width, bought), n) // tile * tile
+
+
+def room_for(p: Problem, kept: int) -> int:
+    """Tokens that the array of exponentials has room for: ``H`` where dW will be written over it."""
+    return max(kept, p.h.shape[1])
+
+
+def factors(p: Problem, kept: Kept, stats: TokenStats, g: StatCotangents) -> tuple[Array, Array]:
+    """``(f [kept, tiles], dx at the target [kept])`` of the problem's first tokens; zero where ``g`` is.
+
+    ``stats`` and ``g`` are those of all tokens; ``g.entropy`` is zero.
+    """
+    count = kept.x_y.shape[0]
+    p = p.rows(lambda x: x[:count])
+    stats, g = jax.tree.map(lambda x: x[:count], (stats, g))
+    k = factor(p.transform)
+    column = k if k is None or k.ndim == 0 else k[:, None]
+    zero = jnp.zeros_like(kept.x_y)
+    by_row = jax.tree.map(lambda x: x[:, None], (stats, g))
+    f = dz_line(kept.tops, by_row[0], by_row[1], column)[0]
+    own = dz(zero, zero == 0, stats, g)
+    bend = slope(kept.x_y, p.transform)
+    if bend is not None:
+        own = jnp.where(own == 0, 0.0, own * bend)
+    return f if p.transform.softcap is not None else times(column, f), own

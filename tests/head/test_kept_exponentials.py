@@ -1,0 +1,187 @@
+"""Exponentials that the TPU's forward sweep keeps for dW, in the interpreter: the same contract as without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.tiles import MIB, Tiles
+from logitless.stats import StatCotangents
+from logitless.transform import LogitTransform
+from numerics import (
+    HeadStatics,
+    assert_contract,
+    assert_same_bits,
+    cotangents,
+    head_case,
+    head_problem,
+    head_truth,
+    run_head,
+)
+
+SMALL = Tiles(tokens=128, vocab=128, vmem_limit=32 * MIB)
+WIDE = Tiles(tokens=128, vocab=256, vmem_limit=32 * MIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``keep`` of ``n`` tokens, the first ``live`` of which count."""
+
+    layout: str
+    keep: int
+    n: int = 256
+    live: int | None = None
+    dtype: str = "bfloat16"
+    vocab_size: int = 384
+    every: bool = False  # bias, softcap, a temperature per token
+    lead: float = 0.0
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(c: Case, h: Any, w: Any, y: Any, g: Any, transform: LogitTransform, bias: Any) -> dict[str, Any]:
+    p = head_problem(
+        h, w, y, layout=c.layout, bias=bias, transform=transform, vocab_size=c.vocab_size,
+        logits_dtype=jnp.dtype("float32"), interpret=True,
+    )  # fmt: skip
+    n_live = None if c.live is None else jnp.int32(c.live)
+    plain, direction, nothing = kernels.token_stats_and_direction(p, n_live, WIDE)
+    stats, same, kept = kernels.token_stats_and_direction(p, n_live, WIDE, keep=c.keep)
+    assert nothing is None and kept is not None
+    zero = jnp.zeros_like(g)
+    g = g if n_live is None else jnp.where(jnp.arange(c.n) < n_live, g, 0.0)
+    if c.live is not None:  # among the kept, dead tokens have to be numbers
+        p = dataclasses.replace(p, h=jnp.where((jnp.arange(c.n) < n_live)[:, None], p.h, jnp.zeros((), p.h.dtype)))
+    dw, db = kernels.dhead(
+        p, None if n_live is None else jnp.maximum(n_live, c.keep), stats, StatCotangents(g, zero, zero),
+        tiles=SMALL, kept=kept,
+    )  # fmt: skip
+    return {"stats": (plain, direction), "again": (stats, same), "dw": dw, "db": db}
+
+
+CASES = {
+    "some, in dW's place": Case("vh", 128, n=300),
+    "all, in an array of their own": Case("vh", 256),
+    "[H, V], some, padding": Case("hv", 128, n=300, vocab_size=261),
+    "[H, V], every option": Case("hv", 128, every=True, live=200, vocab_size=300),
+    "every option, dead among the kept": Case("vh", 128, n=300, live=100, every=True, vocab_size=261),
+    "float32": Case("vh", 128, dtype="float32", n=200),
+    "peaked": Case("vh", 256, lead=50.0),
+}
+
+
+DEFAULT = ("some, in dW's place", "[H, V], every option")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in CASES])
+def test_contract(name: str) -> None:
+    c = CASES[name]
+    case = head_case(0, (c.n,), 128, 384, c.dtype, lead=c.lead)
+    rng = np.random.default_rng(1)
+    live = np.arange(c.n) < (c.n if c.live is None else c.live)
+    hidden = case.hidden.copy()
+    hidden[~live] = np.nan
+    case = dataclasses.replace(case, hidden=hidden, targets=case.targets % c.vocab_size)
+    g = np.where(live, cotangents(rng, (c.n,))[0], 0).astype(np.float32)
+    g[:3] = 0
+    g[150:] *= 0 if name.startswith("all") else 1  # a kept tile without a gradient
+    options: dict[str, Any] = {"vocab_size": c.vocab_size}
+    bias = None
+    if c.every:
+        bias = rng.standard_normal(384).astype(np.float32)
+        options.update(softcap=5.0, temperature=rng.uniform(0.5, 1.5, c.n).astype(np.float32))
+    h, w = case.parameters(c.layout)
+    y = jnp.asarray(case.targets)
+    numbers = [None if options.get(k) is None else jnp.asarray(options[k]) for k in ("temperature", "softcap")]
+    out = run(c, h, w, y, jnp.asarray(g), LogitTransform(*numbers), None if bias is None else jnp.asarray(bias))
+    assert_same_bits(out["again"], out["stats"])
+    traced = {k: v for k, v in options.items() if k != "vocab_size"} | {"mask": live}
+    only = (g, np.zeros_like(g), np.zeros_like(g))
+    primals = (h, w) if bias is None else (h, w, jnp.asarray(bias))
+    _, (_, dw, *db) = run_head(HeadStatics("plain", c.layout, None, c.vocab_size, "float32"), primals, y, only, traced)
+    _, (_, true_dw, true_db) = head_truth(case, only, bias=bias, layout=c.layout, mask=live, **options)
+    assert out["dw"].dtype == w.dtype
+    assert_contract("dW", out["dw"], dw, true_dw)
+    if bias is not None:
+        assert_contract("dbias", out["db"], db[0], true_db)
+
+
+def test_masked_tokens_and_other_cotangents() -> None:
+    """Live tokens are swept first, and the same ones are kept; with a cotangent of the entropy nothing kept is used."""
+    n, width = 256, 256
+    case = head_case(3, (n,), width, 256, "bfloat16")
+    rng = np.random.default_rng(4)
+    live = rng.random(n) < 0.6
+    hidden = case.hidden.copy()
+    hidden[~live] = np.nan
+    case = dataclasses.replace(case, hidden=hidden)
+    h, w = case.parameters("vh")
+    y, want, backend = jnp.asarray(case.targets), Wanted(hidden=True, weight=True), PallasTpu()
+    g = tuple(np.where(live, x, 0).astype(np.float32) for x in cotangents(rng, (n,)))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def gradients(kept: int, only_logp: bool, h: Any, w: Any, g: Any) -> Any:
+        p = dataclasses.replace(
+            head_problem(h, w, y, transform=LogitTransform(), interpret=True), live=jnp.asarray(live)
+        ).calling(kept=kept)
+        out, _, residual = backend.forward(p, want)
+        assert residual is not None and isinstance(residual, tuple) == (kept > 0)
+        zero = jnp.zeros_like(g[0])
+        of = StatCotangents(g[0], zero, zero) if only_logp else StatCotangents(*g)
+        found = backend.backward(p, want, out, of, residual, only_logp)
+        return found.hidden, found.head.weight
+
+    only = (g[0], np.zeros_like(g[0]), np.zeros_like(g[0]))
+    dh, dw = gradients(256, True, h, w, g)
+    _, (plain_dh, plain_dw) = run_head(
+        HeadStatics("plain", "vh", None, None, "float32"), (h, w), y, only, {"mask": live}
+    )
+    _, (true_dh, true_dw, _) = head_truth(case, only, layout="vh", mask=live)
+    assert_contract("dH", dh, plain_dh, true_dh)
+    assert_contract("dW", dw, plain_dw, true_dw)
+    assert_same_bits(gradients(256, False, h, w, g), gradients(0, False, h, w, g))
+
+
+def shapes(n: int, width: int, vocab: int, dtype: str = "bfloat16") -> Any:
+    h, w = jax.ShapeDtypeStruct((n, width), dtype), jax.ShapeDtypeStruct((vocab, width), dtype)
+    return h, w, jax.ShapeDtypeStruct((n,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "vocab", "budget", "kept"),
+    [
+        (8192, 4096, 151936, None, 0),
+        (8192, 4096, 151936, 1 << 28, 4096),  # as many as dW has columns: they cost nothing
+        (8192, 4096, 151936, 2 * 6144 * 151936, 6144),
+        (8192, 4096, 151936, 3 << 30, 8192),
+        (2048, 4096, 151936, 1 << 28, 2048),
+        (8192, 4096, 50257, 1 << 28, 0),  # no whole lanes
+        (32768, 896, 151936, 1 << 32, 0),
+        (100, 4096, 151936, 1 << 28, 0),
+    ],
+)
+def test_how_many_are_kept(n: int, width: int, vocab: int, budget: int | None, kept: int) -> None:
+    h, w, y = shapes(n, width, vocab)
+    with as_if_on(chip_of("v6e")):
+        route = logitless.explain(logitless.linear_logprobs, h, w, y, memory_budget=budget)
+    assert route.backend == "pallas_tpu" and route.static.kept == kept
+    assert route.described.counts == (4 - kept / n, 2, 1)
+    assert ("are kept" in route.way) == (kept > 0 or budget is not None)
+
+
+def test_plan_prices_what_is_kept() -> None:
+    h, w, _ = shapes(8192, 4096, 151936)
+    none, free, all_kept = (logitless.plan(h, w, chip="v6e", memory_budget=b) for b in (None, 1 << 28, 3 << 30))
+    assert (none.matmuls, free.matmuls, all_kept.matmuls) == (4, 3.5, 3.0)
+    assert free.temporaries == none.temporaries and all_kept.temporaries - free.temporaries == 2 * 8192 * 151936
+    frozen, bonus = (
+        logitless.plan(h, w, chip="v6e", memory_budget=3 << 30, **k)  # type: ignore[arg-type]
+        for k in ({"gradients": ("hidden",)}, {"objective": logitless.Objective(entropy_coef=0.1)})
+    )
+    assert (frozen.matmuls, bonus.matmuls) == (2, 5)
