@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import logitless
 from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
+from logitless.planning.chips import as_if_on, chip_of
+from logitless.problem import Wanted
 from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
 from numerics import (
@@ -176,7 +180,7 @@ def test_how_many_are_kept(n: int, width: int, vocab: int, budget: int | None, k
 
 
 def test_plan_prices_what_is_kept() -> None:
-    h, w, _ = shapes(8192, 4096, 151936)
+    h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 1024, 4096), (151936, 4096)))
     none, free, all_kept = (logitless.plan(h, w, chip="v6e", memory_budget=b) for b in (None, 1 << 28, 3 << 30))
     assert (none.matmuls, free.matmuls, all_kept.matmuls) == (4, 3.5, 3.0)
     assert free.temporaries == none.temporaries and all_kept.temporaries - free.temporaries == 2 * 8192 * 151936

@@ -8,6 +8,7 @@ CONSTANT = "tests/logits/test_constant_temperature.py"
 HAND = "tests/objectives/test_by_hand.py"
 NUMERICS = "tests/logits/test_logits_numerics.py"
 TPU_HEAD = "tests/head/test_head_pallas_tpu.py"
+KEPT = "tests/head/test_kept_exponentials.py"
 TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
 GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
 GPU_LOGITS = "tests/logits/test_logits_mosaic_gpu.py"
@@ -156,6 +157,18 @@ MUTANTS = [
         "values = [times(k, v) for v in values]",
         "values = [v for v in values]",
         f"{TPU_HEAD}::test_contract[temperature and scale]",
+    ),
+    m(
+        "head/pallas_tpu/kept",
+        "own = jnp.where(own == 0, 0.0, own * bend)",
+        "own = jnp.where(own == 0, 0.0, own)",
+        f"{KEPT}::test_contract[[H, V], every option]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "out.tops[...] = jnp.where(tile == j, sums.maximum, out.tops[...])",
+        "out.tops[...] = jnp.where(tile >= 0, sums.maximum, out.tops[...])",
+        f"{KEPT}::test_contract[some, in dW's place]",
     ),
     m(
         "head/pallas_tpu/kernels",

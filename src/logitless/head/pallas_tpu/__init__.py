@@ -4,7 +4,7 @@ backend          the exact backend around the kernels; which calls it serves, wh
 kernels          statistics, direction, dH and dW of a problem, each by one sweep: matmuls and maths
 forward          the sweep over the vocabulary that makes statistics, the expected head row and column maxima
 kept             exponentials that the forward sweep keeps for dW, and how many
-backward, dhead  the two sweeps that make dH and dW
+backward         the sweep that makes dW; dhidden that of dH
 columns_at       W[:, y] of an [H, V] head
 tiles, operands  what a kernel is specialised to, and what it is given
 sparse           a sparse backward around the exact backend; sparse_columns finds its columns

@@ -1,4 +1,5 @@
-"""Backward of the fused head on TPU by recompute: dH from per-token cotangents, with no logits in HBM.
+"""Backward of the fused head on TPU: dlogits of a tile from per-token cotangents, and dW and dbias from them, with no
+logits in HBM. dH: ``dhidden.py``.
 
 With the statistics saved, a column's dlogit needs only its own logit and the two numbers of
 :func:`logitless.stats.dz_line`, which belong to the token and are computed once, in :func:`coefficients`:
@@ -8,10 +9,15 @@ With the statistics saved, a column's dlogit needs only its own logit and the tw
 then ``dx = dz * slope`` (folded into a, b and at_target unless a softcap makes it vary over columns), rounded to the
 operands' dtype. Two matmuls (``4 N H V`` FLOP):
 
-    dhidden   grid (token tile, vocabulary tile):  dH [tokens, H] += dx W, carried in its float32 output block.
-              HBM: W once per token tile, hidden states once, 4 N H written.
+    dhead     grid (vocabulary tile, token tile):  dW [vocab, H] += dx^T h, carried in float32 and written once in its
+              final dtype. HBM: hidden states once per vocabulary tile, W once, dW once.
 
-dW's sweep: ``dhead.py``.
+Tokens whose exponentials the forward sweep kept (``kept.py``) stand first and take one matmul: ``dx`` is a multiply.
+Their exponentials are read once; where these have dW's shape, dW is written over them, a vocabulary tile after its last
+read.
+
+Nothing is transposed here: for ``[V, H]`` the logits are computed as ``x^T = W h^T`` with tokens along the lanes, for
+``[H, V]`` a transposed copy of the hidden states (``N H``, not of the head) is streamed beside them.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -30,17 +37,14 @@ from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     Launch,
     Operands,
-    clear_outside,
+    clear_dead,
     column_ids,
     compiler_params,
     dot,
-    head_tile,
-    over_vocabulary,
-    raw_logits,
-    sweep_blocks,
+    rounded,
 )
-from logitless.head.pallas_tpu.tiles import Spec
-from logitless.problem import Problem
+from logitless.head.pallas_tpu.tiles import LANES, Spec
+from logitless.problem import HeadGrads, Problem
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
 from logitless.transform import factor, pull_back, swept, times
 
@@ -80,48 +84,191 @@ def cotangent_of_logits(spec: Spec, x: Array, token: Callable[[int], Array], is_
     return pull_back(d, x, transform) if spec.has_softcap else d
 
 
-def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> None:
-    i, j = pl.program_id(0), pl.program_id(1)
-    live = spec.live(i, n_live)
+def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scratch: HeadGrads) -> None:
+    vh = spec.layout == "vh"
+    acc: Any = out.weight if scratch.weight is None else scratch.weight  # a float32 dW is its own accumulator
+    dbias: Any = scratch.bias
+    j, i = pl.program_id(0), pl.program_id(1)
+    vocab, axis = spec.tiles.vocab, spec.axis  # along which the vocabulary runs in the tile of logits
 
-    @pl.when(live & (j == 0))
+    @pl.when(i == 0)
     def _() -> None:
-        out_ref[...] = jnp.zeros_like(out_ref)
+        for ref in jax.tree.leaves((acc, dbias)):
+            ref[...] = jnp.zeros_like(ref)
 
-    def step(width: int, masked: bool) -> None:
+    live, dead = spec.live(i, n_live), spec.dead_rows(i, n_live)
+    kept_steps = spec.kept_steps
+    if spec.kept:
+        live = live & (i >= kept_steps)
+    if dead is not None:
+
+        @pl.when(live & dead[0])
+        def _() -> None:
+            clear_dead(refs.h, 0, dead[1])
+            if not vh:
+                clear_dead(refs.h_t, 1, dead[1])
+
+    def step(masked: bool) -> None:
+        h, w = refs.h[...], refs.weight[...]
+        x = dot(w, h, (1, 1)) if vh else dot(h, w, (1, 0))
+        if refs.bias is not None:
+            # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
+            x = x + (jnp.broadcast_to(refs.bias[...], (8, vocab)).T[:, :1] if vh else refs.bias[...])
+        x = rounded(spec, x)
+        column = column_ids(x, axis)
+        is_target = column == refs.targets[...] - j * vocab
+        token = (lambda k: refs.token[k : k + 1, :]) if vh else (lambda k: refs.token[:, k : k + 1])
+        d = cotangent_of_logits(spec, x, token, is_target, refs.scalars)
         if masked:
-            clear_outside(spec, refs.weight, width)
-        w = head_tile(spec, refs.weight, width)
-        x = raw_logits(spec, refs, w)
-        column = column_ids(x)
-        is_target = column == refs.targets[...] - j * spec.tiles.vocab
-        d = cotangent_of_logits(spec, x, lambda k: refs.token[:, k : k + 1], is_target, refs.scalars)
+            d = jnp.where(column < spec.vocab_size - j * vocab, d, 0.0)
+        add(d, h)
+
+    def kept_step(masked: bool) -> None:
+        if vh:
+            f, own = refs.factors[0], refs.token[AT_TARGET : AT_TARGET + 1, :]
+        else:
+            mine = column_ids(refs.factors) == j * vocab // spec.kept_tile
+            f = jnp.sum(jnp.where(mine, refs.factors[...], 0.0), axis=1, keepdims=True)
+            own = refs.token[:, AT_TARGET : AT_TARGET + 1]
+        e = refs.kept[...].astype(jnp.float32)
+        column = column_ids(e, axis)
+        # A token without a gradient may have nothing in its place, or anything.
+        d = jnp.where(column == refs.targets[...] - j * vocab, own, jnp.where(f != 0, e * f, 0.0))
         if masked:
-            d = jnp.where(column < spec.tail, d, 0.0)
-        out_ref[...] += dot(d.astype(w.dtype), w, (1, spec.axis))
+            d = jnp.where(column < spec.vocab_size - j * vocab, d, 0.0)
+        add(d, refs.h[...])
 
-    over_vocabulary(spec, live, step)
+    def add(d: Array, h: Array) -> None:
+        if dbias is not None:
+            dbias[...] += jnp.sum(d, axis=1 - axis, keepdims=True)
+        d = d.astype(h.dtype)
+        acc[...] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
+
+    # Columns beyond the array's end produce rows of dW that are never written, so only padding columns need a mask.
+    whole = spec.vocab_size // vocab if spec.vocab_size < spec.vocab else pl.cdiv(spec.vocab, vocab)
+    ways = [] if refs.weight is None else [(live, step)]
+    if spec.kept:
+        ways.append(((i < kept_steps) & (n_live[1 + kept_steps + jnp.minimum(i, kept_steps - 1)] != 0), kept_step))
+    for taken, way in ways:
+        if whole > 0:
+            pl.when(taken & (j < whole))(functools.partial(way, False))
+        if spec.vocab_size < spec.vocab and spec.vocab_size % vocab:
+            pl.when(taken & (j == whole))(functools.partial(way, True))
+
+    @pl.when(i == pl.num_programs(1) - 1)
+    def _() -> None:
+        written: Any = out
+        if scratch.weight is not None:
+            written.weight[...] = acc[...].astype(written.weight.dtype)
+        if dbias is not None:
+            total = dbias[...]
+            written.bias[...] = jnp.broadcast_to(total, (vocab, LANES)).T[:1, :] if vh else total
 
 
-def dhidden_sweep(k: Launch) -> Array:
-    """dH ``[N, H]`` float32; rows of dead tiles are not written."""
-    spec, x = k.spec, k.operands
-    (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
-    return pl.pallas_call(
-        functools.partial(_dhidden_kernel, spec),
+def _weight_block(spec: Spec, width: int) -> pl.BlockSpec:
+    """A vocabulary tile of the head, or of dW."""
+    if spec.layout == "vh":
+        return pl.BlockSpec((spec.tiles.vocab, width), lambda j, i, n_live: (j, 0))
+    return pl.BlockSpec((width, spec.tiles.vocab), lambda j, i, n_live: (0, j))
+
+
+def _dhead_blocks(k: Launch) -> Operands:
+    """Block specs for a grid (vocabulary tile, token tile)."""
+    spec, width = k.spec, k.operands.h.shape[1]
+    tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
+
+    def at(i: Any, n_live: Any) -> Any:
+        """The token tile to read: that of the last step that had one to read, where a step has none."""
+        own = spec.readable(i, n_live)
+        return jnp.where(i < spec.kept_steps, kept_at(i, n_live), own) if spec.kept else own
+
+    def kept_at(i: Any, n_live: Any) -> Any:
+        return n_live[1 + jnp.minimum(i, spec.kept_steps - 1)]
+
+    def rows(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((tokens, size), lambda j, i, n_live: (at(i, n_live), 0))
+
+    def lanes(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((size, tokens), lambda j, i, n_live: (0, at(i, n_live)))
+
+    tiles = pl.cdiv(spec.vocab_size, max(spec.kept_tile, 1))  # of the sweep that kept them
+    if spec.layout == "vh":
+        kept = pl.BlockSpec((vocab, tokens), lambda j, i, n_live: (j, kept_at(i, n_live)))
+        ratio, last = max(spec.kept_tile // vocab, 1), tiles - 1  # padding may fill whole tiles
+        factors = pl.BlockSpec(
+            (1, 1, tokens), lambda j, i, n_live: (jnp.minimum(j // ratio, last), 0, kept_at(i, n_live))
+        )
+    else:
+        kept = pl.BlockSpec((tokens, vocab), lambda j, i, n_live: (kept_at(i, n_live), j))
+        factors = pl.BlockSpec((tokens, tiles), lambda j, i, n_live: (kept_at(i, n_live), 0))
+    per_token, vocab_row = lanes if spec.layout == "vh" else rows, lambda j, i, n_live: (0, j)
+    return k.operands.blocks(
+        scalars=pl.BlockSpec(memory_space=pltpu.SMEM),
+        h=rows(width),
+        weight=_weight_block(spec, width),
+        targets=per_token(1),
+        bias=pl.BlockSpec((1, vocab), vocab_row),
+        token=per_token(ROWS),
+        h_t=lanes(width),
+        kept=kept,
+        factors=factors,
+    )
+
+
+def schedule(k: Launch, moves: Array) -> Array:
+    """What the sweep's steps are told: ``[how many tokens count, the kept tile to read at each step, whether it has a
+    token that moves]``; a kept tile without one is neither read nor worked on."""
+    steps = k.spec.kept_steps
+    active = jnp.any(moves[: k.spec.kept].reshape(steps, -1), axis=1)
+    at = jax.lax.cummax(jnp.where(active, jnp.arange(steps, dtype=jnp.int32), 0))
+    return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])
+
+
+def dhead_sweep(k: Launch, out_dtype: Any) -> tuple[Array, Array | None]:
+    """``(dW in the head's shape and out_dtype, dbias [V] float32 or None)``; ``k`` as for :func:`dhidden_sweep`, with
+    coefficients of whole token tiles."""
+    spec, x, vh = k.spec, k.operands, k.spec.layout == "vh"
+    (n, width), tokens, vocab = x.h.shape, spec.tiles.tokens, spec.tiles.vocab
+    passes, again = pl.cdiv(spec.vocab, vocab), n - spec.kept
+    shape = (spec.vocab, width) if vh else (width, spec.vocab)
+    moved = passes * x.h.nbytes * (1 if vh else 2) + (x.weight.nbytes if again else 0)
+    moved += spec.vocab * width * jnp.dtype(out_dtype).itemsize
+    in_place: dict[int, int] = {}
+    if spec.kept:
+        moved += spec.kept * spec.vocab * x.kept.dtype.itemsize
+        if x.kept.shape == shape and x.kept.dtype == out_dtype:
+            leaves = jax.tree.leaves(k.operands)
+            in_place = {1 + next(i for i, leaf in enumerate(leaves) if leaf is x.kept): 0}
+    if vh:  # tokens along the lanes
+        k = k.reading(targets=x.targets.reshape(1, n), token=x.token.T)
+    blocks, tile = _dhead_blocks(k), (vocab, width) if vh else (width, vocab)
+    has_bias, own_accumulator = x.bias is not None, out_dtype != jnp.float32
+    shapes: Any = HeadGrads(
+        compat.hbm_output(shape, out_dtype, spec.interpret),
+        jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32) if has_bias else None,  # type: ignore[arg-type]
+    )
+    scratch: Any = HeadGrads(
+        pltpu.VMEM(tile, jnp.float32) if own_accumulator else None,  # type: ignore[arg-type]
+        pltpu.VMEM((vocab, 1) if vh else (1, vocab), jnp.float32) if has_bias else None,  # type: ignore[arg-type]
+    )
+    out = pl.pallas_call(
+        functools.partial(_dhead_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(passes, spec.vocab_steps),
-            in_specs=[sweep_blocks(k, ROWS)],
-            out_specs=pl.BlockSpec((tokens, width), lambda i, j, n_live: (i, 0), pipeline_mode=pl.Buffered(1)),
+            grid=(passes, spec.token_steps),
+            in_specs=[blocks],
+            out_specs=HeadGrads(_weight_block(spec, width), blocks.bias),  # type: ignore[arg-type]
+            scratch_shapes=[scratch],
         ),
-        out_shape=compat.hbm_output((n, width), jnp.float32, spec.interpret),
+        out_shape=shapes,
         compiler_params=compiler_params(spec),
         cost_estimate=pl.CostEstimate(
-            flops=4 * n * width * spec.vocab_size,
-            transcendentals=n * spec.vocab_size,
-            bytes_accessed=passes * x.weight.nbytes + x.h.nbytes + 4 * n * width,
+            flops=(2 * n + 2 * again) * width * spec.vocab_size,
+            transcendentals=again * spec.vocab_size,
+            bytes_accessed=moved,
         ),
-        name=f"head_dhidden_t{tokens}_v{spec.tiles.vocab}",
+        input_output_aliases=in_place,
+        name=f"head_dhead_t{tokens}_v{vocab}",
         interpret=spec.interpret,
-    )(k.n_live, x)
+    )(k.n_live, k.operands)
+    return out.weight, None if out.bias is None else out.bias[0]

@@ -63,10 +63,10 @@ def nothing_kept_because(p: Problem) -> str | None:
     return None
 
 
-def tokens_kept(p: Problem, memory_budget: int | None) -> int:
-    """How many tokens' exponentials are kept: none without a budget; whole tiles of them, as many as fit into dW's
-    place, or more if ``memory_budget`` bytes hold more."""
-    if memory_budget is None or nothing_kept_because(p) is not None:
+def tokens_kept(p: Problem, memory_budget: int) -> int:
+    """How many tokens' exponentials are kept: whole tiles of them, as many as fit into dW's place, or more if
+    ``memory_budget`` bytes hold more."""
+    if nothing_kept_because(p) is not None:
         return 0
     n, width = p.h.shape
     tile = math.lcm(tiles_of("forward", p, True).tokens, tiles_of("dhead", p, True).tokens)

@@ -17,7 +17,7 @@ sweep keeps (``kept.py``): with ``p`` the softmax and ``y`` the target,
 ``D`` is float32: it is the sweep's own accumulator, scaled. Rounding it to bfloat16 would round dH twice and saves
 nothing at the peak, since it dies before dW is made.
 
-Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhead.py``, ``tiles.py``.
+Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.pallas_tpu.backward import AT_TARGET, coefficients, dhidden_sweep
+from logitless.head.pallas_tpu.backward import AT_TARGET, coefficients, dhead_sweep, schedule
 from logitless.head.pallas_tpu.columns_at import columns_at
-from logitless.head.pallas_tpu.dhead import dhead_sweep, schedule
+from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.kept import Kept, factors, room_for
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
@@ -92,7 +92,7 @@ def token_stats_and_direction(
     """``(statistics [N], d logp / d hidden [N, H] float32, exponentials)``, the first two zero from ``n_live`` on. Two
     matmuls. ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
     k = prepare("forward", p, n_live, tiles, keep)
-    sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep))
+    sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep) if keep else 0)
     assert expected is not None
     stats = _finished(k, p, sums)
     return stats, token_direction(p, n_live, stats, sums, x_y, expected), kept

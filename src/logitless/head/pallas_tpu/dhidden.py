@@ -1,0 +1,80 @@
+"""dH of the fused head on TPU for any cotangents of logp, entropy and lse, with no logits in HBM.
+
+    dhidden   grid (token tile, vocabulary tile):  dH [tokens, H] += dx W, carried in its float32 output block.
+              HBM: W once per token tile, hidden states once, 4 N H written.
+
+Two matmuls (``4 N H V`` FLOP): logits are made again, ``dx`` is that of ``backward.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless import compat
+from logitless.head.pallas_tpu.backward import ROWS, cotangent_of_logits
+from logitless.head.pallas_tpu.operands import (
+    Launch,
+    Operands,
+    clear_outside,
+    column_ids,
+    compiler_params,
+    dot,
+    head_tile,
+    over_vocabulary,
+    raw_logits,
+    sweep_blocks,
+)
+from logitless.head.pallas_tpu.tiles import Spec
+
+
+def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> None:
+    i, j = pl.program_id(0), pl.program_id(1)
+    live = spec.live(i, n_live)
+
+    @pl.when(live & (j == 0))
+    def _() -> None:
+        out_ref[...] = jnp.zeros_like(out_ref)
+
+    def step(width: int, masked: bool) -> None:
+        if masked:
+            clear_outside(spec, refs.weight, width)
+        w = head_tile(spec, refs.weight, width)
+        x = raw_logits(spec, refs, w)
+        column = column_ids(x)
+        is_target = column == refs.targets[...] - j * spec.tiles.vocab
+        d = cotangent_of_logits(spec, x, lambda k: refs.token[:, k : k + 1], is_target, refs.scalars)
+        if masked:
+            d = jnp.where(column < spec.tail, d, 0.0)
+        out_ref[...] += dot(d.astype(w.dtype), w, (1, spec.axis))
+
+    over_vocabulary(spec, live, step)
+
+
+def dhidden_sweep(k: Launch) -> Array:
+    """dH ``[N, H]`` float32; rows of dead tiles are not written."""
+    spec, x = k.spec, k.operands
+    (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
+    return pl.pallas_call(
+        functools.partial(_dhidden_kernel, spec),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(passes, spec.vocab_steps),
+            in_specs=[sweep_blocks(k, ROWS)],
+            out_specs=pl.BlockSpec((tokens, width), lambda i, j, n_live: (i, 0), pipeline_mode=pl.Buffered(1)),
+        ),
+        out_shape=compat.hbm_output((n, width), jnp.float32, spec.interpret),
+        compiler_params=compiler_params(spec),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * n * width * spec.vocab_size,
+            transcendentals=n * spec.vocab_size,
+            bytes_accessed=passes * x.weight.nbytes + x.h.nbytes + 4 * n * width,
+        ),
+        name=f"head_dhidden_t{tokens}_v{spec.tiles.vocab}",
+        interpret=spec.interpret,
+    )(k.n_live, x)
