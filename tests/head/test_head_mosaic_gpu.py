@@ -12,7 +12,7 @@ import logitless
 from logitless import oracle
 from logitless.backend import Way
 from logitless.compat import mosaic_gpu_reason
-from logitless.head.mosaic_gpu import backend, matmul
+from logitless.head.mosaic_gpu import backend, limits, matmul
 from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW, merged
 from logitless.head.mosaic_gpu.schedule import Tiles, schedule
 from logitless.problem import Head
@@ -164,7 +164,7 @@ def test_the_schedule_is_the_same_when_traced():
     "shape", [(8192, 4096, 151936), (16384, 1536, 151936), (8192, 2304, 256000), (4096, 4096, 151936)]
 )
 def test_the_rule_keeps_all_blocks_busy_and_needs_little_memory(shape):
-    d = matmul.describe(*shape)
+    d = limits.describe(*shape)
     assert d["busy"] > 0.99
     assert d["temporaries"] < 8 << 20
     n, h, v = shape
@@ -175,7 +175,7 @@ def test_refusals():
     def check(n=128, h=64, v=128, dtype=jnp.bfloat16, head_dtype=None, layout="vh", platform="gpu"):
         weight = jax.ShapeDtypeStruct((v, h) if layout == "vh" else (h, v), head_dtype or dtype)
         hidden, y = jax.ShapeDtypeStruct((n, h), dtype), jax.ShapeDtypeStruct((n,), jnp.int32)
-        matmul.check(head_problem(hidden, weight, y, layout=layout, transform=LogitTransform()), platform)
+        limits.check(head_problem(hidden, weight, y, layout=layout, transform=LogitTransform()), platform)
 
     why = mosaic_gpu_reason()
     if why is not None:

@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from logitless.backend import Cost, Way
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import matmul
+from logitless.head.mosaic_gpu import limits, matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.objectives.token_program import token_program
 from logitless.problem import LogitsProblem, Loss, Problem
@@ -35,7 +35,7 @@ def not_fused_because(p: Any) -> str | None:
     if p.head.lora_a is not None:
         return "it has no LoRA"
     try:
-        matmul.check(p)
+        limits.check(p)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -29,16 +29,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless import stats as st
 from logitless import transform as tr
-from logitless.compat import gpu_interpreter, gpu_load, mosaic_gpu_reason
+from logitless.compat import gpu_interpreter, gpu_load
 from logitless.head.mosaic_gpu import epilogue
 from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, LOW, Lanes
-from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
+from logitless.head.mosaic_gpu.limits import TILE_K, check
+from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, schedule, tiles_for
 from logitless.problem import Problem
 from logitless.stats import TokenStats, masked_stats, valid_targets
 from logitless.transform import LogitTransform
-
-_DTYPES = ("bfloat16", "float16")
-_TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _copy(refs: _Refs, t: Tiles, vh: bool, k_tiles: int) -> None:
     def step(tile: Array, v: Array, k: Array, n: Array) -> Array:
         slot = lax.rem(n, jnp.int32(t.stages))
         pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-        depth, columns = pl.ds(k * _TILE_K, _TILE_K), pl.ds(v * t.columns, t.columns)
+        depth, columns = pl.ds(k * TILE_K, TILE_K), pl.ds(v * t.columns, t.columns)
         # What hangs over the end of an array is filled with zeros.
         rows = pl.ds(tile * t.tokens, t.tokens)
         plgpu.copy_gmem_to_smem(refs.h.at[rows, depth], refs.h_written.at[slot], refs.full.at[slot])
@@ -214,7 +212,7 @@ def _partial_sums(
     (n, h), vocab_size, interpret = p.h.shape, p.call.vocab_size, p.call.interpret
     vh, targets, transform, bias = p.head.layout == "vh", p.targets, p.transform, p.head.bias
     logits_dtype = jnp.dtype(p.call.logits_dtype)
-    token_tiles, vocab_tiles, k_tiles = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // _TILE_K)
+    token_tiles, vocab_tiles, k_tiles = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
     padded = token_tiles * t.tokens
     t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, k_tiles - 1))
     live = n if n_live is None else n_live
@@ -270,17 +268,17 @@ def _partial_sums(
 
     def ring(shape: tuple[int, int], operand: Array) -> Any:
         """Slots of the ring, as the matmul reads them and, where it must differ, as the copies write them."""
-        tiles = plgpu.TilingTransform((8, _TILE_K))  # type: ignore[abstract, unused-ignore]
+        tiles = plgpu.TilingTransform((8, TILE_K))  # type: ignore[abstract, unused-ignore]
         tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(tiles, swizzle))
         rows, columns = operand.shape
-        if interpret or (rows % 8 == 0 and columns % _TILE_K == 0):
+        if interpret or (rows % 8 == 0 and columns % TILE_K == 0):
             return tiled
         # Tiled copies need whole tiles. Tiles one swizzle atom wide lie in memory like plain rows, which may be ragged.
-        assert shape[1] == _TILE_K
+        assert shape[1] == TILE_K
         return plgpu.RefUnion(tiled, plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(swizzle,)))
 
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract, unused-ignore]
-    rings = ring((t.tokens, _TILE_K), p.h), ring((t.columns, _TILE_K) if vh else (_TILE_K, t.columns), p.head.weight)
+    rings = ring((t.tokens, TILE_K), p.h), ring((t.columns, TILE_K) if vh else (TILE_K, t.columns), p.head.weight)
     scratch = [
         *rings,
         plgpu.SMEM((COMPUTE, FIELDS, t.rows), jnp.float32),
@@ -308,50 +306,6 @@ def _partial_sums(
     )(*inputs)
     sums, words = (out, None) if screen is None else out
     return sums, jnp.asarray(plan.parts), words
-
-
-def check(p: Any, platform: str = "gpu") -> None:
-    """Raise ``NotImplementedError`` with the reason where this kernel cannot run (arrays or shapes)."""
-    (n, h), v, layout, interpret = p.h.shape, p.head.vocab, p.head.layout, p.call.interpret
-    dtype, head_dtype = p.h.dtype, p.head.weight.dtype
-    names = jnp.dtype(dtype).name, jnp.dtype(head_dtype).name
-    why = mosaic_gpu_reason()
-    if why is not None:
-        raise NotImplementedError(f"mosaic_gpu: {why}")
-    if platform not in ("gpu", "cuda") and not interpret:
-        raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
-    if names[0] not in _DTYPES or names[0] != names[1]:
-        raise NotImplementedError(
-            f"mosaic_gpu: hidden states are {names[0]} and the head is {names[1]}; the fused matmul takes "
-            f"{' or '.join(_DTYPES)}, the same for both"
-        )
-    if n < 1 or h < 1 or v < 1:
-        raise NotImplementedError(f"mosaic_gpu: hidden [{n}, {h}] and a vocabulary of {v}: something is empty")
-    if h % 8:
-        raise NotImplementedError(f"mosaic_gpu: the hidden size is {h}, and copies need a multiple of 8 (16 bytes)")
-    if layout == "hv" and v % _TILE_K:
-        raise NotImplementedError(
-            f"mosaic_gpu: V = {v} is not a multiple of {_TILE_K}, which a head [H, V] needs and a head [V, H] does not"
-        )
-
-
-def describe(n: int, h: int, v: int, vocab_size: int | None = None) -> dict[str, Any]:
-    """Tiles, and bytes moved and held, for ``explain``."""
-    vocab = v if vocab_size is None else vocab_size
-    t = tiles_for(n, h, vocab)
-    token_tiles, vocab_tiles = -(-n // t.tokens), -(-vocab // t.columns)
-    groups, slots = -(-token_tiles // t.group), t.runs(token_tiles, vocab_tiles) + 1
-    sums = 4 * FIELDS * slots * token_tiles * t.tokens
-    busiest = rounds(t, token_tiles, vocab_tiles)
-    return {
-        "tile": (t.tokens, t.columns),
-        "group": t.group,
-        "blocks": t.blocks,
-        "hbm_bytes": 2 * (n * h + groups * vocab * h) + sums,
-        "l2_bytes": 2 * token_tiles * vocab_tiles * h * (t.tokens + t.columns),
-        "temporaries": sums + 4 * token_tiles * COMPUTE * vocab_tiles,
-        "busy": token_tiles * vocab_tiles / (t.blocks * busiest),
-    }
 
 
 def token_stats(p: Problem, n_live: Array | int | None = None, tiles: Tiles | None = None) -> TokenStats:

@@ -33,8 +33,9 @@ from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import matmul, screen
+from logitless.head.mosaic_gpu import limits, matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
+from logitless.head.mosaic_gpu.order import Ordered, in_order, visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
@@ -64,14 +65,9 @@ def _rule(p: Problem, want: Wanted) -> Rule:
     return slab_rule(p.head.vocab, want.matmuls)
 
 
-def _visit(p: Any) -> int:
-    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several."""
-    return min(4 * p.call.chunk, p.n)
-
-
 def _group(p: Any) -> int:
     """Hard rows of a group."""
-    return min(_GROUP * -(-p.n // _visit(p)), p.call.chunk)
+    return min(_GROUP * -(-p.n // visit_of(p)), p.call.chunk)
 
 
 def not_screened_because(p: Any) -> str | None:
@@ -112,8 +108,8 @@ class ScreenedSparse(Sparse):
             "1 without a gradient"
         )
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        tiles = {**matmul.describe(p.n, p.h.shape[1], p.head.vocab, p.call.vocab_size), "chunk": p.call.chunk}
-        tiles |= {"slab": rule.slab, "visit": _visit(p), "group": _group(p)}
+        tiles = {**limits.describe(p.n, p.h.shape[1], p.head.vocab, p.call.vocab_size), "chunk": p.call.chunk}
+        tiles |= {"slab": rule.slab, "visit": visit_of(p), "group": _group(p)}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -128,7 +124,7 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().gradients_in_forward(p, want, loss)
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
-        f = _in_order(p, loss.inputs.mask & loss.may_move())
+        f = in_order(p, loss.inputs.mask & loss.may_move())
         stats, found = _screen(f, want, before)
         out = jax.tree.map(f.put_back, stats)
         g = loss.cotangents(out)
@@ -141,7 +137,7 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().forward(p, want)
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
-        f = _in_order(p, live)
+        f = in_order(p, live)
         stats, found = _screen(f, want, None)
         out = jax.tree.map(f.put_back, stats)
         nothing = Gradients(None, HeadGrads(None, None)), jnp.zeros((f.p.n,), jnp.float32)
@@ -159,44 +155,8 @@ class ScreenedSparse(Sparse):
             return super().backward(p, want, out, g, residual, only_logp)
         if p.live is not None:
             g = without(g, ~p.live)
-        f = _in_order(p, g.any_nonzero())
+        f = in_order(p, g.any_nonzero())
         return _gradients(f, want, Known(*jax.tree.map(f.take, (out, g))), residual)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ordered:
-    """A problem with its tokens in an order of their own, filled up to whole visits."""
-
-    p: Problem
-    order: Array  # [tokens of p]: where each stands in the call
-    count: Array  # of the tokens that come first
-    live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
-    n: int  # tokens of the call
-
-    def take(self, x: Array) -> Array:
-        """``[N]`` of the call in this order; zero behind the live tokens."""
-        x = x.at[self.order].get(mode="promise_in_bounds")
-        return jnp.where(jnp.arange(self.p.n) < self.live, x, jnp.zeros((), x.dtype))
-
-    def put_back(self, x: Array) -> Array:
-        """``[tokens of p, ...]`` in the order of the call."""
-        place = jnp.zeros((self.n,), jnp.int32).at[self.order[: self.n]].set(jnp.arange(self.n, dtype=jnp.int32))
-        return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
-
-
-def _in_order(p: Problem, first: Array) -> _Ordered:
-    """Tokens where ``first [N]`` is true, then the other live ones, then the dead."""
-    live = jnp.ones((p.n,), bool) if p.live is None else p.live
-    first = first & live
-    order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
-    over = -p.n % _visit(p)
-    order = jnp.pad(order, (0, over), mode="edge")
-    ordered = dataclasses.replace(p, live=None).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
-    alive = jnp.sum(live, dtype=jnp.int32)
-    h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))
-    return _Ordered(
-        dataclasses.replace(ordered, h=h), order, jnp.sum(first, dtype=jnp.int32), alive, p.n
-    )  # fmt: skip
 
 
 def _rest(kept: Array) -> Array:
@@ -204,7 +164,7 @@ def _rest(kept: Array) -> Array:
     return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
 
 
-def _screen(f: _Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
+def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
     """``(statistics of the live tokens, columns of those that come first)``, both in the order of ``f``: one matmul, no
     logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
     p, rule = f.p, _rule(f.p, want)
@@ -234,11 +194,11 @@ class _Sums:
 
 
 def _over_slabs(
-    f: _Ordered, rule: Rule, known: Known, index: Array, trips: Array, start: tuple[Gradients, Array]
+    f: Ordered, rule: Rule, known: Known, index: Array, trips: Array, start: tuple[Gradients, Array]
 ) -> tuple[Gradients, Array]:
     """``start`` (gradients, kept mass ``[N]``) plus what the tokens that come first have in ``trips`` slabs of the
     columns ``index``, none of which has a row of dW yet."""
-    p, visit = f.p, _visit(f.p)
+    p, visit = f.p, visit_of(f.p)
     wanted = bool(jax.tree.leaves(start[0]))
 
     def columns(i: Array) -> tuple[Array, Head]:
@@ -329,7 +289,7 @@ def _through_all_columns(p: Problem, sweep: Sweep, known: Known, active: Array, 
     return sweep.run(group, start)
 
 
-def _gradients(f: _Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
+def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
     """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
     hard rows. ``known`` is in the order of ``f``."""
     p, rule, c = f.p, _rule(f.p, want), found.columns

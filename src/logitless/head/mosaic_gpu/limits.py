@@ -1,0 +1,58 @@
+"""What the Hopper head kernel takes, and what it moves: for ``route`` and ``explain``, which load no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from logitless.compat import mosaic_gpu_reason
+from logitless.head.mosaic_gpu.schedule import COMPUTE, rounds, tiles_for
+
+TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
+SUMS = 5  # float32 numbers of a token and run: epilogue.FIELDS
+_DTYPES = ("bfloat16", "float16")
+
+
+def check(p: Any, platform: str = "gpu") -> None:
+    """Raise ``NotImplementedError`` with the reason where this kernel cannot run (arrays or shapes)."""
+    (n, h), v, layout, interpret = p.h.shape, p.head.vocab, p.head.layout, p.call.interpret
+    dtype, head_dtype = p.h.dtype, p.head.weight.dtype
+    names = jnp.dtype(dtype).name, jnp.dtype(head_dtype).name
+    why = mosaic_gpu_reason()
+    if why is not None:
+        raise NotImplementedError(f"mosaic_gpu: {why}")
+    if platform not in ("gpu", "cuda") and not interpret:
+        raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
+    if names[0] not in _DTYPES or names[0] != names[1]:
+        raise NotImplementedError(
+            f"mosaic_gpu: hidden states are {names[0]} and the head is {names[1]}; the fused matmul takes "
+            f"{' or '.join(_DTYPES)}, the same for both"
+        )
+    if n < 1 or h < 1 or v < 1:
+        raise NotImplementedError(f"mosaic_gpu: hidden [{n}, {h}] and a vocabulary of {v}: something is empty")
+    if h % 8:
+        raise NotImplementedError(f"mosaic_gpu: the hidden size is {h}, and copies need a multiple of 8 (16 bytes)")
+    if layout == "hv" and v % TILE_K:
+        raise NotImplementedError(
+            f"mosaic_gpu: V = {v} is not a multiple of {TILE_K}, which a head [H, V] needs and a head [V, H] does not"
+        )
+
+
+def describe(n: int, h: int, v: int, vocab_size: int | None = None) -> dict[str, Any]:
+    """Tiles, and bytes moved and held, for ``explain``."""
+    vocab = v if vocab_size is None else vocab_size
+    t = tiles_for(n, h, vocab)
+    token_tiles, vocab_tiles = -(-n // t.tokens), -(-vocab // t.columns)
+    groups, slots = -(-token_tiles // t.group), t.runs(token_tiles, vocab_tiles) + 1
+    sums = 4 * SUMS * slots * token_tiles * t.tokens
+    busiest = rounds(t, token_tiles, vocab_tiles)
+    return {
+        "tile": (t.tokens, t.columns),
+        "group": t.group,
+        "blocks": t.blocks,
+        "hbm_bytes": 2 * (n * h + groups * vocab * h) + sums,
+        "l2_bytes": 2 * token_tiles * vocab_tiles * h * (t.tokens + t.columns),
+        "temporaries": sums + 4 * token_tiles * COMPUTE * vocab_tiles,
+        "busy": token_tiles * vocab_tiles / (t.blocks * busiest),
+    }

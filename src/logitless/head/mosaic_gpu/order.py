@@ -1,0 +1,62 @@
+"""Tokens in the order in which the sparse backward works on them: those with a gradient, then the other live ones.
+
+So every matmul reads and writes whole blocks of rows, and no loop gathers any. One gather of ``[N, H]`` to begin with,
+one of dH at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.problem import Problem
+
+_LANES = 128
+
+
+def visit_of(p: Any) -> int:
+    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several. All of
+    them, or equal parts in multiples of 128."""
+    most = 4 * p.call.chunk
+    if p.n <= most:
+        return p.n
+    equal = -(-p.n // -(-p.n // most))
+    return min(-(-equal // _LANES) * _LANES, most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """A problem with its tokens in an order of their own, filled up to whole visits."""
+
+    p: Problem
+    order: Array  # [tokens of p]: where each stands in the call
+    count: Array  # of the tokens that come first
+    live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
+    n: int  # tokens of the call
+
+    def take(self, x: Array) -> Array:
+        """``[N]`` of the call in this order; zero behind the live tokens."""
+        x = x.at[self.order].get(mode="promise_in_bounds")
+        return jnp.where(jnp.arange(self.p.n) < self.live, x, jnp.zeros((), x.dtype))
+
+    def put_back(self, x: Array) -> Array:
+        """``[tokens of p, ...]`` in the order of the call."""
+        place = jnp.zeros((self.n,), jnp.int32).at[self.order[: self.n]].set(jnp.arange(self.n, dtype=jnp.int32))
+        return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def in_order(p: Problem, first: Array) -> Ordered:
+    """Tokens where ``first [N]`` is true, then the other live ones, then the dead."""
+    live = jnp.ones((p.n,), bool) if p.live is None else p.live
+    first = first & live
+    order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
+    over = -p.n % visit_of(p)
+    order = jnp.pad(order, (0, over), mode="edge")
+    ordered = dataclasses.replace(p, live=None).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
+    alive = jnp.sum(live, dtype=jnp.int32)
+    h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))
+    count = jnp.sum(first, dtype=jnp.int32)
+    return Ordered(dataclasses.replace(ordered, h=h), order, count, alive, p.n)
