@@ -4,7 +4,7 @@
     python tests/mutants objectives       those of tests/mutants/mutants_objectives.py
     python tests/mutants objectives kl    of these, the ones whose file or text contains "kl"
     python tests/mutants --seconds 500    as many as that time allows; call it again to go on
-    python tests/mutants --record FILE    what was found is kept in FILE (benchmarks/results/mutants.json)
+    python tests/mutants --record FILE    what was found is kept in FILE (tests/mutants/record.json)
 
 All of them run in one process, which imports the mutated library anew each time and keeps JAX and what it has
 compiled: a second or two each, most of which is compiling what the fault changed. ``--isolated`` gives each a process
@@ -38,7 +38,7 @@ from mutation import ROOT, Mutant, lists
 
 COPIED = ("src", "tests", "pyproject.toml", "docs", "README.md", "configs")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider")
-RECORD = ROOT / "benchmarks" / "results" / "mutants.json"
+RECORD = ROOT / "tests" / "mutants" / "record.json"
 PATIENCE = 240
 """Seconds after which a fault is taken to have made a test run on for ever, which is a failure of it."""
 
@@ -164,7 +164,7 @@ def main() -> int:
 
     def save() -> None:
         dead = sum(r["killed"] for r in found.values())
-        numbers = dict(kind="mutants", planted=len(every), run=len(found), killed=dead, survived=len(found) - dead)
+        numbers = dict(planted=len(every), run=len(found), killed=dead, survived=len(found) - dead)
         survivors = {k: r["reason"] for k, r in found.items() if not r["killed"]}
         record.write_text(json.dumps(dict(**numbers, survivors=survivors, mutants=found), indent=1) + "\n")
 

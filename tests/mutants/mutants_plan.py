@@ -26,7 +26,7 @@ MUTANTS = [
     m("head/pallas_tpu/backend", "moved = pl.cdiv(n, t.tokens) * head + rows", "moved = head + rows", HAND),
     m("head/pallas_tpu/backend", '(1 if p.head.layout == "vh" else 2) + 2 * head', "+ 2 * head", HAND),
     m("head/pallas_tpu/backend", "else 2) + 2 * head", "else 2) + head", HAND),
-    m("head/pallas_tpu/backend", 'both["hbm_bytes"] - 4 * n * width', 'both["hbm_bytes"]', HAND),
+    m("head/pallas_tpu/backend", 'stats["hbm_bytes"] - 4 * n * width', 'stats["hbm_bytes"]', HAND),
     m("planning/chips", "95 * GB, 2765e9, 459e12", "95 * GB, 1382e9, 459e12", HAND),
     m("planning/chips", "32 * GB, 1640e9, 918e12", "32 * GB, 1640e9, 459e12", HAND),
     m("planning/chips", "141 * GB, 4800e9", "80 * GB, 4800e9", HAND),
