@@ -240,7 +240,7 @@ def test_a_tolerance_of_your_own_needs_shares() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.jsonl"
-    start = ["plan", "--model", "qwen2.5-7b", "--chip", "h200"]
+    start = ["plan", "--model", "qwen2.5-7b", "--chip", "h200", "--logits-dtype", "bfloat16"]
     given = ["sparse_backward=auto", "active_columns=0.08", "hard_rows=0.06", f"out={out}"]
     assert cli.main([*start, *given]) == 0
     text = capsys.readouterr().out

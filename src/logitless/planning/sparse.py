@@ -51,6 +51,8 @@ CALIBRATED_TOLERANCE = 2.0**-8
 
 _INDEX_ARRAYS = 4
 """``[V]`` arrays of four bytes from which a chunk's columns are found: maxima, levels, ranks, slots."""
+_TOKENS_PER_READ = 2048
+"""Tokens that share a read of the head in that matmul: a group of tiles whose hidden states stay in L2."""
 _SCREEN_SUMS = 8 << 20
 """About what the partial sums of the matmul with the screen take."""
 _CPU_PASS_TILES = 6
@@ -155,7 +157,8 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)
     hard_plane = shares.hard_rows * w.live * w.vocab * (w.logit + w.item)
     seen = 4 * bits + _slab_passes(w, columns, slab) + gathered + round(hard_plane) + dw
-    by_matmuls = route.tiles["hbm_bytes"] + groups * ((1 + w.wants_hidden) * w.head + 2 * dw)
+    reads = w.rows + -(-w.live // _TOKENS_PER_READ) * w.head
+    by_matmuls = reads + groups * ((1 + w.wants_hidden) * w.head + 2 * dw)
     return Way(
         matmuls=1 + (1 + late + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
         moved=seen + by_matmuls,

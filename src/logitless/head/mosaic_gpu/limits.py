@@ -1,4 +1,4 @@
-"""What the Hopper head kernel takes, and what it moves: for ``route`` and ``explain``, which load no kernel."""
+"""What the Hopper head kernel takes, and why it does not take the rest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from logitless.compat import mosaic_gpu_reason
-from logitless.head.mosaic_gpu.schedule import COMPUTE, rounds, tiles_for
 
 TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
-SUMS = 5  # float32 numbers of a token and run: epilogue.FIELDS
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -37,22 +35,3 @@ def check(p: Any, platform: str = "gpu") -> None:
         raise NotImplementedError(
             f"mosaic_gpu: V = {v} is not a multiple of {TILE_K}, which a head [H, V] needs and a head [V, H] does not"
         )
-
-
-def describe(n: int, h: int, v: int, vocab_size: int | None = None) -> dict[str, Any]:
-    """Tiles, and bytes moved and held, for ``explain``."""
-    vocab = v if vocab_size is None else vocab_size
-    t = tiles_for(n, h, vocab)
-    token_tiles, vocab_tiles = -(-n // t.tokens), -(-vocab // t.columns)
-    groups, slots = -(-token_tiles // t.group), t.runs(token_tiles, vocab_tiles) + 1
-    sums = 4 * SUMS * slots * token_tiles * t.tokens
-    busiest = rounds(t, token_tiles, vocab_tiles)
-    return {
-        "tile": (t.tokens, t.columns),
-        "group": t.group,
-        "blocks": t.blocks,
-        "hbm_bytes": 2 * (n * h + groups * vocab * h) + sums,
-        "l2_bytes": 2 * token_tiles * vocab_tiles * h * (t.tokens + t.columns),
-        "temporaries": sums + 4 * token_tiles * COMPUTE * vocab_tiles,
-        "busy": token_tiles * vocab_tiles / (t.blocks * busiest),
-    }

@@ -33,7 +33,7 @@ from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import limits, matmul, screen
+from logitless.head.mosaic_gpu import matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
 from logitless.head.mosaic_gpu.order import Ordered, in_order, visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
@@ -108,8 +108,7 @@ class ScreenedSparse(Sparse):
             "1 without a gradient"
         )
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        tiles = {**limits.describe(p.n, p.h.shape[1], p.head.vocab, p.call.vocab_size), "chunk": p.call.chunk}
-        tiles |= {"slab": rule.slab, "visit": visit_of(p), "group": _group(p)}
+        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p), "group": _group(p)}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
