@@ -48,14 +48,14 @@ def mosaic_gpu_reason() -> str | None:
 
 
 def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
-    """A whole (sub-)reference in registers with a given layout; jax 0.11 wants an index beside the reference.
+    """A whole (sub-)reference in registers with a given layout; the first jax 0.11 wants an index beside the reference.
 
     Loads from global memory into the layout of an accumulator are not ``optimized``.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    takes_index = "idx" in inspect.signature(plgpu.load).parameters
-    if takes_index:
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:
         return plgpu.load(ref, (), layout=layout, optimized=optimized)  # type: ignore[misc, arg-type, unused-ignore]
     return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg, unused-ignore]
 
