@@ -98,7 +98,7 @@ def main() -> int:
     rows = [row(args.envs, python, jax, tests) for python, jax in MATRIX if not args.only or jax in args.only]
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     record = dict(
-        kind="matrix",
+        what="the tests on every supported jax",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         commit=git.stdout.strip(),
         command=f"pytest {' '.join(tests)}",
