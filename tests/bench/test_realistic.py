@@ -100,6 +100,11 @@ def test_recorded_table_fits_what_was_measured() -> None:
     assert fit["aim"] == json.loads(json.dumps(realistic.MEASURED))
     assert fit["vocab"] == realistic.MEASURED_VOCAB
     assert_fits(fit["table"])
+    own, aim = (fit["on_policy"][k] for k in ("table", "aim"))
+    assert aim == realistic.MEASURED_ON_POLICY and own["threshold"] == aim["threshold"]
+    assert own["entropy"] == pytest.approx(aim["entropy"], rel=0.2)
+    assert own["active"] == pytest.approx(aim["active"], rel=0.2)
+    assert own["hard"] == pytest.approx(aim["hard"], rel=0.5)
 
 
 def assert_fits(t: dict[str, Any]) -> None:

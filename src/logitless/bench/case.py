@@ -122,7 +122,7 @@ def check(c: BenchConfig) -> None:
         raise ConfigError(f"logits_dtype: {c.logits_dtype!r}, expected one of {', '.join(SHORT)}")
     c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
     if c.level == "logits" and (c.inputs != "flat" or c.kernel.sparse_backward != "off"):
-        raise ConfigError(f"level: logits, but inputs={c.inputs} and kernel.sparse_backward are for level=head")
+        raise ConfigError("level: logits, but inputs other than flat and kernel.sparse_backward are for level=head")
     for key, least in LEAST.items():
         if getattr(c, key) < least:
             raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")

@@ -136,13 +136,17 @@ def realistic_head(
     return (left @ basis).astype(dtype), head
 
 
+def _probabilities(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(p [T, V], entropy [T])`` of logits, which are written over."""
+    z -= z.max(1, keepdims=True)
+    z -= np.log(np.exp(z).sum(1, keepdims=True))
+    entropy = -np.einsum("tv,tv->t", np.exp(z), z)
+    return np.exp(z, out=z), entropy
+
+
 def measure_columns(hidden: Any, lm_head: Any, threshold: float = 3e-5, tolerance: float = 2.0**-8) -> dict[str, Any]:
     """The numbers of :data:`MEASURED_ON_POLICY` for some tokens, in float32."""
-    p = np.asarray(hidden, np.float32) @ np.asarray(lm_head, np.float32).T
-    p -= p.max(1, keepdims=True)
-    p -= np.log(np.exp(p).sum(1, keepdims=True))
-    entropy = -np.einsum("tv,tv->t", np.exp(p), p)
-    np.exp(p, out=p)
+    p, entropy = _probabilities(np.asarray(hidden, np.float32) @ np.asarray(lm_head, np.float32).T)
     active = p.max(0) > threshold
     hard = p[:, ~active].sum(1) > tolerance
     return dict(entropy=float(entropy.mean()), threshold=threshold, active=int(active.sum()), hard=float(np.mean(hard)))
@@ -173,13 +177,9 @@ def measure(hidden: Any, lm_head: Any, targets: Any, chunks: tuple[int, ...] = C
     n = chunks[-1]
     h, w, y = np.asarray(hidden, np.float32)[:n], np.asarray(lm_head, np.float32), np.asarray(targets)[:n]
     vocab = len(w)
-    p = h @ w.T
-    z_max = float(np.abs(p - p.mean(1, keepdims=True)).max())
-    p -= p.max(1, keepdims=True)
-    total = np.exp(p).sum(1, keepdims=True)
-    p -= np.log(total)
-    entropy = -np.einsum("tv,tv->t", np.exp(p), p)
-    np.exp(p, out=p)
+    z = h @ w.T
+    z_max = float(np.abs(z - z.mean(1, keepdims=True)).max())
+    p, entropy = _probabilities(z)
     scale = MEASURED_VOCAB / vocab
     out: dict[str, Any] = {
         "entropy": {"mean": float(entropy.mean()), "median": float(np.median(entropy))},
