@@ -136,7 +136,7 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
 
 def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
-    slab, visit, group = (route.tiles[k] for k in ("slab", "visit", "group"))
+    slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
     if not b:
         return exact
@@ -147,7 +147,6 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     # The hidden states in order and dH in float32 stay. Outputs lend their memory before they are written: that of dH
     # to all steps, that of dW to the bits.
     kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab + _SCREEN_SUMS
-    wide = 3 * slab // 2  # of hard rows that are many
     steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
     temporaries = max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)
     if columns == w.vocab:  # four matmuls: nothing was kept of the first

@@ -65,6 +65,11 @@ def _rule(p: Problem, want: Wanted) -> Rule:
     return slab_rule(p.head.vocab, want.matmuls)
 
 
+def _wide(rule: Rule) -> Rule:
+    """For hard rows that are many: over so many columns each step counts."""
+    return dataclasses.replace(rule, slab=3 * rule.slab // 2)
+
+
 def _group(p: Any) -> int:
     """Hard rows of a group."""
     return min(_GROUP * -(-p.n // visit_of(p)), p.call.chunk)
@@ -108,7 +113,8 @@ class ScreenedSparse(Sparse):
             "1 without a gradient"
         )
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p), "group": _group(p)}
+        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "wide_slab": _wide(rule).slab}
+        tiles |= {"visit": visit_of(p), "group": _group(p)}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -304,7 +310,7 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     many = rest.count > _GROUPS * rest.chunk
     few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
     total = _through_all_columns(p, few, known, found.active, total)
-    wide = dataclasses.replace(rule, slab=3 * rule.slab // 2)  # over so many columns each step counts
+    wide = _wide(rule)
     others = columns_of.compacted(~found.active, -(-p.head.vocab // wide.slab) * wide.slab)
     trips = jnp.where(many, wide.slabs(p.head.vocab - c.count), 0)
     total, _ = _over_slabs(f, wide, Known(known.stats, without(known.g, ~hard)), others, trips, (total, nothing))
