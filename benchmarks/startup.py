@@ -1,9 +1,14 @@
-"""Seconds before step 1: a GGUF is read and dequantised, and a run's programs are compiled, first and again.
+"""Seconds before step 1 of the GSM8K run: a GGUF is read and dequantised, and the run's programs are compiled.
 
-    python benchmarks/startup.py --layers 28          # the shape of Qwen2.5-1.5B, in a made-up file of about 1.1 GB
+    python benchmarks/startup.py --weights FILE.gguf data.path=FOLDER     # the real model and data
+    python benchmarks/startup.py                                          # a made-up file of the same shape, and sums
 
-Every measurement is a process of its own: loading with one thread and with all, then loading and compiling with an
-empty compilation cache, and once more with the cache that this left. Bars, on a machine with a GPU: 60 s, then 25 s.
+The configuration is the shipped qwen2.5-1.5b-gsm8k, with its rollout, evaluation and update programs; further arguments
+are ``key=value`` overrides. Every measurement is a process of its own, from its start to the moment before step 1, with
+Python's and the device's start: loading with one thread and with all, then loading and compiling with no compiled
+programs kept, and once more with those that this left. Bars, on a machine with a GPU: 60 s, then 25 s.
+
+Writes startup.json to ``--out``. Exit code 1 if a bar is missed (on a GPU: elsewhere the numbers are only recorded).
 """
 
 from __future__ import annotations
@@ -16,9 +21,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
+BARS = {"first start": 60.0, "second start": 25.0}
 HIDDEN, INTER, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 1536, 8960, 151936, 12, 2, 128
 
 
@@ -41,6 +50,8 @@ def write_gguf(path: Path, layers: int, vocab: int) -> None:
         (writer.add_layer_norm_rms_eps, 1e-6),
     ):
         add(value)
+
+    _add_tokenizer(writer, vocab)
 
     def matrix(name: str, rows: int, columns: int) -> None:
         blocks = np.resize(tile, (rows, tile.shape[1] * columns // HIDDEN))
@@ -73,73 +84,139 @@ def write_gguf(path: Path, layers: int, vocab: int) -> None:
     writer.close()
 
 
-def child(path: str, threads: int, compiles: bool) -> dict[str, float]:
-    """Load, and compile a run's programs where that is asked for."""
+def _add_tokenizer(writer: Any, vocab: int) -> None:
+    """As many tokens as the vocabulary has: the bytes, words that no text holds, an end and ChatML's marks."""
+    from tokenizers import pre_tokenizers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fill = (f"{i:06x}" for i in range(vocab - len(alphabet) - 1 - len(special)))
+    words = [*alphabet, "00", *fill, *special]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(words)
+    writer.add_token_types([1] * (vocab - len(special)) + [3] * len(special))
+    writer.add_token_merges(["0 0"])
+    writer.add_eos_token_id(vocab - 1)
+    writer.add_pad_token_id(vocab - 3)
+    writer.add_chat_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def child(path: str, threads: int, compiles: bool, overrides: list[str], begin: float) -> dict[str, Any]:
+    """Load, and compile a run's programs where that is asked for, as ``logitless train`` does; ``begin`` is when the
+    process was started (seconds of the clock)."""
     import jax
 
-    from logitless.train import weights
+    from logitless.tools import compiled, timing
+    from logitless.train import gguf, weights
     from logitless.train.config import load
     from logitless.train.task import build_task
     from logitless.train.trainer import Trainer
 
     if threads:
-        weights.cores = lambda: threads
-        from logitless.train import gguf
+        weights.cores = gguf.cores = lambda: threads
+    found = {"hits": 0, "misses": 0}
 
-        gguf.cores = weights.cores
-    settings = [
-        f"model.weights={path}", "model.master_dtype=bfloat16", "model.compute_dtype=bfloat16", "rollout.kind=random",
-        "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=256", "train.prompts_per_step=4",
-        "train.group_size=4", "model.lora.rank=8", "train.inner_epochs=1", "train.kl_report=false",
-    ]  # fmt: skip
-    config = load(None, settings)
-    jax.block_until_ready(jax.numpy.zeros(1))  # the device's own start is not ours
-    begin, cpu = time.perf_counter(), time.process_time()
+    def count(event: str, **_: Any) -> None:
+        for key in found:
+            found[key] += event == f"/jax/compilation_cache/cache_{key}"
+
+    jax.monitoring.register_event_listener(count)
+    compiled.keep()
+    config = load(CONFIG, [f"model.weights={path}", *overrides])
+    marks = [begin, time.time()]
+    jax.block_until_ready(jax.numpy.zeros(1))
+    marks.append(time.time())
+    cpu = time.process_time()
     task = build_task(config)
     params = jax.block_until_ready(task.load_params())
-    loaded, cpu_loaded = time.perf_counter(), time.process_time()
-    out = {"load_s": loaded - begin, "load_cpu_s": cpu_loaded - cpu}
+    marks.append(time.time())
+    out: dict[str, Any] = {"load_cpu_s": time.process_time() - cpu}
     if compiles:
+        cpu = time.process_time()
         trainer = Trainer(config, task)
-        trainer.compile(*trainer.initial(params))
-        out |= {"compile_s": time.perf_counter() - loaded, "compile_cpu_s": time.process_time() - cpu_loaded}
-    return out
+        state, frozen = trainer.initial(params)
+        del params
+        trainer.compile(state, frozen)
+        jax.block_until_ready(state)
+        marks.append(time.time())
+        programs = (trainer.rollout_program, trainer.eval_program, trainer.score_program, trainer.update_program)
+        out["compile_cpu_s"] = time.process_time() - cpu
+        out["programs_s"] = {p.name: p.compile_s for p in programs if p.memory}  # their sum is above compile_s: threads
+        out["compilation_cache"] = found
+    phases = ("imports_s", "device_s", "load_s", "compile_s")
+    out |= {name: after - before for name, before, after in zip(phases, marks, marks[1:], strict=False)}
+    return out | {"total_s": marks[-1] - begin, "environment": timing.environment()}
 
 
-def measure(path: Path, cache: Path, threads: int, compiles: bool) -> dict[str, float]:
+def without_folders(argument: str) -> str:
+    """The argument with a path in it cut to its last part: the record is for other machines."""
+    key, equals, value = argument.rpartition("=")
+    return key + equals + Path(value).name if "/" in value else argument
+
+
+def measure(path: Path, cache: Path, threads: int, compiles: bool, overrides: list[str]) -> dict[str, Any]:
     """The same in a process of its own."""
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    command = [sys.executable, __file__, "--child", json.dumps([str(path), threads, compiles])]
+    environment = {**os.environ, "LOGITLESS_CACHE": str(cache)}
+    for name in ("JAX_COMPILATION_CACHE_DIR", "LOGITLESS_COMPILE_CACHE"):  # what is measured is the default
+        environment.pop(name, None)
+    given = json.dumps([str(path), threads, compiles, overrides, time.time()])
+    command = [sys.executable, __file__, "--child", given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("--layers", type=int, default=28)
-    p.add_argument("--vocab", type=int, default=VOCAB)
-    p.add_argument("--load-only", action="store_true")
-    p.add_argument("--out", type=Path, default=None, help="write the numbers to this file")
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--weights", type=Path, help="a GGUF file; without one, a file of Qwen2.5-1.5B's shape is made up")
+    p.add_argument("--layers", type=int, default=28, help="of the made-up file")
+    p.add_argument("--vocab", type=int, default=VOCAB, help="of the made-up file")
+    p.add_argument("--load-only", action="store_true", help="compile nothing")
+    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of startup.json")
     p.add_argument("--child", help=argparse.SUPPRESS)
-    args = p.parse_args()
+    p.add_argument("overrides", nargs="*", help="key=value")
+    args = p.parse_intermixed_args()
     if args.child:
         print(json.dumps(child(*json.loads(args.child))))
-        return
+        return 0
+    overrides = args.overrides
+    if not any(given.startswith(("data.path=", "data.kind=")) for given in overrides):
+        overrides = ["data.kind=arithmetic", *overrides]  # nothing has to be fetched; no shape depends on it
+    from logitless.tools import records
+
     with tempfile.TemporaryDirectory(prefix="logitless-startup-") as folder:
-        path, cache = Path(folder, "made-up.gguf"), Path(folder, "compiled")
-        write_gguf(path, args.layers, args.vocab)
-        found: dict[str, object] = {"layers": args.layers, "vocab": args.vocab, "file_bytes": path.stat().st_size}
-        found["one thread"] = measure(path, cache, 1, False)
-        found["all threads"] = measure(path, cache, 0, False)
+        path, cache = args.weights, Path(folder, "cache")
+        if path is None:
+            path = Path(folder, "made-up.gguf")
+            write_gguf(path, args.layers, args.vocab)
+        found: dict[str, Any] = {
+            "kind": "startup", **records.provenance(), "command": " ".join(map(without_folders, sys.argv)),
+            "weights": path.name, "file_bytes": path.stat().st_size, "cores": len(os.sched_getaffinity(0)),
+            "overrides": [without_folders(given) for given in overrides],
+        }  # fmt: skip
+        # The first process also takes the file from the disk; all others find it in memory.
+        cases = {"one thread": (1, False), "all threads": (0, False)}
         if not args.load_only:
-            found["first start"] = measure(path, cache, 0, True)
-            found["second start"] = measure(path, cache, 0, True)
+            cases |= {"first start": (0, True), "second start": (0, True)}
+        found["runs"] = {name: measure(path, cache, *case, overrides) for name, case in cases.items()}
+    for run in found["runs"].values():
+        found["environment"] = run.pop("environment")
+    found["bars"] = {
+        name: {"value": found["runs"][name]["total_s"], "at_most": bar}
+        for name, bar in BARS.items()
+        if name in found["runs"]
+    }
     print(json.dumps(found, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "startup.json").write_text(json.dumps(found, indent=1) + "\n")
+    missed = [name for name, bar in found["bars"].items() if bar["value"] > bar["at_most"]]
+    return int(bool(missed) and found["environment"]["platform"] == "gpu")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,22 @@ def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(
     # The reference policy is the initial one: no distance at the first update, some at the second.
     assert abs(float(first["kl_k3"].sum)) < 1e-6 < record["train/kl"]
     assert record["rollout/logp_gap_max"] < 1e-4
+
+
+def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(
+    micro: list[str],  # noqa: F811
+) -> None:
+    # 5 problems, 4 at a time: two calls of one program.
+    settings = ["eval.every=1", "eval.problems=5", "train.prompts_per_step=1", "rollout.max_completion_tokens=4"]
+    trainer, state, frozen = make_trainer([*micro, *settings])
+    trainer.compile(state, frozen)
+    compiled = trainer._compile_seconds()
+    begin = time.perf_counter()
+    record, rolled = trainer.evaluate(state, frozen)
+    assert 0 < record["time/eval_s"] <= time.perf_counter() - begin
+    assert len(rolled.texts) == 5
+    trainer.step(state, frozen, 1)
+    assert trainer._compile_seconds() == compiled
 
 
 def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:  # noqa: F811

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from logitless.train import fetch as fetch_module
+from logitless.train import gguf_file
 from logitless.train import tokenizer as tokenizer_module
 from logitless.train.fetch import ASSETS, FetchError, fetch, local_source
 from logitless.train.gguf import GGUF_NAMES, load_gguf
@@ -230,6 +231,27 @@ def test_a_gguf_that_does_not_fit_is_refused_by_name(fields: dict[str, Any], mes
         load_gguf(write_gguf(tmp_path / "model.gguf", "hf_qwen2", **fields))
 
 
+@pytest.mark.parametrize("write", ["weights", "tokenizer"])
+def test_a_gguf_is_read_as_its_own_package_reads_it(write: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    path = tmp_path / "model.gguf"
+    if write == "weights":
+        write_gguf(path, "hf_llama", kind="Q8_0")
+    else:
+        write_tokenizer_gguf(path, "qwen2")
+    theirs, ours = gguf.GGUFReader(path), gguf_file.read(path)
+    wanted = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert list(ours.fields) == list(wanted)
+    for name, field in wanted.items():
+        own = ours.fields[name]
+        assert (own.tolist() if isinstance(own, np.ndarray) else own) == field.contents(), name
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        own = ours.tensors[tensor.name]
+        assert (own.kind, own.shape) == (tensor.tensor_type, tuple(tensor.shape.tolist()[::-1]))
+        assert own.data.tobytes() == tensor.data.tobytes()
+
+
 def test_what_is_no_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     with pytest.raises(ModelError, match="no such file"):
@@ -318,6 +340,22 @@ def test_chat_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tokenizer.encode_prompt("hi", chat=True)
     with pytest.raises(ModelError, match="a bare prompt has no place"):
         tokenizer.encode_prompt("hi", chat=False, system="x")
+
+
+def test_a_template_is_compiled_once() -> None:
+    """A data set has thousands of prompts, and compiling takes longer than rendering."""
+    jinja2 = pytest.importorskip("jinja2")
+    compiled: list[str] = []
+
+    class Counts(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        def from_string(self, source: Any, *args: Any, **more: Any) -> Any:
+            compiled.append(source)
+            return super().from_string(source, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2.sandbox, "ImmutableSandboxedEnvironment", Counts)
+        texts = [render("{{ messages[0].content }}!", [{"role": "user", "content": c}], True, {}) for c in "abc"]
+    assert texts == ["a!", "b!", "c!"] and compiled == ["{{ messages[0].content }}!"]
 
 
 def test_templates_run_in_a_sandbox() -> None:

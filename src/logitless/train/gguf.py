@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.train import gguf_header
+from logitless.train import gguf_file
+from logitless.train.gguf_file import GGUFFile, Tensor
 from logitless.train.model import ModelConfig, ModelError, Params
 from logitless.train.weights import TensorNames, assemble, cores
 
@@ -50,14 +51,14 @@ def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False
     Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model. With
     ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike.
     """
-    reader = _reader(path)
-    config = _config(path, reader)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    file = _read(path)
+    config = _config(path, file)
+    tensors = dict(file.tensors)
     if tie_head and not config.tie_word_embeddings:
         config = dataclasses.replace(config, tie_word_embeddings=True)
         tensors[GGUF_NAMES.top["embed"]] = _tied(path, tensors)
     permuted = {}
-    if _field(path, reader, "general.architecture") == "llama":
+    if _field(path, file, "general.architecture") == "llama":
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
@@ -68,7 +69,7 @@ def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False
     return config, assemble(str(path), config, GGUF_NAMES, tensors, read, dtype)
 
 
-def _tied(path: str | Path, tensors: dict[str, Any]) -> Any:
+def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
     """Take the output's tensor out and return it, if its first rows are those of the embedding but for quantisation."""
     head, embed = tensors.pop(GGUF_NAMES.top["lm_head"]), tensors[GGUF_NAMES.top["embed"]]
     rows = [_dequantised(path, tensor, rows=1024) for tensor in (head, embed)]
@@ -78,7 +79,7 @@ def _tied(path: str | Path, tensors: dict[str, Any]) -> Any:
     return head
 
 
-def _dequantised(path: str | Path, tensor: Any, rows: int | None = None, dtype: Any = np.float32) -> np.ndarray:
+def _dequantised(path: str | Path, tensor: Tensor, rows: int | None = None, dtype: Any = np.float32) -> np.ndarray:
     """The tensor in ``dtype``, a block of rows at a time: no float32 copy of all of it. A large one's blocks are done
     side by side (the others' layers are, in :func:`assemble`)."""
     from gguf import quants
@@ -86,13 +87,13 @@ def _dequantised(path: str | Path, tensor: Any, rows: int | None = None, dtype: 
     data = tensor.data[:rows]
     try:
         if data.ndim != 2:
-            return quants.dequantize(data, tensor.tensor_type).astype(dtype, copy=False)
-        width = quants.dequantize(data[:1], tensor.tensor_type).shape[1]
+            return quants.dequantize(data, tensor.kind).astype(dtype, copy=False)
+        width = tensor.shape[1]
         out = np.empty((len(data), width), dtype)
         step = max(1, _BLOCK // width)
 
         def fill(start: int) -> None:
-            out[start : start + step] = quants.dequantize(data[start : start + step], tensor.tensor_type)
+            out[start : start + step] = quants.dequantize(data[start : start + step], tensor.kind)
 
         starts = range(0, len(data), step)
         if out.size < _LARGE:
@@ -103,7 +104,7 @@ def _dequantised(path: str | Path, tensor: Any, rows: int | None = None, dtype: 
                 list(pool.map(fill, starts))
         return out
     except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"{path}: tensor {tensor.name!r} of type {tensor.tensor_type.name}: {error}") from None
+        raise ModelError(f"{path}: tensor {tensor.name!r} of type {tensor.kind.name}: {error}") from None
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -121,11 +122,11 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
         from tokenizers import decoders, models, normalizers, pre_tokenizers
     except ImportError:
         raise ModelError("tokenizers are missing: pip install 'logitless[train]'") from None
-    reader = _reader(path)
-    kind = _field(path, reader, "tokenizer.ggml.model")
+    file = _read(path)
+    kind = _field(path, file, "tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f"{path}: tokenizer.ggml.model is {kind!r}; supported is byte-level BPE ('gpt2').")
-    pre = _field(path, reader, "tokenizer.ggml.pre")
+    pre = _field(path, file, "tokenizer.ggml.pre")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "qwen2")
     if pre == "qwen2":
         split: Any = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated")
@@ -136,9 +137,9 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
             f"{path}: tokenizer.ggml.pre is {pre!r}, supported are 'qwen2' and 'smollm'. "
             "Use a hub folder's tokenizer.json instead."
         )
-    words = _field(path, reader, "tokenizer.ggml.tokens")
-    kinds = _field(path, reader, "tokenizer.ggml.token_type")
-    merges = [tuple(pair.split(" ", 1)) for pair in _field(path, reader, "tokenizer.ggml.merges")]
+    words = _field(path, file, "tokenizer.ggml.tokens")
+    kinds = _field(path, file, "tokenizer.ggml.token_type")
+    merges = [tuple(pair.split(" ", 1)) for pair in _field(path, file, "tokenizer.ggml.merges")]
     built = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
     if pre == "qwen2":
         built.normalizer = normalizers.NFC()
@@ -153,31 +154,31 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
             built.add_special_tokens(added)
         else:
             built.add_tokens(added)
-    settings = {"chat_template": _field(path, reader, "tokenizer.chat_template", None)}
+    settings = {"chat_template": _field(path, file, "tokenizer.chat_template", None)}
     for ours, theirs in (("eos_token", "eos"), ("pad_token", "padding"), ("bos_token", "bos")):
-        token_id = _field(path, reader, f"tokenizer.ggml.{theirs}_token_id", None)
+        token_id = _field(path, file, f"tokenizer.ggml.{theirs}_token_id", None)
         settings[ours] = None if token_id is None else words[token_id]
     return built, settings
 
 
-def _config(path: str | Path, reader: Any) -> ModelConfig:
-    kind = _field(path, reader, "general.architecture")
+def _config(path: str | Path, file: GGUFFile) -> ModelConfig:
+    kind = _field(path, file, "general.architecture")
     if kind not in ("qwen2", "llama"):
         raise ModelError(f"{path}: the architecture is {kind!r}; supported are 'qwen2' and 'llama'.")
 
     def get(key: str, *default: Any) -> Any:
-        return _field(path, reader, f"{kind}.{key}", *default)
+        return _field(path, file, f"{kind}.{key}", *default)
 
     scaling = get("rope.scaling.type", "none")
     if scaling != "none":
         raise ModelError(f"{path}: rotary scaling {scaling!r} is not supported, only plain rotary positions.")
     heads, hidden = get("attention.head_count"), get("embedding_length")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = file.tensors
     embed = tensors.get(GGUF_NAMES.top["embed"])
     if embed is None:
         raise ModelError(f"{path}: tensor {GGUF_NAMES.top['embed']!r} missing.")
     return ModelConfig(
-        vocab_size=int(embed.shape[-1]),  # GGUF lists dimensions fastest first
+        vocab_size=embed.shape[0],
         hidden_size=hidden,
         intermediate_size=get("feed_forward_length"),
         num_layers=get("block_count"),
@@ -192,27 +193,25 @@ def _config(path: str | Path, reader: Any) -> ModelConfig:
     )
 
 
-def _reader(path: str | Path) -> Any:
+def _read(path: str | Path) -> GGUFFile:
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError:
         raise ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'") from None
     if not Path(path).is_file():
         raise ModelError(f"{path}: no such file.")
     try:
-        gguf_header.check(path)
-        return GGUFReader(str(path))
-    except Exception as error:  # its errors are of many kinds: a short file is an IndexError or a ValueError
+        return gguf_file.read(path)
+    except ValueError as error:  # UnicodeDecodeError is one
         raise ModelError(f"{path}: not readable as GGUF: {error}") from None
 
 
 _REQUIRED = object()
 
 
-def _field(path: str | Path, reader: Any, key: str, default: Any = _REQUIRED) -> Any:
-    field = reader.get_field(key)
-    if field is not None:
-        return field.contents()
+def _field(path: str | Path, file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
+    if key in file.fields:
+        return file.fields[key]
     if default is _REQUIRED:
         raise ModelError(f"{path}: the metadata has no {key!r}.")
     return default

@@ -7,6 +7,7 @@ token per character, for the built-in arithmetic. Both have the same members, wh
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -196,17 +197,9 @@ def chatml(messages: Messages, default_system: str | None, add_generation_prompt
 
 def render(template: str, messages: Messages, add_generation_prompt: bool, special: dict[str, str]) -> str:
     """A chat by a jinja2 template, in jinja2's sandbox and within bounds: templates come from strangers."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise ModelError(f"the chat template refuses these messages: {message}")
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
     try:
         with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
-            return environment.from_string(template).render(
+            return _compiled(template).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **special
             )
     except ModelError:
@@ -216,6 +209,20 @@ def render(template: str, messages: Messages, add_generation_prompt: bool, speci
     except Exception as error:  # whatever a template divides by, asks for or nests
         detail = " ".join(str(error).split())[:200]
         raise ModelError(f"the chat template cannot be rendered: {type(error).__name__}: {detail}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    """Compiled once: it takes longer than rendering, and a data set has thousands of chats."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise ModelError(f"the chat template refuses these messages: {message}")
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(template)
 
 
 def _default_template(template: Any) -> str | None:

@@ -160,13 +160,17 @@ class Trainer:
                 empty = pack_batch(self.config, self.objective, empty, skip=False)
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty)
 
+        def prompts(count: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+            """Arguments of a sampling program after its weights."""
+            shape, key = (count, r.max_prompt_tokens), self.key
+            kinds = ((shape, jnp.int32), (shape, jnp.bool_), (key.shape, key.dtype), ((), jnp.int32))
+            return tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds)
+
         sampled = r.kind == "sample"
         if sampled and not r.replay and self.sampler is None:
-            at_once = (r.rows or rows) // t.group_size
-            key = jax.ShapeDtypeStruct(self.key.shape, self.key.dtype)
-            shape, first = (at_once, r.max_prompt_tokens), jax.ShapeDtypeStruct((), jnp.int32)
-            prompts = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
-            jobs.append((self.rollout_program, params, lora, *prompts, key, first))
+            jobs.append((self.rollout_program, params, lora, *prompts((r.rows or rows) // t.group_size)))
+        if sampled and self.config.eval.every:
+            jobs.append((self.eval_program, params, lora, *prompts(self._evaluated_at_once())))
         scored = batch(rows, rollout_logp=sampled)
         if self._needs_old or self.traced(1):
             jobs.append((self.score_program, params, lora, scored))
@@ -281,11 +285,11 @@ class Trainer:
         problems = self.task.held_out
         prompts = self.task.encode(problems)
         params, lora = whole_policy(state.trained, frozen)
-        # As many at a time as a step has completions; the last ones with some of the first, so that one program does.
-        at_once = min(len(problems), self.config.train.prompts_per_step * self.config.train.group_size)
+        # The last ones are evaluated with some of the first, so that one program does.
+        at_once = self._evaluated_at_once()
         chunks = []
-        for start in range(0, len(problems), at_once):
-            rows = np.arange(start, start + at_once) % len(problems)
+        for first in range(0, len(problems), at_once):
+            rows = np.arange(first, first + at_once) % len(problems)
             tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
             chunks.append(jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0))))
         completions = jax.tree.map(lambda *x: np.concatenate(x)[: len(problems)], *chunks)
@@ -295,6 +299,10 @@ class Trainer:
         record.update({f"eval/{name}": value for name, value in parts.items()})
         record["time/eval_s"] = time.perf_counter() - start - (self._compile_seconds() - compiled)
         return record, Rollouts(prompts, completions, rewards, parts, texts)
+
+    def _evaluated_at_once(self) -> int:
+        """Held-out problems of one call: as many as a step has completions."""
+        return min(len(self.task.held_out), self.config.train.prompts_per_step * self.config.train.group_size)
 
     def _compile_seconds(self) -> float:
         programs = (self.rollout_program, self.eval_program, self.score_program, self.update_program)
