@@ -1,4 +1,5 @@
-"""Writes docs/benchmarks.md, and the table of README.md, from benchmarks/results: ``python benchmarks/tables.py``."""
+"""Writes docs/benchmarks.md, the tables of README.md, and the GSM8K part of docs/training.md with its plots, from
+benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where this file is imported from elsewhere
 
+import tables_gsm8k
 from tables_before import RESULTS, ROOT, head_tables, logits_tables, mib, read, sparse_tables
 from tables_suites import ratio_text, suite_tables
 
@@ -197,7 +199,7 @@ def readme() -> str:
         lines.append(f"| {title} | {' | '.join(cell(records[name].get(arm)) for arm in arms)} |")
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END, 1)[1]
-    return before + BEGIN + "\n".join(lines) + "\n" + END + after
+    return tables_gsm8k.filled(before + BEGIN + "\n".join(lines) + "\n" + END + after, tables_gsm8k.readme_part())
 
 
 def render() -> str:
@@ -217,6 +219,7 @@ def render() -> str:
                 *head_tables(),
                 *sparse_tables(),
                 *training_tables(),
+                *tables_gsm8k.benchmark_tables(),
                 *cpu_tables(),
                 *tpu_tables(),
                 *sharded_tables(),
@@ -229,3 +232,5 @@ def render() -> str:
 if __name__ == "__main__":
     PAGE.write_text(render())
     README.write_text(readme())
+    for path, content in tables_gsm8k.files().items():
+        path.write_text(content)

@@ -266,6 +266,13 @@ def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The A/B of the configuration: curves, held-out scores, ratios, and whether every arm learned."""
     c = configured(args, f"run_dir={args.work}", *(RANDOM if args.small else []))
     result = ab.run(c, resume=args.resume, say=say)
+    result["samples"] = {name: _samples(args.work / name) for name in result["arms"]}
+    for part, key in (
+        (result["config"], "run_dir"),
+        (result["config"]["model"], "weights"),
+        (result["config"]["data"], "path"),
+    ):
+        part[key] = Path(part[key]).name  # the record is for other machines
     print(ab.table(result))
     print(ab.curve(result), flush=True)
     rises = {
@@ -275,6 +282,13 @@ def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     result["bars"] = {f"reward_rise/{n}": {"value": v, "at_least": BARS["reward_rise"]} for n, v in rises.items()}
     learned = args.small or all(rise >= BARS["reward_rise"] for rise in rises.values())
     return result, learned and not ab.disagreeing(result)
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """The first held-out problem, as it was answered at each evaluation."""
+    file = folder / "samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row for row in rows if row["prompt"] == rows[0]["prompt"]]
 
 
 CASES = {"update": update_case, "decode": decode_case, "largest": largest_case, "learn": learn_case}

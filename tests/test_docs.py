@@ -130,6 +130,8 @@ def test_benchmark_page_is_current() -> None:
     tables = loaded("tables", ROOT / "benchmarks" / "tables.py")
     assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/tables.py`"
+    for path, content in tables.tables_gsm8k.files().items():
+        assert path.read_text() == content, f"{path.name}: run `python benchmarks/tables.py`"
 
 
 def test_maxtext_page_has_the_record() -> None:

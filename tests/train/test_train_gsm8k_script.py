@@ -49,3 +49,4 @@ def test_the_largest_size_is_found_by_bisection(tmp_path: Path) -> None:
 def test_the_arms_run_and_are_compared(tmp_path: Path) -> None:
     found = run(tmp_path, "learn", "train.steps=2")
     assert list(found["arms"]) == ["dense", "fused", "sparse"] and set(found["agreement"]) == {"fused", "sparse"}
+    assert [r["step"] for r in found["control"]["metrics"]] == [1, 2] and found["config"]["run_dir"] == "work"

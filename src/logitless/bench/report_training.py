@@ -61,16 +61,17 @@ def training(records: list[tuple[str, Record]]) -> Section:
         alone = not (r.get("config") or {}).get("ab", {}).get("parallel", False)
         if not alone:
             s.text += f" The arms of {name} ran at the same time: nothing is said about their speed."
-        s.charts += _curves({arm: a.get("metrics", []) for arm, a in r["arms"].items()}, name, alone)
+        runs = {**r["arms"], **({"control": r["control"]} if isinstance(r.get("control"), dict) else {})}
+        s.charts += _curves({arm: a.get("metrics", []) for arm, a in runs.items()}, name, alone)
         keys = dict.fromkeys(
             k
-            for a in r["arms"].values()
+            for a in runs.values()
             for k, v in a.get("summary", {}).items()
             if isinstance(v, (int, float, str)) and (alone or not _is_time(k))
         )
-        rows = [(k, *(cell(a.get("summary", {}).get(k)) for a in r["arms"].values())) for k in keys]
+        rows = [(k, *(cell(a.get("summary", {}).get(k)) for a in runs.values())) for k in keys]
         if rows:
-            s.tables.append(Table(f"{name}: summary", ("", *r["arms"]), tuple(rows)))
+            s.tables.append(Table(f"{name}: summary", ("", *runs), tuple(rows)))
         s.tables += _agreement_tables(name, r)
     for name, steps in single.items():
         s.charts += _curves({"run": steps}, name)

@@ -9,6 +9,7 @@ The result, ``<run_dir>/ab.json``::
 
     {"kind": "ab", "name": ..., "config": {...}, "parallel": bool,
      "arms": {name: {"metrics": [one record a step, as in metrics.jsonl], "summary": {as in summary.json}}},
+     "control": the same of the second baseline, with ab.control,
      "ratios": {"step_time": kernel / baseline, "update_time": ..., "temporaries": ..., "device_peak": ... or null},
      "agreement": {"agree": true, false or null (not judged), "decided_by": "replay", "control", "seeds" or "nothing",
                    "verdict": text, "test": text, "first_difference": first step with other tokens or null,
@@ -82,6 +83,8 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             "parallel": config.ab.parallel,
             "arms": {name: _outcome(arm) for name, arm in plan.arms.items()},
         }
+        if config.ab.control:
+            result["control"] = _outcome(plan.free[CONTROL])
         result |= comparison(config, plan, result["arms"])
         replace(folder / "ab.json", json.dumps(result) + "\n")
     return result

@@ -1,0 +1,174 @@
+"""The GSM8K runs as text and curves, from ``train_gsm8k_learn.json``: what ``logitless ab`` returned, with its bars.
+
+Nothing is written while that file is not there, and nothing into a page without the marks that say where.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tables_before import ROOT, read
+
+from logitless.bench.charts import Lines, Series, to_svg
+from logitless.bench.report_charts import own_tone
+from logitless.train.ab_text import verdict
+from logitless.train.compare import agreements
+
+FILE = "train_gsm8k_learn.json"
+BEGIN, END = f"<!-- from {FILE}: begin -->\n", f"<!-- from {FILE}: end -->\n"
+PAGE, PLOTS = ROOT / "docs" / "training.md", ROOT / "docs" / "plots"
+BLOCK = 5
+"""Steps that a point of the curves is the mean of."""
+
+Record = dict[str, Any]
+ROWS = (
+    ("sampled reward, first 10 steps", "train/reward_first10", 1, ".3f"),
+    ("sampled reward, last 10 steps", "train/reward_last10", 1, ".3f"),
+    ("held-out answers right, before", "held_out/first", 0.01, ".1f %"),
+    ("held-out answers right, at the end", "held_out/last", 0.01, ".1f %"),
+    ("step, mean of the last 10 (s)", "time/train/step_avg_last10_s", 1, ".2f"),
+    ("of it: rollout (s)", "time/rollout_s/last10", 1, ".2f"),
+    ("of it: update (s)", "time/update_s/last10", 1, ".2f"),
+    ("device peak (GiB)", "memory/device_peak_bytes", 2**30, ".1f"),
+    ("update's temporaries, the compiler's plan (GiB)", "memory/update_temporaries_bytes", 2**30, ".1f"),
+)
+"""Label, key of :func:`numbers`, unit and format of the table's rows."""
+
+
+def arms_of(result: Record) -> dict[str, Record]:
+    """The arms, and the control where the record has one."""
+    return {**result["arms"], **({"control": result["control"]} if result.get("control") else {})}
+
+
+def numbers(arm: Record) -> Record:
+    """The summary of an arm, with the share of held-out problems that greedy answers solve."""
+    evaluated = [r for r in arm["metrics"] if "eval/reward" in r]
+    scores = [r.get("eval/answer", r["eval/reward"]) for r in evaluated]
+    held_out = {"held_out/first": scores[0], "held_out/last": scores[-1]} if scores else {}
+    return {**arm["summary"], **held_out}
+
+
+def table(result: Record) -> list[str]:
+    """One column for each arm; rows that no arm has are left out."""
+    arms = {name: numbers(arm) for name, arm in arms_of(result).items()}
+    heads = [f"{name} ({n['loss_backend']})" for name, n in arms.items()]
+    out = [f"| | {' | '.join(heads)} |", "|---" * (len(arms) + 1) + "|"]
+    for label, key, unit, form in ROWS:
+        values = [n.get(key) for n in arms.values()]
+        if any(v is not None for v in values):
+            spec, _, suffix = form.partition(" ")
+            cells = ("" if v is None else format(v / unit, spec) + (f" {suffix}" if suffix else "") for v in values)
+            out.append(f"| {label} | {' | '.join(cells)} |")
+    return out
+
+
+def verdicts(result: Record) -> list[str]:
+    """What the test said of each arm, and of all."""
+    first = next(iter(result["arms"]))
+    each = [f"- {name} against {first}: {a['verdict']}." for name, a in agreements(result).items()]
+    return [*each, f"- In all: {verdict(result)}."]
+
+
+def curve(name: str, title: str, key: str, unit: str, result: Record) -> Lines | None:
+    """A metric of every arm, as means of :data:`BLOCK` steps at the middle of each block."""
+    series: list[Series] = []
+    for i, (arm, run) in enumerate(arms_of(result).items()):
+        steps = [(r["step"], r[key]) for r in run["metrics"] if r.get(key) is not None and r["step"] > 0]
+        blocks = [steps[j : j + BLOCK] for j in range(0, len(steps), BLOCK)]
+        points = tuple((sum(s for s, _ in b) / len(b), sum(v for _, v in b) / len(b)) for b in blocks)
+        if points:
+            series.append(Series(arm, points, own_tone(arm, i, series)))
+    note = f"means of {BLOCK} steps" if series else ""
+    return Lines(name, title, "step", unit, tuple(series), note=note) if series else None
+
+
+def plots(result: Record) -> dict[str, str]:
+    """Images by file name."""
+    charts = (
+        curve("gsm8k-reward", "Sampled reward on GSM8K, Qwen2.5-1.5B", "train/reward", "mean reward", result),
+        curve("gsm8k-update-time", "Seconds of the update phase", "time/update_s", "seconds", result),
+    )
+    return {f"{chart.name}.svg": to_svg(chart, alone=True) + "\n" for chart in charts if chart is not None}
+
+
+def _setting(result: Record) -> str:
+    c, first = result["config"], next(iter(result["arms"].values()))
+    steps = max(len([r for r in arm["metrics"] if "train/loss" in r]) for arm in result["arms"].values())
+    t, r, where = c["train"], c["rollout"], first["summary"]["environment"]
+    return (
+        f"{where['device']}, jax {where['jax']}; {steps} steps of {t['prompts_per_step']} x {t['group_size']} "
+        f"completions of at most {r['max_completion_tokens']} tokens; greedy answers to {c['eval']['problems']} "
+        "held-out problems."
+    )
+
+
+def section(result: Record, plots_at: str) -> str:
+    """Setting, curves, table and verdict, with images at ``plots_at``."""
+    images = [f"![{name.removesuffix('.svg')}]({plots_at}/{name})" for name in plots(result)]
+    text = [_setting(result), *images, "\n".join(table(result)), "\n".join(verdicts(result)), *_sample(result)]
+    return "\n\n".join(text) + "\n"
+
+
+def _sample(result: Record) -> list[str]:
+    """One held-out problem, before and after, where the record has samples."""
+    arm, rows = next(reversed((result.get("samples") or {"": []}).items()))
+    if len(rows) < 2:
+        return []
+    before, after = rows[0], rows[-1]
+
+    def quoted(text: str) -> str:
+        return "\n".join(f"    {line}".rstrip() for line in text.strip().splitlines())
+
+    return [
+        f"A held-out problem, whose answer is {before['answer']}:",
+        quoted(before["prompt"]),
+        f"{arm}, step {before['step']}, reward {before['reward']:g}:",
+        quoted(before["completion"]),
+        f"Step {after['step']}, reward {after['reward']:g}:",
+        quoted(after["completion"]),
+    ]
+
+
+def filled(text: str, content: str) -> str:
+    """A page with the part between its marks made anew; one without marks as it is."""
+    if BEGIN not in text or END not in text:
+        return text
+    return text.split(BEGIN)[0] + BEGIN + content + END + text.split(END, 1)[1]
+
+
+def benchmark_tables() -> list[str]:
+    """The section of docs/benchmarks.md."""
+    result = read(FILE)
+    if result is None:
+        return []
+    return [
+        "## Training, Qwen2.5-1.5B on GSM8K",
+        "",
+        f"`benchmarks/results/{FILE}`. {_setting(result)}",
+        "",
+        "    python benchmarks/train_gsm8k.py learn --out benchmarks/results --work runs/gsm8k --resume",
+        "",
+        *table(result),
+        "",
+        *verdicts(result),
+        "",
+    ]
+
+
+def readme_part() -> str:
+    """What README.md shows: the curve and the table."""
+    result = read(FILE)
+    if result is None:
+        return ""
+    image = "![sampled reward](docs/plots/gsm8k-reward.svg)"
+    return "\n\n".join([_setting(result), image, "\n".join(table(result)), verdicts(result)[-1][2:]]) + "\n"
+
+
+def files() -> dict[Path, str]:
+    """The files that follow from the record, with what they should hold: docs/training.md and its plots."""
+    result = read(FILE)
+    if result is None:
+        return {}
+    page = filled(PAGE.read_text(), section(result, "plots"))
+    return {PAGE: page, **{PLOTS / name: svg for name, svg in plots(result).items()}}

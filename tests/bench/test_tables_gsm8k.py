@@ -1,0 +1,113 @@
+"""benchmarks/tables_gsm8k.py: the pages and the curves of a small made-up record of the GSM8K runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from logitless.bench import report
+from logitless.train import compare
+from logitless.train.config import load
+from logitless.train.records import run_numbers
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The module, with folders of its own for records and pages."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("tables_gsm8k", BENCHMARKS / "tables_gsm8k.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys.modules["tables_before"], "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "training.md")
+    monkeypatch.setattr(module, "PLOTS", tmp_path)
+    module.PAGE.write_text(f"# Before\n\n{module.BEGIN}old\n{module.END}\nafter\n")
+    return module
+
+
+def run_of(final: float, update_s: float, peak_gib: float, backend: str) -> dict[str, Any]:
+    """20 steps from a reward of 0.5 to ``final``."""
+    metrics: list[dict[str, Any]] = [{"step": 0, "eval/reward": 0.7, "eval/answer": 0.5}]
+    for step in range(1, 21):
+        reward = 0.5 + (final - 0.5) * step / 20
+        metrics.append({
+            "step": step, "train/loss": 0.1, "train/reward": reward, "train/skipped": 0, "time/update_s": update_s,
+            "time/rollout_s": 1.5, "time/train/step_s": 2.0 + update_s, "time/train/step_avg_last10_s": 2.0 + update_s,
+            "rollout/tokens_crc32": step,
+        })  # fmt: skip
+    metrics[-1] |= {"eval/reward": 1.0, "eval/answer": 0.875}
+    environment = {"device": "NVIDIA H200", "jax": "0.12.0"}
+    summary = {**run_numbers(metrics), "memory/device_peak_bytes": peak_gib * 2**30, "loss_backend": backend}
+    return {"metrics": metrics, "summary": {**summary, "environment": environment}}
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    c = load(
+        None, ["ab.control=true", "ab.replay=false", "ab.arms={dense: {backend: reference}, fused: {backend: chunked}}"]
+    )
+    runs = {"dense": run_of(0.9, 2.0, 51.5, "reference"), "fused": run_of(0.91, 0.75, 38.25, "mosaic_gpu")}
+    control = run_of(0.89, 2.0, 51.5, "reference")
+    curves = [run["metrics"] for run in (*runs.values(), control)]
+    agreement = compare.agreement(c, curves[0], curves[1], control=curves[2])
+    sample = {"prompt": "What?", "answer": "18", "completion": "It is 17.", "reward": 0.2, "step": 0}
+    return {
+        "kind": "ab", "name": "gsm8k", "config": dataclasses.asdict(c), "parallel": False, "arms": runs,
+        "control": control, "ratios": {"fused": {}}, "agreement": {"fused": agreement},
+        "samples": {"fused": [sample, {**sample, "completion": "#### 18", "reward": 1.2, "step": 20}]},
+    }  # fmt: skip
+
+
+def test_without_the_record_nothing_is_written(tables: ModuleType) -> None:
+    assert tables.files() == {} and tables.benchmark_tables() == [] and tables.readme_part() == ""
+
+
+def test_pages_and_curves_hold_what_the_record_says(tables: ModuleType, record: dict[str, Any]) -> None:
+    (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
+    found = tables.files()
+    assert {path.name for path in found} == {"training.md", "gsm8k-reward.svg", "gsm8k-update-time.svg"}
+    page = found[tables.PAGE]
+    assert page.startswith("# Before") and page.endswith("\nafter\n") and "old" not in page
+    assert tables.filled(page, tables.section(record, "plots")) == page, "made twice, it is the same"
+    rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("|")}
+    for label, cells in (
+        ("", "dense (reference) | fused (mosaic_gpu) | control (reference)"),
+        ("sampled reward, last 10 steps", "0.810 | 0.818 | 0.802"),
+        ("held-out answers right, before", "50.0 % | 50.0 % | 50.0 %"),
+        ("held-out answers right, at the end", "87.5 % | 87.5 % | 87.5 %"),
+        ("of it: update (s)", "2.00 | 0.75 | 2.00"),
+        ("device peak (GiB)", "51.5 | 38.2 | 51.5"),
+    ):
+        assert cells in rows[label], (label, rows[label])
+    assert "fused against dense: agrees, by control" in page
+    assert "the arms agree (decided by control)" in page
+    assert "    #### 18" in page and "step 0, reward 0.2" in page
+    svg = found[tables.PLOTS / "gsm8k-reward.svg"]
+    for arm in ("dense", "fused", "control"):
+        assert f">{arm}<" in svg
+    assert "prefers-color-scheme: dark" in svg
+    chart = tables.curve("x", "x", "train/reward", "", record)
+    assert len(chart.series[0].points) == 4 and chart.series[0].points[0] == pytest.approx((3.0, 0.56))
+    assert len({s.tone for s in chart.series}) == 3
+
+
+def test_the_report_has_the_control_too(tables: ModuleType, record: dict[str, Any]) -> None:
+    (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
+    report.write([tables.PLOTS / tables.FILE], tables.PLOTS / "page.html", plots=tables.PLOTS / "plots")
+    (svg,) = (tables.PLOTS / "plots").glob("reward-by-step-*.svg")
+    assert ">control<" in svg.read_text()
+    assert ">control</th>" in (tables.PLOTS / "page.html").read_text()
+
+
+def test_a_page_without_marks_stays_as_it_is(tables: ModuleType) -> None:
+    assert tables.filled("nothing here\n", "content") == "nothing here\n"
