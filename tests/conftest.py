@@ -21,8 +21,9 @@ from logitless import Objective, TokenStats, policy_loss
 ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu"
 
 # Eight CPU devices, for the sharded tests; what runs on one of them gives the same bits in the same time.
+DEVICES = 8
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 # Most of the suite's time is XLA compiling. Programs are kept: for the other worker of this run, for processes
 # that a test starts, and for the next run. The key is the program with its compiler and options, so nothing is stale.
@@ -32,11 +33,13 @@ jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 CHILD_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(DEVICES),  # a part of a compiled program's key
     "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
 }
-"""For a process that a test starts to compile as the tests do. Not for compiling for a TPU, nor for measurements."""
+"""For a process that a test starts to compile as the tests do, and to find what they have compiled. Not for compiling
+for a TPU, nor for measurements."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
