@@ -89,7 +89,7 @@ def arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray, 
     return x, rest
 
 
-def _statistics_loss(stats: Any, weights: dict[str, np.ndarray]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _statistics_loss(stats: Any, weights: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
     values = {k: getattr(stats, k) for k in STATISTICS}
     return sum(jnp.sum(values[k] * w) for k, w in weights.items()), values  # type: ignore[return-value]
 
@@ -113,7 +113,8 @@ def by_backend(
             options |= dict(head_grad_dtype=c.head_grad_dtype, chunk_size=c.chunk_size or None)
             options |= dict(sparse_backward=c.sparse_backward) if c.sparse_backward != "off" else {}
 
-    def loss(*arrays: jax.Array) -> Any:
+    # All arrays are arguments: other inputs of the same shape are the same program.
+    def loss(arrays: list[jax.Array], rest: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
         if c.call == "logprobs":
             options["temperature"] = c.temperature
             call: Callable[..., Any] = logprobs if c.level == "logits" else linear_logprobs
@@ -121,9 +122,9 @@ def by_backend(
         whole: Callable[..., Any] = grpo_loss if c.level == "logits" else linear_grpo_loss
         return whole(*arrays, objective=objective, **rest, **options)
 
-    given = [jnp.asarray(a) for a in x]
+    given = jax.tree.map(jnp.asarray, (list(x), rest, weights))
     alone = float(jax.jit(loss)(*given)[0]) if c.same_without_gradient else None
-    step = jax.value_and_grad(loss, argnums=tuple(range(len(x))), has_aux=True)
+    step = jax.value_and_grad(loss, has_aux=True)
     (value, aux), grads = jax.jit(step, donate_argnums=(0,) if donate else ())(*given)
     found = Found(float(value), [np.asarray(g, np.float64) for g in grads], loss_alone=alone)
     if c.call == "logprobs":
