@@ -1,8 +1,8 @@
 """Counts the matmul work of a JAX program by running it, loop by loop: FLOPs of every ``dot_general`` that is reached.
 
-Trip counts and branches depend on values, so the program is interpreted on real arrays; elementwise work is evaluated
-as it is. Kernels (``pallas_call``) count by their own cost estimate and give zeros. Of a ``shard_map`` the first
-device's part is run, with collectives that only keep shapes: the count is that of one device.
+Trip counts and branches depend on values, so the program is interpreted on real arrays. NumPy does what it can: JAX
+compiles every operation for every shape. Kernels (``pallas_call``) count by their own cost estimate and give zeros. Of
+a ``shard_map`` the first device's part is run, with collectives that only keep shapes: the count is that of one device.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class _Counter:
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if key in params and name not in ("custom_vjp_call_jaxpr",):
                 return self.inner(params[key], args)
+        if name in _NUMPY:
+            with np.errstate(all="ignore"):
+                return [np.asarray(_NUMPY[name](params, *args), eqn.outvars[0].aval.dtype)]
         if "sharding" in params:  # of the mesh's devices, which nobody is here
             params = dict(params, sharding=None)
         out = eqn.primitive.bind(*args, **params)
@@ -103,6 +106,55 @@ class _Counter:
         own = [_of_shape(a, v.aval) for a, v in zip(args, inner.invars, strict=True)]
         outs = self.run(inner, (), own)
         return [_of_shape(a, v.aval) for a, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _broadcast(params: dict[str, Any], x: Any) -> Any:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    sizes = dict(zip(dims, np.shape(x), strict=True))
+    return np.broadcast_to(np.reshape(x, [sizes.get(d, 1) for d in range(len(shape))]), shape)
+
+
+def _dot(params: dict[str, Any], a: Any, b: Any) -> Any:
+    """In float32 as the programs here ask for it."""
+    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
+    of_a, of_b = list(range(a.ndim)), list(range(a.ndim, a.ndim + b.ndim))
+    for i, j in (*zip(contract_a, contract_b, strict=True), *zip(batch_a, batch_b, strict=True)):
+        of_b[j] = of_a[i]
+    free = [x for d, x in enumerate(of_a) if d not in (*contract_a, *batch_a)]
+    free += [x for d, x in enumerate(of_b) if d not in (*contract_b, *batch_b)]
+    return np.einsum(
+        np.asarray(a, np.float32), of_a, np.asarray(b, np.float32), of_b, [of_a[i] for i in batch_a] + free
+    )
+
+
+def _elementwise(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, *args: f(*args)
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    **{
+        name: _elementwise(f)
+        for name, f in {
+            "abs": np.abs, "add": np.add, "and": np.bitwise_and, "eq": np.equal, "exp": np.exp, "expm1": np.expm1,
+            "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite, "le": np.less_equal, "log": np.log,
+            "log1p": np.log1p, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+            "ne": np.not_equal, "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "sub": np.subtract,
+            "tanh": np.tanh,
+        }.items()
+    },
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": lambda params, x: np.asarray(x).astype(params["new_dtype"]),
+    "dot_general": _dot,
+    "reduce_and": lambda params, x: np.all(x, axis=params["axes"]),
+    "reduce_max": lambda params, x: np.max(x, axis=params["axes"]),
+    "reduce_min": lambda params, x: np.min(x, axis=params["axes"]),
+    "reduce_or": lambda params, x: np.any(x, axis=params["axes"]),
+    "reduce_sum": lambda params, x: np.sum(x, axis=params["axes"]),
+    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
+    "select_n": lambda params, which, if_not, if_so: np.where(which, if_so, if_not),
+    "squeeze": lambda params, x: np.squeeze(x, axis=params["dimensions"]),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+}  # fmt: skip
 
 
 def _of_shape(x: Any, aval: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -52,7 +52,7 @@ def test_it_learns_too(name: str) -> None:
 def test_its_programs_can_be_traced(name: str) -> None:
     """Rollout and update, not compiled: that they run, and learn, is a slow test."""
     module, key = example(name), jax.random.key(0)
-    batch = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), a_batch_shape())
+    batch = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), a_batch_shape())
     if name == "grpo_nnx":
         from flax import nnx
 
@@ -60,17 +60,18 @@ def test_its_programs_can_be_traced(name: str) -> None:
         optimizer = nnx.Optimizer(policy, optax.adam(1e-3), wrt=nnx.Param)
         rollout, update = (policy, reference, key), (policy, optimizer, batch)
     elif name == "grpo_linen":
-        params = module.POLICY.init(key, batch["ids"])["params"]
-        state = module.TrainState.create(apply_fn=module.POLICY.apply, params=params, tx=optax.adam(1e-3))
+        params = jax.eval_shape(module.POLICY.init, key, batch["ids"])["params"]
+        create = functools.partial(module.TrainState.create, apply_fn=module.POLICY.apply, tx=optax.adam(1e-3))
+        state = jax.eval_shape(lambda params: create(params=params), params)
         rollout, update = (params, params, key), (state, batch)
     elif name == "grpo_equinox":
         policy = module.Policy(key)
         state = module.OPTIMIZER.init(module.eqx.filter(policy, module.eqx.is_inexact_array))
         rollout, update = (policy, policy, key), (policy, state, batch)
     else:
-        frozen = example("grpo_optax").init(key)
-        maps = module.init_maps(key, frozen)
-        rollout, update = (maps, frozen, key), (maps, module.OPTIMIZER.init(maps), frozen, batch)
+        frozen = jax.eval_shape(example("grpo_optax").init, key)
+        maps = jax.eval_shape(module.init_maps, key, frozen)
+        rollout, update = (maps, frozen, key), (maps, jax.eval_shape(module.OPTIMIZER.init, maps), frozen, batch)
     assert "while" in module.rollout.lower(*rollout).as_text()
     assert "while" in module.update.lower(*update).as_text()
 

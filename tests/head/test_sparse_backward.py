@@ -40,14 +40,13 @@ from sparse_cases import (
     row_norms,
 )
 
-pytestmark = pytest.mark.optimized  # sparse and dense chunks are compared to the bit, in functions that tests share
-
 OBJECTIVES = {
     "clip": Objective(aggregation="dapo"),
     "entropy bonus": Objective(aggregation="dapo", entropy_coef=0.02),
     "gspo": Objective(level="sequence", eps_low=0.2, eps_high=0.2),
 }
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+optimized = pytest.mark.optimized  # sparse and dense chunks are compared to the bit, in functions that tests share
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -111,6 +110,7 @@ def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarr
 # -- error -----------------------------------------------------------------------------------------------------------
 
 
+@optimized
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
     case = calibrated(DTYPES[dtype])
@@ -154,6 +154,7 @@ def test_dead_and_idle_tokens_in_bf16_logits() -> None:
     assert values["active_columns"] <= values["backward_columns"] < 1
 
 
+@optimized
 def test_reported_mass_and_gradients_are_those_of_the_definition() -> None:
     """One chunk's worth of live tokens: its active set, its left-out masses and both gradients, in float64."""
     case = calibrated(jnp.float32)
@@ -194,6 +195,7 @@ def test_reported_mass_and_gradients_are_those_of_the_definition() -> None:
 # -- the tolerance ---------------------------------------------------------------------------------------------------
 
 
+@optimized
 @pytest.mark.parametrize("tolerance", [2.0**-8, 2.0**-5])
 def test_adversarial_rows_stay_within_the_tolerance(tolerance: float) -> None:
     """Mass spread just under the thresholds, over many columns."""
@@ -263,6 +265,7 @@ def test_entropy_cotangents_weigh_the_tail(share: float) -> None:
         assert (miss & (mass < TOLERANCE)).any()
 
 
+@optimized
 def test_flat_logits_go_dense_and_keep_their_bits() -> None:
     for dtype in DTYPES.values():
         case = flat(dtype)
@@ -276,6 +279,7 @@ def test_flat_logits_go_dense_and_keep_their_bits() -> None:
         assert_same_bits(grads, off)
 
 
+@optimized
 def test_collapsed_rows() -> None:
     """Nearly everything is one column: the narrowest backward there is, and hopeless targets are always active."""
     for dtype in DTYPES.values():
@@ -291,6 +295,7 @@ def test_collapsed_rows() -> None:
             assert_as_good("collapsed", got, ordinary, truth)
 
 
+@optimized
 def test_traced_tolerance_and_sharper_data_compile_once() -> None:
     case = calibrated(jnp.float32)
     rest = loss_inputs(case)
@@ -359,6 +364,7 @@ def test_logprobs_with_every_option() -> None:
         assert_as_good(name, a, b, t)
 
 
+@optimized
 @pytest.mark.parametrize("kind, layout", [("entropy bonus", "hv"), ("gspo", "vh")])
 def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
     """Under an entropy bonus (gradients in the forward pass) and a coupled objective (by recompute)."""

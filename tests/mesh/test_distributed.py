@@ -61,13 +61,14 @@ def worker(rank: int, port: int, folder: Path) -> None:
 def test_two_processes_and_one_killed(tmp_path: Path) -> None:
     import jax
 
+    from conftest import CHILD_ENVIRONMENT
     from test_sharding import SEQUENCE, assert_same, batch, evaluate
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment.update(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]))
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | CHILD_ENVIRONMENT
+    environment.update(PYTHONPATH=os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]))
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     both = [
         subprocess.Popen(

@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     # Hopper
     m(
-        "logits/mosaic_gpu/tiles",
+        "logits/mosaic_gpu/row_terms",
         "a * (self.centred + step * self.total)",
         "a * self.centred",
         f"{GPU_LOGITS}::test_statistics_with_padding_dead_rows_and_a_bad_target",
@@ -202,13 +202,13 @@ MUTANTS = [
         f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
     ),
     m(
-        "logits/mosaic_gpu/tiles",
+        "logits/mosaic_gpu/row_terms",
         "first, second = tr.times(k, first), tr.times(k, second)",
         "first, second = tr.times(k, first), second",
         f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
     ),
     m(
-        "logits/mosaic_gpu/tiles",
+        "logits/mosaic_gpu/row_terms",
         "second, s.entropy * power.unit, own",
         "second, s.max_logp * power.unit, own",
         f"{CONSTANT}::test_rounded_dlogits_of_the_hopper_row_kernel",

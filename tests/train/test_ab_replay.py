@@ -23,7 +23,7 @@ from train_micro import MICRO, compile_cache, micro  # noqa: F401
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 STEPS = 10
-SETTINGS = ["train.prompts_per_step=8", "train.inner_epochs=2", "rollout.record=1000", f"train.steps={STEPS}"]
+SETTINGS = ["train.prompts_per_step=8", "rollout.record=1000", f"train.steps={STEPS}"]
 
 
 def too_large(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,12 +54,12 @@ def trainer_of(config: TrainConfig, fault: Callable[..., Any] | None = None) -> 
 
 
 class Lab:
-    """Trainers that were compiled once, run in step over one trainer's completions."""
+    """Trainers that were compiled once, run in step over one trainer's completions, ``epochs`` updates in a step."""
 
-    def __init__(self, settings: list[str]):
-        self.config = load(None, [*settings, *SETTINGS, "train.loss.backend=reference"])
-        chunks = ["train.loss.backend=chunked", "train.loss.chunk_size=20"]
-        kernel = load(None, [*settings, *SETTINGS, *chunks])
+    def __init__(self, settings: list[str], epochs: int):
+        settings = [*settings, *SETTINGS, f"train.inner_epochs={epochs}"]
+        self.config = load(None, [*settings, "train.loss.backend=reference"])
+        kernel = load(None, [*settings, "train.loss.backend=chunked", "train.loss.chunk_size=20"])
         self.baseline = trainer_of(self.config)
         self.others = {
             "control": trainer_of(replay.control_of(self.config)),
@@ -108,12 +108,14 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(micro: list[str], compile_cache: Any) -> Lab:  # noqa: F811
-    return Lab(micro)
+    """With half of the programs: the second update of a step, off-policy, is another one."""
+    return Lab(micro, epochs=1)
 
 
-@pytest.mark.parametrize("repeats", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_honest_arms_are_not_told_apart(lab: Lab, repeats: int) -> None:
-    verdicts, nearest = [], 0.0
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [4, 20])
+def test_honest_arms_are_not_told_apart(micro: list[str], repeats: int) -> None:  # noqa: F811
+    lab, verdicts, nearest = Lab(micro, epochs=2), [], 0.0
     for seed in range(repeats):
         found = lab.traces(seed, STEPS, "kernel")
         result = lab.judge(found, "kernel")

@@ -23,16 +23,8 @@ from logitless import stats as st
 from logitless.compat import gpu_load
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
-from logitless.logits.mosaic_gpu.tiles import (
-    Coefficients,
-    Lanes,
-    Slots,
-    Sweep,
-    clear_dead_rows,
-    coefficients,
-    next_row,
-    row_sums,
-)
+from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums
+from logitless.logits.mosaic_gpu.tiles import Slots, Sweep, clear_dead_rows, next_row
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform, factor, swept
 

@@ -4,8 +4,8 @@ One block of ``W`` warpgroups owns a row at a time (blocks are persistent, rows 
 into tiles of ``C`` columns; warpgroup ``w`` owns tiles ``w, w + W, ...``, with its own slots of shared memory and its
 own copies in flight, so that warpgroups meet only once a row, to add up the statistics.
 
-Sweep 1 carries per-lane online sums (:class:`Lanes`). The columns that take no part (the target, padding) are set to
-``-inf`` in shared memory in the few tiles that hold them, so the loop has no masks; only with a softcap or a scale,
+Sweep 1 carries per-lane online sums (``row_terms.Lanes``). The columns that take no part (the target, padding) are set
+to ``-inf`` in shared memory in the few tiles that hold them, so the loop has no masks; only with a softcap or a scale,
 which turn ``-inf`` into something else, is every element compared with its column. Sweep 2 turns a tile into dlogits in
 place and copies it out of the same slot; the target's entry is written over. A slot is refilled as soon as its copy out
 has been read: with the part of this row that shared memory could not hold (a second read, served by L2), then with the
@@ -30,62 +30,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless import stats as st
 from logitless import transform as tr
 from logitless.compat import gpu_load
-from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Number, Shape, Tiles, row_index, select
-from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats
+from logitless.logits.mosaic_gpu.row_terms import LOW, Coefficients, Lanes, Power
+from logitless.stats import NEG_INF
 from logitless.transform import LogitTransform
-
-LOG2E = scalar.LOG2E
-_LOW = -1e30  # stands for -inf in the carries: differences stay finite
-ROW_SCALARS = 8  # floats a row hands from its statistics to sweep 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Power:
-    """How a sweep exponentiates.
-
-    For 16-bit logits ``2^t`` with ``t`` in units of ln 2: one instruction, a relative error of 2^-22 beside the 2^-9 of
-    the rounding that follows. Float32 dlogits keep all their digits: ``e^t``, the accurate library function.
-    """
-
-    exact: bool
-
-    @property
-    def unit(self) -> float:
-        return 1.0 if self.exact else LOG2E
-
-    def __call__(self, t: Array) -> Array:
-        return jnp.exp(t) if self.exact else jnp.exp2(t)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lanes:
-    """Per-lane sums, ``[lanes]`` float32: maximum ``m``, and sums of ``e``, ``e t``, ``e^2`` with ``t = k (u - m)``.
-
-    ``u`` and ``k`` are those of ``logitless.transform``, ``k`` times the :class:`Power`'s unit: ``e = exp(t / unit)``.
-    """
-
-    m: Array
-    total: Array
-    centred: Array
-    squares: Array
-
-    @staticmethod
-    def empty(n: int) -> Lanes:
-        zero = jnp.zeros((n,), jnp.float32)
-        return Lanes(jnp.full((n,), _LOW, jnp.float32), zero, zero, zero)
-
-    def leaves(self) -> tuple[Array, ...]:
-        return (self.m, self.total, self.centred, self.squares)
-
-    def moved(self, m: Array, k: Array, power: Power) -> Lanes:
-        """The same sums relative to a larger maximum."""
-        step = (self.m - m) * k
-        a = power(step)
-        return Lanes(m, a * self.total, a * (self.centred + step * self.total), a * a * self.squares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +229,7 @@ class Sweep:
         sums = sums.moved(m, k, self.power)
         total, centred, squares = sums.total, sums.centred, sums.squares
         for s in self.pieces():
-            t = jnp.maximum((self.swept(self.piece(slot, s), j, s, target) - m) * k, _LOW)
+            t = jnp.maximum((self.swept(self.piece(slot, s), j, s, target) - m) * k, LOW)
             e = self.power(t)
             total, centred, squares = total + e, centred + e * t, squares + e * e
         return Lanes(m, total, centred, squares)
@@ -289,7 +239,7 @@ class Sweep:
         once."""
         for s in self.pieces():
             x = self.piece(slot, s)
-            t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, _LOW)
+            t = jnp.maximum((self.swept(x, j, s, jnp.int32(-1)) - c.centre) * self.k + c.offset, LOW)
             # Float32 keeps log p + entropy together, as stats.dz does: apart, they cancel.
             d = self.power(t) * (c.first - c.second * (t + c.shift if self.power.exact else t))
             if self.bent:
@@ -301,63 +251,6 @@ class Sweep:
         zero = jnp.zeros((self.t.lanes,), self.out.dtype)
         for s in self.pieces():
             self.out[self.index_out(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = zero
-
-
-@dataclasses.dataclass(frozen=True)
-class Coefficients:
-    """``t = k (u - centre) + offset`` is log p in the power's unit, and ``d = p (first - second (t + shift))`` but at
-    the target. The shift (the entropy) is folded into ``first`` for 16-bit logits."""
-
-    centre: Array
-    offset: Array
-    first: Array
-    second: Array
-    shift: Array
-    at_target: Array
-    nonzero: Array  # float: 0 where the whole row of dlogits is exactly zero
-
-    def leaves(self) -> tuple[Array, ...]:
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
-
-
-def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array) -> Coefficients:
-    """What sweep 2 needs of a row (``stats.dz`` with the per-row part taken out of the loop); ``x_y`` is the target's
-    raw logit."""
-    transform, power = sweep.transform, sweep.power
-
-    def at_target(x_y: Array, s: TokenStats, g: StatCotangents, transform: LogitTransform) -> Array:
-        d = st.dz(s.peak, jnp.bool_(True), s, g)
-        return tr.pull_back(d, x_y, transform)
-
-    first, second = g.lse - g.logp, g.entropy * (1.0 / power.unit)
-    if not power.exact:
-        first = first - g.entropy * s.entropy
-    if not sweep.bent:  # the slope is the same in every column
-        k = tr.factor(transform)
-        first, second = tr.times(k, first), tr.times(k, second)
-    nonzero = jnp.where(g.logp != 0, 1.0, jnp.where(g.entropy != 0, 1.0, jnp.where(g.lse != 0, 1.0, 0.0)))
-    own = scalar.run(at_target, x_y, s, g, transform)
-    return Coefficients(s.peak, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
-
-
-def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array) -> RowSums:
-    """``stats.RowSums`` of a row from all its lanes."""
-    m = parts[0].m
-    for p in parts[1:]:
-        m = jnp.maximum(m, p.m)
-    top = jnp.max(m)
-    moved = [p.moved(jnp.full_like(p.m, top), k, power) for p in parts]
-    total, centred, squares = moved[0].total, moved[0].centred, moved[0].squares
-    for p in moved[1:]:
-        total, centred, squares = total + p.total, centred + p.centred, squares + p.squares
-    seen = top > _LOW
-    return RowSums(
-        maximum=jnp.where(seen, top, NEG_INF),
-        total=jnp.where(seen, jnp.sum(total), 0.0),
-        centred=jnp.where(seen, jnp.sum(centred) * (1.0 / power.unit), 0.0),
-        squares=jnp.where(seen, jnp.sum(squares), 0.0),
-        target=u_y,
-    )
 
 
 def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:
