@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -167,6 +168,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if name.startswith(REPEATS):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no garbage collection has to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
