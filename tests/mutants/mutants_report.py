@@ -78,8 +78,8 @@ MUTANTS = [
     m("report_training", '(float(step.get("step", position)), float(value))', "(float(position), float(value))"),
     m(
         "report_training",
-        '(k, *(cell(a.get("summary", {}).get(k)) for a in r["arms"].values()))',
-        '(k, *(cell(a.get("summary", {}).get(k)) for a in reversed(r["arms"].values())))',
+        '(k, *(cell(a.get("summary", {}).get(k)) for a in runs.values()))',
+        '(k, *(cell(a.get("summary", {}).get(k)) for a in reversed(runs.values())))',
     ),
     m("report_training", 'alone = not (r.get("config") or {}).get("ab", {}).get("parallel", False)', "alone = True"),
     m("report_tiles", '"yes" if all(verdicts) else "NO"', '"yes"'),
