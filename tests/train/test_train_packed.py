@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from logitless.objectives.metrics import metric_values
+from logitless.train import sharding
 from logitless.train.config import ConfigError, load, objective_of
 from logitless.train.model import init
 from logitless.train.packed import make_packed_score, make_packed_update, pack_batch
@@ -202,6 +203,52 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
     assert plain[0]["train/grad_norm"] > 0
 
 
+def over_a_mesh(x: Batch, *overrides: str) -> tuple[State, dict[str, Any], Any]:
+    """An update and the log-probabilities, with weights and rows laid out as the trainer does."""
+    c, objective, optimizer, update, score = programs(*overrides)
+    mesh = sharding.make_mesh(c)
+    trained = sharding.place_weights(Policy(PARAMS, None), mesh)
+    state = State(trained, sharding.place_weights(optimizer.init(trained), mesh))
+    if c.train.packing == "off":
+        rows = sharding.place_rows(x, mesh)
+        return *update(state, Policy(None, None), rows), score(trained.params, None, rows)
+    rows, all_rows = (
+        sharding.place_micro_batches(pack_batch(c, objective, x, skip), mesh) for skip in (c.train.skip_rows, False)
+    )
+    return *update(state, Policy(None, None), rows), score(trained.params, None, all_rows)
+
+
+@pytest.mark.parametrize(
+    "mesh, name, packing",
+    [
+        ((2, 2, 2), "dapo", "shared"),
+        *(
+            pytest.param(mesh, name, packing, marks=pytest.mark.slow)
+            for mesh in ((2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 2, 4), (2, 2, 1))
+            for name, packing in (("dapo", "off"), ("gspo", "sequences"), ("entropy", "shared"))
+        ),
+    ],
+)
+def test_an_update_over_a_mesh_is_that_of_one_device(mesh: tuple[int, ...], name: str, packing: str) -> None:
+    """Also with one row a device (2 x 2 x 2, 4 rows), where XLA once gave other gradients: the model has a layout."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 (virtual) devices")
+    settings = [f"train.objective={OBJECTIVES[name]}", "train.microbatch=4", f"train.packing={packing}"]
+    if packing != "off":
+        settings += ["train.pack_length=12", "train.skip_rows=true"]
+    x = batch()
+    axes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)]
+    *ours, logp = over_a_mesh(x, *settings, *axes)
+    assert_same_update(updated(x, *settings), ours)
+    plain = programs(*settings[:1])[-1](PARAMS, None, x)
+    np.testing.assert_allclose(np.where(x.mask, logp, 0), np.where(x.mask, plain, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_off_is_a_word_on_the_command_line_too() -> None:
+    """YAML makes False of it."""
+    assert load(None, ["train.packing=off"]).train.packing == "off"
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -212,7 +259,10 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
             "train.pack_length: 7, but .* 8 slots",
         ),
         (["train.packing=sequences", "train.microbatch=8", "train.report_skipped=true"], "without train.skip_rows"),
-        (["train.packing=shared", "train.microbatch=8", "mesh.data=2"], "mesh: train.packing is for one device"),
+        (
+            ["train.packing=shared", "train.microbatch=6", "mesh.data=2", "mesh.fsdp=2"],
+            "mesh: data x fsdp = 4 does not divide the 6 rows of a gradient",
+        ),
         (["train.packing=share"], "Did you mean 'shared'"),
     ],
 )

@@ -140,6 +140,10 @@ class Train:
     max_skipped: int = 5  # stop after so many steps in a row whose loss or gradient is not finite
     loss: Loss = dataclasses.field(default_factory=Loss)
 
+    def __post_init__(self) -> None:
+        if self.packing == "False":  # what YAML and a field of text make of a plain `off`
+            self.packing = "off"
+
 
 @dataclasses.dataclass
 class WarmStart:

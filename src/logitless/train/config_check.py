@@ -197,11 +197,6 @@ def _check_packing(c: TrainConfig) -> None:
             f"train.pack_length: {t.pack_length}, but a prompt with its completion may take {longest} slots "
             "(rollout.max_prompt_tokens + max_completion_tokens - 1); none is cut"
         )
-    if c.mesh.data * c.mesh.fsdp * c.mesh.tensor > 1:
-        raise ConfigError(
-            "mesh: train.packing is for one device (over data x fsdp x tensor its gradients were not the same); "
-            "set train.packing=off"
-        )
     if t.report_skipped and not t.skip_rows:
         raise ConfigError("train.report_skipped: true has no effect without train.skip_rows")
 

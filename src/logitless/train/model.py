@@ -188,6 +188,7 @@ def hidden_states(
     compute_dtype: Any = jnp.float32,
     remat: bool = False,
     attention: str = "auto",
+    layout: jax.sharding.Sharding | None = None,
 ) -> tuple[Float[Array, "B T H"], KVCache | None]:
     """Hidden states after the final norm, in ``compute_dtype``; with ``cache``, the cache with these tokens added.
 
@@ -201,7 +202,9 @@ def hidden_states(
     Packed rows say for themselves which tokens a token ``sees`` (:meth:`logitless.Packed.attention_mask`).
 
     ``remat`` recomputes each layer in the backward pass and keeps its input alone. ``attention``: ``"cudnn"`` (flash
-    attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve.
+    attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve. ``layout``: how the states
+    ``[B, T, H]`` between the layers lie on a mesh, and so do their gradients. Over a mesh it must be said: left to
+    choose, XLA's partitioner has been seen to give other gradients (data x fsdp x tensor, one row a device).
     """
     _check(config, tokens, positions, valid, cache)
     # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
@@ -216,6 +219,9 @@ def hidden_states(
     else:
         slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
     rotation = rotary(config, positions)
+
+    def laid_out(x: Array) -> Array:
+        return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
 
     def layer(x: Array, kv: tuple[Array, Array] | None, weights: Params, index: Array) -> tuple[Array, Any]:
         base, adapters = layer_in_dtype(weights["base"], compute_dtype), layer_in_dtype(weights["lora"], compute_dtype)
@@ -234,7 +240,7 @@ def hidden_states(
             k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
             return cached_attention(q, k, v, slots_valid, cache.length)
 
-        return decoder_layer(config, base, x, rotation, attend, adapters, lora), kv
+        return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora)), kv
 
     body = jax.checkpoint(layer) if remat else layer
     x = params["embed"].at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)

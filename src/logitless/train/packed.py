@@ -126,12 +126,18 @@ def _joined(parts: list[Packed], starts: list[int], count: int) -> Packed:
 
 
 def packed_hidden(
-    params: Params, lora: LoRA | None, model: ModelConfig, rows: Packed, compute_dtype: Any, remat: bool
+    params: Params,
+    lora: LoRA | None,
+    model: ModelConfig,
+    rows: Packed,
+    compute_dtype: Any,
+    remat: bool,
+    layout: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "M L H"]:
     """Hidden states of one micro-batch."""
     hidden, _ = hidden_states(
         params, model, rows.tokens, rows.positions, rows.segment_ids > 0, sees=rows.attention_mask(), lora=lora,
-        compute_dtype=compute_dtype, remat=remat,
+        compute_dtype=compute_dtype, remat=remat, layout=layout,
     )  # fmt: skip
     return hidden
 

@@ -5,7 +5,8 @@
     vectors            replicated
 
 The layout of a weight is a matter of memory, never of results. Everything runs under ``jax.jit``, which moves what must
-move; the loss is told of the mesh, because its kernels cannot be partitioned from outside.
+move; the loss is told of the mesh, because its kernels cannot be partitioned from outside, and so is the model, whose
+activations are rows everywhere (:func:`logitless.train.model.hidden_states`, ``layout``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def loss_sharding(config: TrainConfig) -> dict[str, Any]:
     if devices_needed(config) == 1:
         return {}
     return {"sharding": Sharding(make_mesh(config), tokens=ROWS, head=P("tensor", "fsdp"))}
+
+
+def rows_layout(config: TrainConfig) -> NamedSharding | None:
+    """How arrays whose first axis is the rows of a gradient lie; ``None`` on one device."""
+    return None if devices_needed(config) == 1 else NamedSharding(make_mesh(config), ROWS)
 
 
 def make_mesh(config: TrainConfig) -> Mesh:

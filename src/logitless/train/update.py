@@ -25,6 +25,7 @@ from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.pytree import register
+from logitless.train import sharding
 from logitless.train.config import TrainConfig
 from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
@@ -117,13 +118,27 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def completion_hidden(
-    params: Params, lora: LoRA | None, model: ModelConfig, batch: Batch, compute_dtype: Any, remat: bool
+    params: Params,
+    lora: LoRA | None,
+    model: ModelConfig,
+    batch: Batch,
+    compute_dtype: Any,
+    remat: bool,
+    layout: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "B C H"]:
     """Hidden states that predict the completion's tokens: those of the last prompt token and of all but the last."""
     tokens = jnp.concatenate([batch.prompt, batch.completion[:, :-1]], axis=1)
     valid = jnp.concatenate([batch.prompt_valid, batch.mask[:, :-1]], axis=1)
     hidden, _ = hidden_states(
-        params, model, tokens, positions_of(valid), valid, lora=lora, compute_dtype=compute_dtype, remat=remat
+        params,
+        model,
+        tokens,
+        positions_of(valid),
+        valid,
+        lora=lora,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        layout=layout,
     )
     return hidden[:, batch.prompt.shape[1] - 1 :]
 
@@ -165,10 +180,10 @@ def make_part_logp(
 ) -> Callable[..., Array]:
     """``logp(params, lora, part)`` of one micro-batch, padded or packed: ``hidden_of`` is the model's pass over it."""
     head_logp = make_head_logp(config, objective)
-    dtype = jnp.dtype(config.model.compute_dtype)
+    dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
 
     def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
-        hidden = hidden_of(params, lora, model, part, dtype, remat=False)
+        hidden = hidden_of(params, lora, model, part, dtype, remat=False, layout=layout)
         logp = head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
         if objective.temperature_on == "logp" and objective.temperature is not None:
             logp = logp / objective.temperature
@@ -182,11 +197,11 @@ def make_part_loss(
 ) -> Callable[..., tuple[Array, Metrics]]:
     """``loss(trained, frozen, part, counts)`` of one micro-batch, as :func:`make_part_logp`."""
     head_loss = make_head_loss(config, objective)
-    dtype = jnp.dtype(config.model.compute_dtype)
+    dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
 
     def loss_of(trained: Policy, frozen: Policy, part: Any, counts: dict[str, Any]) -> tuple[Array, Metrics]:
         params, lora = whole_policy(trained, frozen)
-        hidden = hidden_of(params, lora, model, part, dtype, config.model.remat)
+        hidden = hidden_of(params, lora, model, part, dtype, config.model.remat, layout=layout)
         return head_loss(hidden, lm_head(params, model).astype(dtype), part.targets, **part.loss_arrays(), **counts)
 
     return loss_of
