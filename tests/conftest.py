@@ -115,6 +115,8 @@ REPEATS = (
     "logits/test_logits_numerics.py::test_contract_with_options[temperature-bf16]",
     "logits/test_logits_numerics.py::test_forward_is_the_same_to_the_bit_with_and_without_gradient[bf16]",
     "logits/test_logits_pallas_tpu.py::test_contract[n33-v1187-dtypebfloat16-deadTrue]",
+    "logits/test_logits_pallas_tpu.py::test_contract[n33-v1187-temperaturetoken-",
+    "logits/test_logits_pallas_tpu.py::test_contract[n7-v300-dtypebfloat16-width128]",
     "logits/test_logits_pallas_tpu.py::test_contract[n7-v300]",
     "logits/test_logits_pallas_tpu.py::test_no_races[128]",
     "logits/test_logits_pallas_tpu.py::test_tiny_vocabularies[127]",

@@ -235,7 +235,7 @@ def head_case(
     w = rng.standard_normal((vocab, width)) / np.sqrt(width)
     y = rng.integers(0, vocab, shape)
     h = spread * rng.standard_normal((*shape, width)) + lead * w[y] / np.sum(w[y] ** 2, -1, keepdims=True)
-    return HeadCase(np.asarray(jnp.asarray(h, dtype)), np.asarray(jnp.asarray(w, dtype)), y.astype(np.int32))
+    return HeadCase(h.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype)), y.astype(np.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,10 +12,17 @@ import jax
 import pytest
 
 from conftest import CHILD_ENVIRONMENT, COMPILED
-from logitless.train.model import ModelConfig, init
+from logitless.train.model import ModelConfig, Params, init
 from logitless.train.weights import save_safetensors
 
 MICRO = ModelConfig(16, 16, 32, 1, 2, 1, 8, max_position=4096)
+
+
+@functools.cache
+def micro_params(seed: int) -> Params:
+    """Random weights, by one program in place of one for every array."""
+    return jax.jit(init, static_argnums=0)(MICRO, jax.random.key(seed))
+
 
 # Sevens are rewarded. KILL_AT=<step>:<signal> ends the process in the middle of that step.
 REWARD = """
@@ -35,7 +43,7 @@ def sevens(completion, problem):
 def micro_settings(folder: Path) -> list[str]:
     """Overrides for a run of 8 completions a step whose weights and reward live in ``folder``."""
     if not (folder / "weights").exists():
-        save_safetensors(folder / "weights", MICRO, init(MICRO, jax.random.key(0)))
+        save_safetensors(folder / "weights", MICRO, micro_params(0))
         (folder / "sevens.py").write_text(REWARD)
     return [
         f"model.weights={folder / 'weights'}",

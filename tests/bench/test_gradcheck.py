@@ -41,7 +41,7 @@ def test_passes_and_logs(level: str, kind: str, tmp_path: Path, capsys: pytest.C
 
 def test_a_models_hidden_states(tmp_path: Path) -> None:
     out = tmp_path / "log.jsonl"
-    model = ["inputs=model", "model=tiny", "vocab=64", "batch=2", "tokens=8"]
+    model = ["inputs=model", "model=tiny", "vocab=60", "batch=2", "tokens=6"]  # of SMALL's shape: the same programs
     for level in ("head", "logits"):
         assert run(f"level={level}", f"out={out}", *model) == 0
     for line in out.read_text().splitlines():
@@ -91,7 +91,7 @@ def test_what_is_too_large_for_the_oracle_is_said(monkeypatch: pytest.MonkeyPatc
 def test_is_deterministic(tmp_path: Path) -> None:
     records = []
     for _ in range(2):
-        c = load(gradcheck.GradcheckConfig, None, [*SMALL, "seed=3", "dtype=bfloat16"])
+        c = load(gradcheck.GradcheckConfig, None, [*SMALL, "seed=3"])
         records.append(gradcheck.run(c))
     assert records[0] == records[1]
 

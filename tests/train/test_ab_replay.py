@@ -14,11 +14,10 @@ import pytest
 from logitless.train import recorded, replay, update
 from logitless.train.config import ConfigError, TrainConfig, load
 from logitless.train.head_calls import make_head_loss
-from logitless.train.model import init
 from logitless.train.recorded import Trace
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
-from train_micro import MICRO, compile_cache, micro  # noqa: F401
+from train_micro import compile_cache, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -83,7 +82,7 @@ class Lab:
     def traces(self, seed: int, steps: int, *names: str) -> dict[str, list[Trace]]:
         """The baseline's steps from random weights of this seed, and those of other arms on its completions."""
         trainers = {"baseline": self.baseline, **{n: self.others[n] for n in ("control", *names)}}
-        params = init(MICRO, jax.random.key(100 + seed))
+        params = micro_params(100 + seed)
         states = {}
         for name, trainer in trainers.items():
             trainer.config, trainer.key = dataclasses.replace(trainer.config, seed=seed), jax.random.key(seed)

@@ -18,17 +18,16 @@ from logitless import cli
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of
-from logitless.train.model import init
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate, nucleus
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
 from logitless.train.warm_start import warm_start
-from train_micro import MICRO, compile_cache, logitless, micro  # noqa: F401
+from train_micro import MICRO, compile_cache, logitless, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-PARAMS = init(MICRO, jax.random.key(1))
+PARAMS = micro_params(1)
 EOS, PAD = 14, 15
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 

@@ -14,15 +14,14 @@ import pytest
 from logitless.objectives.metrics import metric_values
 from logitless.train import sharding
 from logitless.train.config import ConfigError, load, objective_of
-from logitless.train.model import init
 from logitless.train.packed import make_packed_score, make_packed_update, pack_batch
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
-from train_micro import MICRO, compile_cache, micro  # noqa: F401
+from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-PARAMS = init(MICRO, jax.random.key(1))
+PARAMS = micro_params(1)
 P, C = 6, 7
 GROUPS, SIZE = 3, 4
 SETTINGS = [
