@@ -63,6 +63,9 @@ CASES = {
 }  # fmt: skip
 
 
+token_stats = jax.jit(matmul.token_stats, static_argnames="tiles")  # one program in place of a hundred operations
+
+
 @needs_mosaic
 @pytest.mark.parametrize("name", CASES)
 def test_statistics(name):
@@ -71,7 +74,7 @@ def test_statistics(name):
     hidden, head, y = batch(**size)
     t = LogitTransform(**{k: jnp.asarray(x, jnp.float32) for k, x in numbers.items()})
     p = head_problem(hidden, head, y, transform=t, vocab_size=size["vocab"], interpret=True)
-    got = matmul.token_stats(p, tiles=tiles)
+    got = token_stats(p, tiles=tiles)
     assert_stats(got, truth(hidden, head, y, t, vocab_size=size["vocab"]))
 
 
@@ -98,7 +101,7 @@ def test_live_tokens_bad_targets_bias_and_the_other_layout():
 def test_rounded_logits():
     hidden, head, y = batch(64, 64, 128, 128)
     p = head_problem(hidden, head, y, transform=LogitTransform(), logits_dtype="bfloat16", interpret=True)
-    got = matmul.token_stats(p, tiles=SMALL)
+    got = token_stats(p, tiles=SMALL)
     x = np.asarray(hidden.astype(jnp.float32)) @ np.asarray(head.astype(jnp.float32)).T
     want = oracle.token_stats(np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)), np.asarray(y))
     # A sum that lies next to the middle of two bfloat16 numbers may be rounded either way.
@@ -127,10 +130,13 @@ def test_the_merge_of_runs():
             e = 2.0**t
             target = z[i, y[i]] if y[i] in columns else 0.0
             sums[:, s, i] = m, e.sum() if len(others) else 3.0, (e * t).sum(), (e * e).sum(), target
-    whole = merged(jnp.asarray(sums), jnp.asarray(parts), tokens, LogitTransform(temperature=jnp.asarray(temperature)))
-    assert_stats(
-        finish(whole, k=jnp.asarray(1 / temperature, jnp.float32)), oracle.token_stats(z, y, temperature=temperature)
-    )
+
+    @jax.jit
+    def stats(sums, parts, temperature, k):
+        return finish(merged(sums, parts, tokens, LogitTransform(temperature=temperature)), k=k)
+
+    got = stats(sums, parts, temperature, (1 / temperature).astype(np.float32))
+    assert_stats(got, oracle.token_stats(z, y, temperature=temperature))
 
 
 def test_the_schedule_covers_every_tile_once():
@@ -230,7 +236,8 @@ def test_behind_the_public_call_with_and_without_a_gradient():
     (_, beside), (dh, dw) = jax.jit(jax.value_and_grad(call, argnums=(0, 1), has_aux=True))(hidden, head)
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(alone, name), getattr(beside, name), err_msg=name)
-    (_, want), (dh_want, dw_want) = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, head, "chunked")
+    plain = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True), static_argnums=2)
+    (_, want), (dh_want, dw_want) = plain(hidden, head, "chunked")
     assert_stats(alone, want)
     for got, truth_ in ((dh, dh_want), (dw, dw_want)):
         got, truth_ = (np.asarray(a, np.float32) for a in (got, truth_))
