@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from conftest import CHILD_ENVIRONMENT
 from logitless import cli, rows
 from logitless.bench import gradcheck
 from logitless.bench import gradcheck_runs as runs
@@ -72,6 +73,8 @@ def test_a_mesh_runs_on_virtual_devices_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gradcheck.jax, "device_count", lambda: 1)  # whatever the tests were started with
+    for name in CHILD_ENVIRONMENT.keys() - {"JAX_NUM_CPU_DEVICES"}:  # the command says how many itself
+        monkeypatch.setenv(name, CHILD_ENVIRONMENT[name])
     out = tmp_path / "log.jsonl"
     config = str(CONFIGS / "mesh_2x2x2_chunked.yaml")
     assert run("--config", config, f"out={out}") == 0
