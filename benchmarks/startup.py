@@ -117,7 +117,7 @@ def child(path: str, threads: int, compiles: bool, overrides: list[str], begin: 
     from logitless.train.trainer import Trainer
 
     if threads:
-        weights.cores = gguf.cores = lambda: threads
+        weights.threads = gguf.threads = lambda: threads
     found = {"hits": 0, "misses": 0}
 
     def count(event: str, **_: Any) -> None:

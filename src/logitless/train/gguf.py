@@ -18,7 +18,7 @@ import numpy as np
 from logitless.train import gguf_file
 from logitless.train.gguf_file import GGUFFile, Tensor
 from logitless.train.model import ModelConfig, ModelError, Params
-from logitless.train.weights import TensorNames, assemble, cores
+from logitless.train.weights import Rows, TensorNames, assemble, rows_at_once, threads
 
 GGUF_NAMES = TensorNames(
     top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
@@ -38,7 +38,7 @@ GGUF_NAMES = TensorNames(
     },
     prefix="blk.{i}.",
 )
-_BLOCK, _LARGE = 1 << 20, 1 << 25  # elements dequantised at a time, and of a tensor that is worth several threads
+_LARGE = 1 << 25  # elements of a tensor that is worth several threads
 _SAME_MATRIX = 0.2  # relative difference of two quantisations of it; 4 against 6 bits is about 0.07
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,9 +62,14 @@ def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
-    def read(name: str) -> np.ndarray:
-        full = _dequantised(path, tensors[name], dtype=dtype)
-        return unpermute(full, permuted[name]) if name in permuted else full
+    whole = set(GGUF_NAMES.top.values())
+
+    def read(name: str) -> Rows:
+        if name in permuted:
+            return unpermute(_dequantised(path, tensors[name], dtype=dtype), permuted[name])
+        if name in whole or len(tensors[name].shape) != 2:
+            return _dequantised(path, tensors[name], dtype=dtype)
+        return _Dequantised(path, tensors[name])
 
     return config, assemble(str(path), config, GGUF_NAMES, tensors, read, dtype)
 
@@ -79,32 +84,51 @@ def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
     return head
 
 
+class _Dequantised:
+    """A matrix that is dequantised by the rows that are asked for: nobody needs all of them at once."""
+
+    def __init__(self, path: str | Path, tensor: Tensor):
+        self.path, self.tensor, self.shape = path, tensor, tensor.shape
+
+    def __getitem__(self, some: slice) -> np.ndarray:
+        return _dequantise(self.path, self.tensor, some)
+
+
+def _dequantise(path: str | Path, tensor: Tensor, some: slice = slice(None)) -> np.ndarray:
+    """Some rows, in float32."""
+    from gguf import GGML_QUANT_SIZES, quants
+
+    data, kind = tensor.data[some], tensor.kind
+    try:
+        blocks = getattr(getattr(quants, kind.name, None), "dequantize_blocks", None)
+        if blocks is None:  # plain numbers
+            return quants.dequantize(data, kind)
+        # quants.dequantize would go through them in groups of 16 rows: small steps, at each of which threads wait.
+        return blocks(data.reshape(-1, GGML_QUANT_SIZES[kind][1])).reshape(*data.shape[:-1], tensor.shape[-1])
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"{path}: tensor {tensor.name!r} of type {kind.name}: {error}") from None
+
+
 def _dequantised(path: str | Path, tensor: Tensor, rows: int | None = None, dtype: Any = np.float32) -> np.ndarray:
     """The tensor in ``dtype``, a block of rows at a time: no float32 copy of all of it. A large one's blocks are done
     side by side (the others' layers are, in :func:`assemble`)."""
-    from gguf import quants
+    if len(tensor.shape) != 2:
+        return _dequantise(path, tensor, slice(rows)).astype(dtype, copy=False)
+    length, width = tensor.shape
+    out = np.empty((length if rows is None else min(rows, length), width), dtype)
+    step = rows_at_once(width)
 
-    data = tensor.data[:rows]
-    try:
-        if data.ndim != 2:
-            return quants.dequantize(data, tensor.kind).astype(dtype, copy=False)
-        width = tensor.shape[1]
-        out = np.empty((len(data), width), dtype)
-        step = max(1, _BLOCK // width)
+    def fill(start: int) -> None:
+        out[start : start + step] = _dequantise(path, tensor, slice(start, min(start + step, len(out))))
 
-        def fill(start: int) -> None:
-            out[start : start + step] = quants.dequantize(data[start : start + step], tensor.kind)
-
-        starts = range(0, len(data), step)
-        if out.size < _LARGE:
-            for start in starts:
-                fill(start)
-        else:
-            with ThreadPoolExecutor(cores()) as pool:
-                list(pool.map(fill, starts))
-        return out
-    except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"{path}: tensor {tensor.name!r} of type {tensor.kind.name}: {error}") from None
+    starts = range(0, len(out), step)
+    if out.size < _LARGE:
+        for start in starts:
+            fill(start)
+    else:
+        with ThreadPoolExecutor(threads()) as pool:
+            list(pool.map(fill, starts))
+    return out
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:

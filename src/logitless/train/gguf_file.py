@@ -91,7 +91,7 @@ def read(path: str | Path) -> GGUFFile:
     """The file at ``path``; :class:`BadFile` where a length, a count, a type or a place cannot be right."""
     if not Path(path).stat().st_size:
         raise BadFile("the file is empty")
-    data = np.memmap(path, np.uint8, "r")
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # a memmap runs Python code for every view of it
     walk = _Walk(data)
     if (magic := bytes(data[:4])) != b"GGUF":
         raise BadFile(f"it begins with {magic!r}, expected b'GGUF'")

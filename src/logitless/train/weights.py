@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +25,25 @@ from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes,
 SHARD_BYTES = 4 << 30
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_AT_ONCE, _THREADS = 1 << 16, 4
 
 
-def cores() -> int:
-    """How many threads load weights."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads() -> int:
+    """How many load weights: a few, since each of their many NumPy calls ends with a wait for Python's lock."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _THREADS)
+
+
+def rows_at_once(width: int) -> int:
+    """As many rows as stay in a core's cache with the temporaries made of them; a cache line of float32 at least."""
+    return max(16, _AT_ONCE // max(width, 1) // 16 * 16)
+
+
+def transpose(rows: Rows, out: np.ndarray) -> None:
+    """``out[...] = rows.T``, a few rows at a time: a third of the time of NumPy's own, which strides over all."""
+    step = rows_at_once(rows.shape[-1])
+    for first in range(0, rows.shape[0], step):
+        out[..., first : first + step] = rows[first : first + step].T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +80,21 @@ HF_NAMES = TensorNames(
 )
 
 
+class Rows(Protocol):
+    """A tensor that is read by its rows: an array, or something that makes them when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, some: slice, /) -> np.ndarray: ...
+
+
 def assemble(
     source: str,
     config: ModelConfig,
     names: TensorNames,
     available: Collection[str],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], Rows],
     dtype: Any = jnp.float32,
 ) -> Params:
     """The parameter tree from tensors that ``read`` returns by their names in the file ``source``."""
@@ -81,7 +104,7 @@ def assemble(
     wanted = [*top.values(), *(one for all_ in layers.values() for one in all_)]
     _check_names(source, wanted, available, ignored=_ignored(config, names))
 
-    def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def checked(name: str, shape: tuple[int, ...]) -> Rows:
         tensor = read(name)
         if tensor.shape != shape:
             raise ModelError(f"{source}: tensor {name!r} has shape {tensor.shape}, the configuration asks for {shape}.")
@@ -92,17 +115,17 @@ def assemble(
         out = np.empty(shape, dtype)
 
         def fill(i: int) -> None:
-            out[i] = checked(layers[name][i], shape[:0:-1]).T
+            transpose(checked(layers[name][i], shape[:0:-1]), out[i])
 
         list(pool.map(fill, range(len(layers[name]))))  # which raises what a layer raised
         return jnp.asarray(out)
 
-    params: Params = {name: jnp.asarray(checked(top[name], shapes[name]).astype(dtype, copy=False)) for name in top}
+    params: Params = {name: jnp.asarray(np.asarray(checked(top[name], shapes[name])[:], dtype)) for name in top}
     head = names.top["lm_head"]
-    if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(top["embed"])):
+    if config.tie_word_embeddings and head in available and not np.array_equal(read(head)[:], read(top["embed"])[:]):
         # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
         raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(threads()) as pool:
         params["layers"] = {name: stacked(name, pool) for name in layers}
     return params
 
