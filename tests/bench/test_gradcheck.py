@@ -44,7 +44,7 @@ def test_a_models_hidden_states(tmp_path: Path) -> None:
     out = tmp_path / "log.jsonl"
     model = ["inputs=model", "model=tiny", "vocab=60", "batch=2", "tokens=6"]  # of SMALL's shape: the same programs
     for level in ("head", "logits"):
-        assert run(f"level={level}", f"out={out}", *model) == 0
+        assert run("--config", str(CONFIGS / f"{level}_chunked.yaml"), f"out={out}", *model) == 0
     for line in out.read_text().splitlines():
         record = json.loads(line)
         assert record["passed"] and record["oracle"] == "compared"
@@ -94,7 +94,7 @@ def test_what_is_too_large_for_the_oracle_is_said(monkeypatch: pytest.MonkeyPatc
 def test_is_deterministic(tmp_path: Path) -> None:
     records = []
     for _ in range(2):
-        c = load(gradcheck.GradcheckConfig, None, [*SMALL, "seed=3"])
+        c = load(gradcheck.GradcheckConfig, CONFIGS / "head_chunked.yaml", [*SMALL, "seed=3"])
         records.append(gradcheck.run(c))
     assert records[0] == records[1]
 
