@@ -214,12 +214,12 @@ def test_public_logits_call():
     x = jnp.asarray(rng.normal(size=(1, 4, 523)) * 3, jnp.bfloat16)
     y = jnp.asarray(rng.integers(0, 523, (1, 4)), jnp.int32)
     given = dict(
-        advantages=jnp.asarray([0.7]), mask=jnp.asarray([[1, 1, 0, 1]]), old_logp=logprobs(x, y).logp - 0.05,
+        advantages=jnp.asarray([0.7]), mask=jnp.asarray([[1, 1, 0, 1]]), old_logp=jax.jit(logprobs)(x, y).logp - 0.05,
         objective=Objective(entropy_coef=0.1),
     )  # fmt: skip
 
     def run(**options):
-        return jax.value_and_grad(lambda x: grpo_loss(x, y, **given, **options)[0])(x)
+        return jax.jit(jax.value_and_grad(lambda x: grpo_loss(x, y, **given, **options)[0]))(x)
 
     loss, d = run(backend="mosaic_gpu", interpret=True)
     want, want_d = run(backend="chunked")
@@ -238,7 +238,7 @@ def test_public_head_call():
         def loss(h, w):
             return linear_grpo_loss(h, w, y, advantages=jnp.asarray([0.7]), **options)[0]
 
-        return jax.value_and_grad(loss, (0, 1))(h, w)
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(h, w)
 
     loss, d = run(backend="mosaic_gpu", interpret=True)
     want, want_d = run(backend="chunked")
