@@ -183,8 +183,8 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
         if kind == "stats":
             return kernels.token_stats(p, tiles=tiles)
         if kind == "dhidden":
-            return kernels.dhidden(p, None, _stats(row), _g(row), tiles)
-        return kernels.dhead(p, None, _stats(row), _g(row), tiles=tiles)[0]
+            return kernels.dhidden(p, None, _stats(row), _g(row), tiles)[0]
+        return kernels.dhead(p, None, _stats(row), _g(row), tiles=tiles).weight
 
     return kernel, rows_of
 

@@ -7,6 +7,7 @@ A backend is a small frozen object without arrays. ``registry`` knows them by na
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from logitless.problem import Loss
@@ -91,5 +92,5 @@ class Divisible(Backend, Protocol):
         """``(sums, part)`` over the columns that are here: what a shard of the vocabulary has to say, and what
         :meth:`shard_residual` needs of this pass."""
 
-    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: Any) -> Any:
-        """A shard's own summand of the residual, once the statistics of all shards are known."""
+    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: Any, total: Callable[[Any], Any]) -> Any:
+        """The residual of a shard, once the statistics of all shards are known; ``total`` sums an array over them."""

@@ -80,10 +80,11 @@ class Inputs:
 
 def every_kernel(p: Problem, n_live: Any, g: StatCotangents, tiles: Tiles | None = None) -> dict[str, Any]:
     stats = kernels.token_stats(p, n_live, tiles)
-    again, direction, _ = kernels.token_stats_and_direction(p, n_live, tiles)
-    dh = kernels.dhidden(p, n_live, stats, g, tiles)
-    dw, db = kernels.dhead(p, n_live, stats, g, tiles=tiles)
-    return {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(p.h.dtype), "dw": dw, "db": db}
+    again, (direction, _), _ = kernels.token_stats_and_direction(p, n_live, tiles)
+    dh, _ = kernels.dhidden(p, n_live, stats, g, tiles)
+    head = kernels.dhead(p, n_live, stats, g, tiles=tiles)
+    found = {"stats": stats, "again": again, "direction": direction, "dh": dh.astype(p.h.dtype)}
+    return {**found, "dw": head.weight, "db": head.bias}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,10 +264,10 @@ def plain_problem(h: Any, w: Any, **options: Any) -> Problem:
 def test_refusals_say_why() -> None:
     h, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((300, 128), jnp.bfloat16)
     PallasTpu().check(plain_problem(h, w), False)
-    lora = plain_problem(h, w)
-    lora = dataclasses.replace(lora, head=dataclasses.replace(lora.head, lora_a=w[:, :2], lora_b=w[:2]))
+    nothing = plain_problem(h, w)
+    nothing = dataclasses.replace(nothing, head=dataclasses.replace(nothing.head, lora_a=w[:, :0], lora_b=w[:0]))
     for reason, p in (
-        ("no LoRA yet", lora),
+        ("LoRA of rank 0", nothing),
         ("does not cast", plain_problem(h, w.astype(jnp.float32))),
         ("neither float32 nor bfloat16", plain_problem(h, w, logits_dtype=jnp.dtype(jnp.float16))),
         ("multiple of 128", plain_problem(h[:, :96], w[:, :96])),
@@ -315,10 +316,12 @@ def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
             p = head_problem(h, w[start:stop], own, bias=bias[start:stop], transform=t, interpret=True)
             parts.append((dataclasses.replace(p, live=live), *tpu.sums(dataclasses.replace(p, live=live), want)))
         stats = masked_stats(finish(merge(parts[0][1], parts[1][1], factor(t)), k=factor(t)), live)
-        return tpu.forward(whole, want), (stats, sum(tpu.shard_residual(p, stats, s, x) for p, s, x in parts))
+        residuals = [tpu.shard_residual(p, stats, s, x, lambda y: y) for p, s, x in parts]
+        return tpu.forward(whole, want), (stats, sum(r.direction for r in residuals if r is not None))
 
-    (expected, report, direction), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)
+    (expected, report, residual), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)
     assert report is None
+    direction = residual.direction
     for name in STATS:
         np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
     scale = float(jnp.abs(direction).max())

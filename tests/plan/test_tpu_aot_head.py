@@ -49,13 +49,13 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     def f(h: Any, w: Any, y: Any, advantage: Any, n_live: Any) -> Any:
         static = Call("test", case.get("vocab_size", vocab))
         p = Problem(h, Head(w, layout=layout), y, LogitTransform(softcap=case.get("softcap")), call=static)
-        stats, direction, _ = kernels.token_stats_and_direction(p, n_live)
+        stats, (direction, _), _ = kernels.token_stats_and_direction(p, n_live)
         ratio = jnp.exp(stats.logp - jax.lax.stop_gradient(stats.logp))
         g = -advantage * ratio
         dh = (g[:, None] * direction).astype(h.dtype)
         # dH before dW: the direction must not live beside dW.
         dh, stats = jax.lax.optimization_barrier((dh, stats))
-        dw, _ = kernels.dhead(p, n_live, stats, StatCotangents(g, jnp.zeros_like(g), jnp.zeros_like(g)))
+        dw = kernels.dhead(p, n_live, stats, StatCotangents(g, jnp.zeros_like(g), jnp.zeros_like(g))).weight
         return jnp.sum(g), dh, dw
 
     s = jax.ShapeDtypeStruct

@@ -191,5 +191,5 @@ class Chunked:
 
         return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None
 
-    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: None) -> None:
+    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
         return None

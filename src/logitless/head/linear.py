@@ -43,28 +43,28 @@ def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -
     return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
 
 
-def _lora(head: Head) -> tuple[Array, Array] | None:
+def lora_factors(head: Head) -> tuple[Array, Array] | None:
     """``(inner, outer)``: the factor that meets the hidden states and the one that meets the vocabulary."""
     if head.lora_a is None or head.lora_b is None:
         return None
     return (head.lora_b, head.lora_a) if head.layout == "vh" else (head.lora_a, head.lora_b)
 
 
-def _low(h: Array, head: Head) -> Array:
+def low_rank(h: Array, head: Head) -> Array:
     """``[C, r]``: the hidden states behind LoRA's inner factor."""
-    lora = _lora(head)
+    lora = lora_factors(head)
     assert lora is not None
     return dot(h, lora[0], (1, 1 - head.axis)).astype(h.dtype)
 
 
 def raw_logits(h: Array, head: Head, logits_dtype: Any) -> Array:
     """``x [C, V]`` for ``h [C, H]``, rounded to ``logits_dtype``."""
-    lora = _lora(head)
+    lora = lora_factors(head)
     plain = lora is None and head.bias is None
     # Nothing is added afterwards: let the matmul itself write the rounded logits.
     x = dot(h, head.weight, (1, 1 - head.axis), logits_dtype if plain else jnp.float32)
     if lora is not None:
-        x = x + head.lora_scale * dot(_low(h, head), lora[1], (1, 1 - head.axis))
+        x = x + head.lora_scale * dot(low_rank(h, head), lora[1], (1, 1 - head.axis))
     if head.bias is not None:
         x = x + head.bias.astype(jnp.float32)
     return x.astype(logits_dtype)
@@ -88,7 +88,7 @@ def _dhidden_of_weight(dx: Array, weight: Array, axis: int, tile: int | None) ->
 def dhidden(dx: Array, head: Head, tile: int | None = None) -> Array:
     """Cotangent of ``h``, float32 ``[C, H]``, from the rounded ``dx [C, V]``."""
     dh = _dhidden_of_weight(dx, head.weight, head.axis, tile)
-    lora = _lora(head)
+    lora = lora_factors(head)
     if lora is not None:
         back = (head.lora_scale * dot(dx, lora[1], (1, head.axis))).astype(dx.dtype)
         dh = dh + dot(back, lora[0], (1, head.axis))
@@ -123,10 +123,10 @@ def add_dhead(total: HeadGrads, dx: Array, h: Array, head: Head, tile: int | Non
         weight = add_dweight(weight, dx, h, head.axis, tile)
     if bias is not None:
         bias = bias + jnp.sum(dx, axis=0, dtype=jnp.float32)
-    lora = _lora(head)
+    lora = lora_factors(head)
     if lora_a is not None and lora_b is not None and lora is not None:
         scale = jnp.asarray(head.lora_scale, jnp.float32)
-        d_outer = scale * _outer(dx, _low(h, head), head.axis)
+        d_outer = scale * _outer(dx, low_rank(h, head), head.axis)
         back = (scale * dot(dx, lora[1], (1, head.axis))).astype(dx.dtype)
         d_inner = _outer(back, h, head.axis)
         a, b = (d_outer, d_inner) if head.layout == "vh" else (d_inner, d_outer)

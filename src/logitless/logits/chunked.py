@@ -181,7 +181,7 @@ class Chunked:
     def sums(self, p: LogitsProblem, want: bool | None) -> tuple[RowSums, None]:
         return self.token_sums(p), None
 
-    def shard_residual(self, p: LogitsProblem, stats: TokenStats, sums: RowSums, part: None) -> None:
+    def shard_residual(self, p: LogitsProblem, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
         return None
 
 

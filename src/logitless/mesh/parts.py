@@ -57,6 +57,8 @@ def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
     summed = bool(place.token_axes) and p.call.sum_head_grad_in == "float32"
     if not getattr(own, "head_in_parts", False) or not want.weight or not summed or _padded(place, p):
         return 1
+    if p.head.lora_a is not None:  # a part of dW would need the whole of dlow
+        return 1
     return number(p.head.weight.size, p.head.vocab // place.count(place.vocab_gathered))
 
 
@@ -152,7 +154,7 @@ class Arriving:
         # The target's head rows stand in for the head: a token's own is its target there.
         at = jnp.where(valid_targets(p.targets, p.call.vocab_size), jnp.arange(p.n, dtype=jnp.int32), -1)
         last = dataclasses.replace(p, head=Head(rows), targets=at).calling(vocab_size=p.n)
-        return stats, self.own.shard_residual(last, stats, sums, (x_y, expected))
+        return stats, self.own.shard_residual(last, stats, sums, (x_y, expected), lambda x: x)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool

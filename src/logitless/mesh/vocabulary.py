@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -79,8 +78,9 @@ class VocabularyShard:
         k = factor(p.transform)
         stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), k)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
-        residual = self.own.shard_residual(mine.calling(vocab_size=width_of(p)), stats, local, part)
-        return stats, None, jax.tree.map(lambda x: lax.psum(x, self.place.vocab), residual)
+        mine = mine.calling(vocab_size=width_of(p))
+        residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))
+        return stats, None, residual
 
     def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
         """Gradients of a device's own columns; dH, complete."""
@@ -92,7 +92,8 @@ class VocabularyShard:
             alone = dataclasses.replace(want, weight=False, bias=False, lora=False)
             hidden = self.own.backward(mine, alone, out, g, residual, True).hidden
             want = dataclasses.replace(want, hidden=False)
-        found = self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, None, only_logp))
+        rest = residual if only_logp else None  # a device's own part of it serves LoRA's inner factor
+        found = self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, rest, only_logp))
         if found.hidden is not None:
             hidden = lax.psum(found.hidden, self.place.vocab)
         return Gradients(None if hidden is None else hidden.astype(p.h.dtype), found.head)

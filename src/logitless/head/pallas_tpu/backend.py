@@ -15,6 +15,7 @@ summed in the forward pass instead of dH in the backward pass.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -23,25 +24,33 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from logitless.backend import Cost, Counts, Way
-from logitless.head.pallas_tpu import kernels, operands
+from logitless.head.pallas_tpu import kernels, lora, operands
+from logitless.head.pallas_tpu.backward import HeadSums
 from logitless.head.pallas_tpu.kept import Kept, nothing_kept_because, tokens_kept
 from logitless.head.pallas_tpu.tiles import Kernel
 from logitless.head.slabs import without
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.pytree import register
 from logitless.rows import Front, front
 from logitless.stats import RowSums, StatCotangents, TokenStats
 
 Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""
 
-Residual = Array | tuple[Array, Kept]
-"""d logp / d hidden ``[N, H]`` float32; and, where some are kept, exponentials for dW in the order in which live tokens
-were swept."""
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What the forward sweep leaves for the backward pass."""
+
+    direction: Array  # [N, H] float32: d logp / d hidden
+    low: Array | None = None  # [N, r] float32, with LoRA: d logp / d low, of a shard its own columns' part (lora.py)
+    kept: Kept | None = None  # exponentials for dW, in the order in which live tokens were swept
 
 
 def describe(p: Problem) -> dict[str, Any]:
     """Tiles, matmuls and HBM bytes of each kernel at a problem's shapes, for ``explain()``."""
-    n, width = p.h.shape
+    n, width = p.h.shape[0], p.h.shape[1] + lora.lanes(p.head)
     item, vocab = jnp.dtype(p.h.dtype).itemsize, p.head.vocab
     head, rows = vocab * width * item, n * width * item
 
@@ -90,7 +99,7 @@ class PallasTpu:
     head_in_parts: ClassVar[bool] = True  # dW leaves in its final dtype: over a mesh, a part at a time (mesh/parts.py)
 
     def check(self, p: Problem, columns_apart: bool) -> None:
-        """bfloat16 or float32 alike in hidden states and head, no LoRA, a hidden size of whole lanes."""
+        """bfloat16 or float32 alike in hidden states and head, a hidden size of whole lanes."""
         operands.check(p)
 
     def describe(self, p: Problem, way: Way) -> Cost:
@@ -98,7 +107,7 @@ class PallasTpu:
         bonus."""
         if way.entropy:
             words = "statistics, then dH and dW by sweeps of their own (an entropy bonus has a gradient too)"
-            return cost_of(p, ("token_stats", "dhidden", "dhead"), words, (5, 3, 1))
+            return _with_lora(p, cost_of(p, ("token_stats", "dhidden", "dhead"), words, (5, 3, 1)))
         words = "flash: the forward sweep carries d logp/d hidden, dW has a sweep of its own"
         kept, used = p.call.kept, ("token_stats_and_direction", "dhead")
         if kept:
@@ -107,7 +116,7 @@ class PallasTpu:
             words += f"; for it the exponentials of {kept} of {p.n} tokens are kept ({where}), which saves a matmul"
         elif p.call.memory_budget is not None:
             words += f"; no exponentials are kept for it: {nothing_kept_because(p) or 'not over a mesh'}"
-        return cost_of(p, used, words, (4 - kept / p.n, 2, 1))
+        return _with_lora(p, cost_of(p, used, words, (4 - kept / p.n, 2, 1)))
 
     def tokens_kept(self, p: Problem) -> int:
         """How many tokens' exponentials the forward pass keeps, if the head has a gradient."""
@@ -124,37 +133,47 @@ class PallasTpu:
         if not self._carries_direction(p, want):
             return self.statistics(p)[0], None, None
         f, keep = front(p.live), p.call.kept if want.weight else 0
-        stats, direction, kept = kernels.token_stats_and_direction(f.problem(p), f.count, keep=keep)
-        direction = f.put_back(direction)
-        return jax.tree.map(f.put_back, stats), None, direction if kept is None else (direction, kept)
+        stats, both, kept = kernels.token_stats_and_direction(f.problem(p), f.count, keep=keep)
+        stats, both = jax.tree.map(f.put_back, (stats, both))
+        return stats, None, Residual(both[0], both[1], kept)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Residual | None, only_logp: bool
     ) -> Gradients:
         """dH from the direction if only ``logp`` has a cotangent, else by a sweep (two matmuls); dW and dbias by one
-        (two, and one for tokens whose exponentials were kept)."""
+        (two, one without dW, and one for tokens whose exponentials were kept). With LoRA its outer factor's comes from
+        the latter, its inner one's from dlow, which stands beside dH."""
         g = g if p.live is None else without(g, ~p.live)
-        dh = dweight = dbias = kept = None
+        dh = low = kept = None
+        head = HeadSums(None, None)
+        by_sweep = want.hidden or want.lora
         if only_logp and residual is not None:
-            direction, kept = residual if isinstance(residual, tuple) else (residual, None)
-            dh = jnp.where((g.logp != 0)[:, None], g.logp[:, None] * direction, 0.0) if want.hidden else None
-        by_sweep = want.hidden and dh is None
-        if kept is not None:
-            dweight, dbias = self._dhead_of_kept(p, out, g, kept)
-        elif by_sweep or want.weight or want.bias:
+            kept, by_sweep = residual.kept, False
+
+            def times_g(d: Array) -> Array:
+                return jnp.where((g.logp != 0)[:, None], g.logp[:, None] * d, 0.0)
+
+            dh = times_g(residual.direction) if want.hidden else None
+            low = times_g(residual.low) if want.lora and residual.low is not None else None
+        if kept is not None and want.weight:
+            head = self._dhead_of_kept(p, out, g, kept)
+        elif by_sweep or want.weight or want.bias or want.lora:
             f = front(g.any_nonzero())
             part, stats, own = f.problem(p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
             if by_sweep:
-                dh = f.put_back(kernels.dhidden(part, f.count, stats, own))
-            if want.weight or want.bias:
+                dh, low = jax.tree.map(f.put_back, kernels.dhidden(part, f.count, stats, own))
+            if want.weight or want.bias or want.lora:
                 whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
-                dweight, dbias = kernels.dhead(part, f.count, stats, own, jnp.float32 if whole else None)
+                dtype = jnp.float32 if whole else None
+                head = kernels.dhead(part, f.count, stats, own, dtype, weight=want.weight)
+        if not want.hidden:
+            dh = None
+        inner = lora.dinner(p, low) if want.lora and low is not None else None
         return Gradients(
-            dh if dh is None or p.call.partial_hidden else dh.astype(p.h.dtype),
-            HeadGrads(dweight if want.weight else None, own_dtype(p, dbias) if want.bias else None),
+            dh if dh is None or p.call.partial_hidden else dh.astype(p.h.dtype), head_grads(p, want, head, inner)
         )
 
-    def _dhead_of_kept(self, p: Problem, out: TokenStats, g: StatCotangents, kept: Kept) -> tuple[Array, Array | None]:
+    def _dhead_of_kept(self, p: Problem, out: TokenStats, g: StatCotangents, kept: Kept) -> HeadSums:
         """dW and dbias, some of whose exponentials were kept: these tokens stand first, as the forward sweep had them,
         the others behind them as the backward pass has them, those with a gradient first."""
         count, moves = kept.x_y.shape[0], g.any_nonzero()
@@ -181,21 +200,47 @@ class PallasTpu:
         sums, *part = jax.tree.map(f.put_back, found)
         return sums, tuple(part)
 
-    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: Part) -> Array | None:
-        """This shard's summand of d logp / d hidden, from the statistics of all shards."""
+    def shard_residual(
+        self, p: Problem, stats: TokenStats, sums: RowSums, part: Part, total: Callable[[Array], Array]
+    ) -> Residual | None:
+        """d logp / d hidden, a ``total`` over shards, from the statistics of all of them; LoRA's ``low`` is this
+        shard's own, whose part of dB is summed over shards as its factor's gradient."""
         x_y, expected = part
         if expected is None:
             return None
-        direction = kernels.token_direction(p, None, stats, sums, x_y, expected, here=p.targets >= 0)
-        return direction if p.live is None else jnp.where(p.live[:, None], direction, 0.0)
+        both = kernels.token_direction(p, None, stats, sums, x_y, expected, here=p.targets >= 0)
+        if p.live is not None:
+            live = p.live[:, None]
+            both = jax.tree.map(lambda d: jnp.where(live, d, 0.0), both)
+        return Residual(total(both[0]), both[1])
 
     def _carries_direction(self, p: Problem, want: Wanted | None) -> bool:
         """Whether the forward sweep makes d logp / d hidden, too."""
-        return want is not None and want.hidden and p.call.logp_only
+        return want is not None and (want.hidden or want.lora) and p.call.logp_only
 
 
-def own_dtype(p: Problem, dbias: Array | None) -> Array | None:
-    """dbias in the bias's dtype; a part of a sum over devices stays float32."""
-    if dbias is None or p.head.bias is None or p.call.partial_head:
-        return dbias
-    return dbias.astype(p.head.bias.dtype)
+def _with_lora(p: Problem, cost: Cost) -> Cost:
+    """The cost of a call with LoRA in words."""
+    if p.head.lora_a is None or cost.counts is None:
+        return cost
+    both, frozen, none = cost.counts
+    words = f"{cost.way}; LoRA's factors by narrow matmuls beside the wide ones, no merged head"
+    matmuls = f"{both:.3g} ({frozen + 1} with LoRA trained and the head frozen, {frozen} with both frozen, "
+    return dataclasses.replace(cost, way=words, matmuls=f"{matmuls}{none} without a gradient)")
+
+
+def head_grads(p: Problem, want: Wanted, made: HeadSums, inner: Array | None) -> HeadGrads:
+    """The head's gradients that are wanted, out of a sweep and LoRA's inner factor's: dW as it was made, the others in
+    their parameters' dtypes; a part of a sum over devices stays float32."""
+
+    def own_dtype(d: Array | None, like: Array | None) -> Array | None:
+        return d if d is None or like is None or p.call.partial_head else d.astype(like.dtype)
+
+    head, outer = p.head, made.outer if want.lora else None
+    lora_a, lora_b = (outer, inner) if head.layout == "vh" else (inner, outer)
+    return HeadGrads(
+        made.weight if want.weight else None,
+        own_dtype(made.bias, head.bias) if want.bias else None,
+        own_dtype(lora_a, head.lora_a),
+        own_dtype(lora_b, head.lora_b),
+    )

@@ -22,6 +22,7 @@ Nothing is transposed here: for ``[V, H]`` the logits are computed as ``x^T = W 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +42,12 @@ from logitless.head.pallas_tpu.operands import (
     column_ids,
     compiler_params,
     dot,
+    outer_bytes,
     rounded,
 )
 from logitless.head.pallas_tpu.tiles import LANES, Spec
-from logitless.problem import HeadGrads, Problem
+from logitless.problem import Problem
+from logitless.pytree import register
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
 from logitless.transform import factor, pull_back, swept, times
 
@@ -84,7 +87,17 @@ def cotangent_of_logits(spec: Spec, x: Array, token: Callable[[int], Array], is_
     return pull_back(d, x, transform) if spec.has_softcap else d
 
 
-def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scratch: HeadGrads) -> None:
+@register
+@dataclasses.dataclass(frozen=True)
+class HeadSums:
+    """What the sweep of dW makes, and its accumulators: shapes, block specs, references, then arrays."""
+
+    weight: Any  # [V, H] or [H, V]; None where the weight is frozen
+    bias: Any  # [1, V] float32
+    outer: Any = None  # [V, R] or [R, V] float32: of LoRA's outer factor, without its scale
+
+
+def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratch: HeadSums) -> None:
     vh = spec.layout == "vh"
     acc: Any = out.weight if scratch.weight is None else scratch.weight  # a float32 dW is its own accumulator
     dbias: Any = scratch.bias
@@ -93,7 +106,7 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scrat
 
     @pl.when(i == 0)
     def _() -> None:
-        for ref in jax.tree.leaves((acc, dbias)):
+        for ref in jax.tree.leaves((acc, dbias, out.outer)):
             ref[...] = jnp.zeros_like(ref)
 
     live, dead = spec.live(i, n_live), spec.dead_rows(i, n_live)
@@ -104,13 +117,16 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scrat
 
         @pl.when(live & dead[0])
         def _() -> None:
-            clear_dead(refs.h, 0, dead[1])
-            if not vh:
-                clear_dead(refs.h_t, 1, dead[1])
+            for ref, axis in ((refs.h, 0), (refs.low, 0), (refs.h_t, 1), (refs.low_t, 1)):
+                if ref is not None:
+                    clear_dead(ref, axis, dead[1])
 
     def step(masked: bool) -> None:
         h, w = refs.h[...], refs.weight[...]
         x = dot(w, h, (1, 1)) if vh else dot(h, w, (1, 0))
+        if refs.low is not None:
+            low, outer = refs.low[...], refs.outer[...]
+            x = x + refs.scalars[3] * (dot(outer, low, (1, 1)) if vh else dot(low, outer, (1, 0)))
         if refs.bias is not None:
             # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
             x = x + (jnp.broadcast_to(refs.bias[...], (8, vocab)).T[:, :1] if vh else refs.bias[...])
@@ -142,7 +158,10 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scrat
         if dbias is not None:
             dbias[...] += jnp.sum(d, axis=1 - axis, keepdims=True)
         d = d.astype(h.dtype)
-        acc[...] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
+        if acc is not None:
+            acc[...] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
+        if out.outer is not None:
+            out.outer[...] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
 
     # Columns beyond the array's end produce rows of dW that are never written, so only padding columns need a mask.
     whole = spec.vocab_size // vocab if spec.vocab_size < spec.vocab else pl.cdiv(spec.vocab, vocab)
@@ -157,12 +176,11 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadGrads, scrat
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        written: Any = out
         if scratch.weight is not None:
-            written.weight[...] = acc[...].astype(written.weight.dtype)
+            out.weight[...] = acc[...].astype(out.weight.dtype)
         if dbias is not None:
             total = dbias[...]
-            written.bias[...] = jnp.broadcast_to(total, (vocab, LANES)).T[:1, :] if vh else total
+            out.bias[...] = jnp.broadcast_to(total, (vocab, LANES)).T[:1, :] if vh else total
 
 
 def _weight_block(spec: Spec, width: int) -> pl.BlockSpec:
@@ -212,6 +230,9 @@ def _dhead_blocks(k: Launch) -> Operands:
         h_t=lanes(width),
         kept=kept,
         factors=factors,
+        low=rows(k.rank),
+        low_t=lanes(k.rank),
+        outer=_weight_block(spec, k.rank),
     )
 
 
@@ -224,15 +245,15 @@ def schedule(k: Launch, moves: Array) -> Array:
     return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])
 
 
-def dhead_sweep(k: Launch, out_dtype: Any) -> tuple[Array, Array | None]:
-    """``(dW in the head's shape and out_dtype, dbias [V] float32 or None)``; ``k`` as for :func:`dhidden_sweep`, with
-    coefficients of whole token tiles."""
+def dhead_sweep(k: Launch, out_dtype: Any, has_weight: bool = True) -> HeadSums:
+    """dW in the head's shape and ``out_dtype`` if ``has_weight``, dbias ``[V]`` float32 if there is a bias, that of
+    LoRA's outer factor in whole lanes; ``k`` as for :func:`dhidden_sweep`, with coefficients of whole token tiles."""
     spec, x, vh = k.spec, k.operands, k.spec.layout == "vh"
     (n, width), tokens, vocab = x.h.shape, spec.tiles.tokens, spec.tiles.vocab
     passes, again = pl.cdiv(spec.vocab, vocab), n - spec.kept
     shape = (spec.vocab, width) if vh else (width, spec.vocab)
-    moved = passes * x.h.nbytes * (1 if vh else 2) + (x.weight.nbytes if again else 0)
-    moved += spec.vocab * width * jnp.dtype(out_dtype).itemsize
+    moved = passes * x.h.nbytes * (1 if vh or not has_weight else 2) + (x.weight.nbytes if again else 0)
+    moved += spec.vocab * width * jnp.dtype(out_dtype).itemsize * has_weight + 3 * outer_bytes(k)
     in_place: dict[int, int] = {}
     if spec.kept:
         moved += spec.kept * spec.vocab * x.kept.dtype.itemsize
@@ -242,28 +263,30 @@ def dhead_sweep(k: Launch, out_dtype: Any) -> tuple[Array, Array | None]:
     if vh:  # tokens along the lanes
         k = k.reading(targets=x.targets.reshape(1, n), token=x.token.T)
     blocks, tile = _dhead_blocks(k), (vocab, width) if vh else (width, vocab)
-    has_bias, own_accumulator = x.bias is not None, out_dtype != jnp.float32
-    shapes: Any = HeadGrads(
-        compat.hbm_output(shape, out_dtype, spec.interpret),
-        jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32) if has_bias else None,  # type: ignore[arg-type]
+    has_bias, own_accumulator = x.bias is not None, has_weight and out_dtype != jnp.float32
+    shapes = HeadSums(
+        compat.hbm_output(shape, out_dtype, spec.interpret) if has_weight else None,
+        jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32) if has_bias else None,
+        None if x.outer is None else jax.ShapeDtypeStruct(x.outer.shape, jnp.float32),
     )
-    scratch: Any = HeadGrads(
-        pltpu.VMEM(tile, jnp.float32) if own_accumulator else None,  # type: ignore[arg-type]
-        pltpu.VMEM((vocab, 1) if vh else (1, vocab), jnp.float32) if has_bias else None,  # type: ignore[arg-type]
+    scratch: Any = HeadSums(
+        pltpu.VMEM(tile, jnp.float32) if own_accumulator else None,
+        pltpu.VMEM((vocab, 1) if vh else (1, vocab), jnp.float32) if has_bias else None,
     )
+    out_blocks = HeadSums(_weight_block(spec, width) if has_weight else None, blocks.bias, blocks.outer)
     out = pl.pallas_call(
         functools.partial(_dhead_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(passes, spec.token_steps),
             in_specs=[blocks],
-            out_specs=HeadGrads(_weight_block(spec, width), blocks.bias),  # type: ignore[arg-type]
+            out_specs=out_blocks,
             scratch_shapes=[scratch],
         ),
         out_shape=shapes,
         compiler_params=compiler_params(spec),
         cost_estimate=pl.CostEstimate(
-            flops=(2 * n + 2 * again) * width * spec.vocab_size,
+            flops=2 * (n * (width * has_weight + k.rank) + again * (width + k.rank)) * spec.vocab_size,
             transcendentals=again * spec.vocab_size,
             bytes_accessed=moved,
         ),
@@ -271,4 +294,4 @@ def dhead_sweep(k: Launch, out_dtype: Any) -> tuple[Array, Array | None]:
         name=f"head_dhead_t{tokens}_v{vocab}",
         interpret=spec.interpret,
     )(k.n_live, k.operands)
-    return out.weight, None if out.bias is None else out.bias[0]
+    return dataclasses.replace(out, bias=None if out.bias is None else out.bias[0])

@@ -21,11 +21,12 @@ from logitless.head.pallas_tpu.backward import ROWS, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import (
     Launch,
     Operands,
+    add_head_rows,
     clear_outside,
     column_ids,
     compiler_params,
-    dot,
     head_tile,
+    outer_bytes,
     over_vocabulary,
     raw_logits,
     sweep_blocks,
@@ -43,7 +44,7 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> No
 
     def step(width: int, masked: bool) -> None:
         if masked:
-            clear_outside(spec, refs.weight, width)
+            clear_outside(spec, refs, width)
         w = head_tile(spec, refs.weight, width)
         x = raw_logits(spec, refs, w)
         column = column_ids(x)
@@ -51,15 +52,16 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> No
         d = cotangent_of_logits(spec, x, lambda k: refs.token[:, k : k + 1], is_target, refs.scalars)
         if masked:
             d = jnp.where(column < spec.tail, d, 0.0)
-        out_ref[...] += dot(d.astype(w.dtype), w, (1, spec.axis))
+        add_head_rows(spec, refs, out_ref, None, d.astype(w.dtype), w)
 
     over_vocabulary(spec, live, step)
 
 
 def dhidden_sweep(k: Launch) -> Array:
-    """dH ``[N, H]`` float32; rows of dead tiles are not written."""
+    """dH ``[N, H]`` float32, ``[N, H + R]`` with LoRA (``lora.py``); rows of dead tiles are not written."""
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
+    width += k.rank
     return pl.pallas_call(
         functools.partial(_dhidden_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -73,7 +75,7 @@ def dhidden_sweep(k: Launch) -> Array:
         cost_estimate=pl.CostEstimate(
             flops=4 * n * width * spec.vocab_size,
             transcendentals=n * spec.vocab_size,
-            bytes_accessed=passes * x.weight.nbytes + x.h.nbytes + 4 * n * width,
+            bytes_accessed=passes * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes + 4 * n * width,
         ),
         name=f"head_dhidden_t{tokens}_v{spec.tiles.vocab}",
         interpret=spec.interpret,

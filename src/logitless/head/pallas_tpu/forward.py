@@ -43,12 +43,13 @@ from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     Launch,
     Operands,
+    add_head_rows,
     clear_dead,
     clear_outside,
     column_ids,
     compiler_params,
-    dot,
     head_tile,
+    outer_bytes,
     over_vocabulary,
     raw_logits,
     sweep_blocks,
@@ -71,7 +72,7 @@ class _Out:
     """What the sweep writes: shapes, block specs, references, then arrays."""
 
     sums: Any  # [N, SUMS]
-    expected: Any = None  # [N, H]: E
+    expected: Any = None  # [N, H]: E; with LoRA [N, H + R] (``lora.py``)
     maxima: Any = None  # [token tiles, 1, vocab_size]
     kept: Any = None  # [V, room] or [room, V], in HBM: exponentials of the first tokens
     tops: Any = None  # [N, vocabulary tiles]: the maximum that each tile's exponentials are relative to
@@ -137,6 +138,8 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
         @pl.when(live & (j == 0) & dead[0])
         def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
             clear_dead(refs.h, 0, dead[1])
+            if refs.low is not None:
+                clear_dead(refs.low, 0, dead[1])
 
     keeps, last = i < spec.kept_steps, spec.vocab_steps - 1
 
@@ -148,7 +151,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             # Before anything else, long after it was begun: no step waits, and the rest is one block of code.
             pl.when(keeps & (j >= 2))(lambda: copy(j - 2, spec.tiles.vocab).wait())
         if masked and out.expected is not None:
-            clear_outside(spec, refs.weight, width)
+            clear_outside(spec, refs, width)
         w = head_tile(spec, refs.weight, width)
         x = raw_logits(spec, refs, w)
         u = swept(x, transform)
@@ -172,7 +175,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             assert bend is not None
             e = jnp.where(e > 0, e * bend, 0.0)
         e = e.astype(w.dtype)
-        out.expected[...] = a * out.expected[...] + dot(e, w, (1, spec.axis))
+        add_head_rows(spec, refs, out.expected, a, e, w)
         if spec.kept:
             keep(e, width)
             tile = lax.broadcasted_iota(jnp.int32, out.tops.shape, 1)
@@ -208,10 +211,11 @@ def forward_sweep(
     k: Launch, direction: bool, room: int = 0
 ) -> tuple[RowSums, Array, Array | None, Array | None, Kept | None]:
     """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None, exponentials or
-    None)``; what belongs to dead tiles is not written. A ``floor`` among the operands asks for the maxima, a direction
-    with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens."""
+    None)``, E ``[N, H + R]`` with LoRA; what belongs to dead tiles is not written. A ``floor`` among the operands asks
+    for the maxima, a direction with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens."""
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
+    width += k.rank
 
     # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
     def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
@@ -219,7 +223,7 @@ def forward_sweep(
 
     blocks = _Out(pl.BlockSpec((tokens, SUMS), own))
     shapes = _Out(jax.ShapeDtypeStruct((n, SUMS), jnp.float32))
-    moved = passes * x.weight.nbytes + x.h.nbytes
+    moved = passes * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes
     if direction:
         block = pl.BlockSpec((tokens, width), own, pipeline_mode=pl.Buffered(1))
         blocks = dataclasses.replace(blocks, expected=block)

@@ -53,6 +53,8 @@ at a hidden size of 1024 (8,200 cycles for 1024 x 2048 on v6e; the simulator's e
 def nothing_kept_because(p: Problem) -> str | None:
     """Why no exponentials are kept at a problem's shapes; ``None`` if they can be."""
     width, vocab = p.h.shape[1], p.head.vocab
+    if p.head.lora_a is not None:
+        return "LoRA's factors need dlogits of every token"
     forward, dhead = tiles_of("forward", p, True), tiles_of("dhead", p, True)
     if width < LEAST_WIDTH:
         return f"at a hidden size of {width} keeping them costs what it saves"

@@ -8,6 +8,7 @@ are skipped and fetch nothing):
     token_stats_and_direction  two matmuls     statistics, bit-identical to those, and d logp / d hidden
     dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
     dhead                      two matmuls     dW in its final dtype, dbias; one for tokens whose exponentials were kept
+                               one matmul      where the weight is frozen: dbias, or LoRA's outer factor (lora.py)
 
 An objective of ``logp`` alone costs four matmuls for loss, dH and dW, three for tokens whose exponentials the forward
 sweep keeps (``kept.py``): with ``p`` the softmax and ``y`` the target,
@@ -28,7 +29,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.pallas_tpu.backward import AT_TARGET, coefficients, dhead_sweep, schedule
+from logitless.head.pallas_tpu import lora
+from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep, schedule
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
@@ -50,6 +52,10 @@ from logitless.transform import factor, slope
 
 Count = Array | int | None
 
+Both = tuple[Array, Array | None]
+"""A cotangent of the hidden states ``[N, H]`` float32, LoRA's part in it, and of their low-rank image ``[N, r]`` before
+LoRA's scale (``lora.py``); ``None`` without LoRA."""
+
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
     """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
@@ -59,8 +65,8 @@ def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
 def token_sums(
     p: Problem, n_live: Count = None, direction: bool = False, tiles: Tiles | None = None
 ) -> tuple[RowSums, Array, Array | None]:
-    """``(sums [N], raw target logit [N], E [N, H] or None)`` over the head's columns, which may be a shard of the
-    vocabulary; targets that are another shard's are -1. What belongs to dead tokens means nothing."""
+    """``(sums [N], raw target logit [N], E [N, H], with LoRA [N, H + R], or None)`` over the head's columns, which may
+    be a shard of the vocabulary; targets that are another shard's are -1. What belongs to dead tokens means nothing."""
     return forward_sweep(prepare("forward", p, n_live, tiles), direction)[:3]
 
 
@@ -88,9 +94,9 @@ def token_stats_and_maxima(
 
 def token_stats_and_direction(
     p: Problem, n_live: Count = None, tiles: Tiles | None = None, keep: int = 0
-) -> tuple[TokenStats, Array, Kept | None]:
-    """``(statistics [N], d logp / d hidden [N, H] float32, exponentials)``, the first two zero from ``n_live`` on. Two
-    matmuls. ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
+) -> tuple[TokenStats, Both, Kept | None]:
+    """``(statistics [N], d logp / d hidden, exponentials)``, the first two zero from ``n_live`` on. Two matmuls.
+    ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
     k = prepare("forward", p, n_live, tiles, keep)
     sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep) if keep else 0)
     assert expected is not None
@@ -100,8 +106,8 @@ def token_stats_and_direction(
 
 def token_direction(
     p: Problem, n_live: Count, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
-) -> Array:
-    """``d logp / d hidden [N, H]`` float32, or a shard's part of it; ``here [N]``: the target is one of its columns.
+) -> Both:
+    """``d logp / d hidden``, or a shard's part of it; ``here [N]``: the target is one of its columns.
 
     ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` what :func:`token_sums` gave.
     """
@@ -115,20 +121,30 @@ def token_direction(
         others = others if p.transform.softcap is not None else others * bend  # a softcap's slope is already in it
     if here is not None:
         own = jnp.where(here, own, 0.0)
-    y, weight = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1), p.head.weight
+    y, outer = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1), lora.wide_outer(p.head)
+    e_w, e_low = lora.parts_of(p, expected)
+
+    def direction(x: Array, e: Array) -> Array:
+        d = own[:, None] * rows_at(p, x, y).astype(jnp.float32)[:, : e.shape[1]] - others[:, None] * e
+        return d if n_live is None else jnp.where((jnp.arange(p.n) < n_live)[:, None], d, 0.0)
+
+    low = None if outer is None or e_low is None else direction(outer, e_low)
+    return lora.joined(p, direction(p.head.weight, e_w), low), low
+
+
+def rows_at(p: Problem, x: Array, y: Array) -> Array:
+    """``[N, width]``: what ``x``, of the head's layout, has at the columns ``y [N]`` of the vocabulary."""
     if p.head.layout == "vh":
-        w_y = weight.at[y].get(mode="promise_in_bounds")
-    else:
-        w_y = columns_at(weight, y, interpreter(p.call.interpret))
-    direction = own[:, None] * w_y.astype(jnp.float32) - others[:, None] * expected
-    return direction if n_live is None else jnp.where((jnp.arange(p.n) < n_live)[:, None], direction, 0.0)
+        return x.at[y].get(mode="promise_in_bounds")
+    return columns_at(x, y, interpreter(p.call.interpret))
 
 
-def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
-    """dH ``[N, H]`` float32 for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
+def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Both:
+    """dH for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
     k = prepare("dhidden", p, n_live, tiles)
     out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, p.n).T))
-    return jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0)
+    dh, low = lora.parts_of(p, jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0))
+    return lora.joined(p, dh, low), low
 
 
 def dhead(
@@ -139,10 +155,12 @@ def dhead(
     out_dtype: Any = None,
     tiles: Tiles | None = None,
     kept: Kept | None = None,
-) -> tuple[Array, Array | None]:
-    """``(dW in the layout of the head, dbias [V] float32 or None)``; ``out_dtype`` is the head's by default. Two
-    matmuls, one for the tokens whose exponentials were ``kept``: those stand first, in the order of that sweep, and
-    the entropy has no cotangent.
+    weight: bool = True,
+) -> HeadSums:
+    """dW in the layout of the head, if ``weight``, in ``out_dtype`` or the head's; dbias ``[V]`` float32, and the
+    cotangent of LoRA's outer factor, float32, where these are there. Two matmuls, one without dW, one less for the
+    tokens whose exponentials were ``kept``: those stand first, in the order of that sweep, and the entropy has no
+    cotangent.
 
     Accumulated in float32 and rounded once. Dead tokens may hold anything, but for those that stand among the kept; a
     token before ``n_live`` whose cotangents are zero adds zero, provided that its hidden state is finite.
@@ -157,5 +175,6 @@ def dhead(
         k = k.reading(kept=kept.exponentials, factors=f.T[:, None] if p.head.layout == "vh" else f)
         k = k.reading(weight=None) if count == p.n else k
         k = dataclasses.replace(k, n_live=schedule(k, g.any_nonzero()))
-    k = k.reading(token=token.T)
-    return dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype))
+    k = k.reading(token=token.T) if weight else k.reading(token=token.T, h_t=None)
+    found = dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype), weight)
+    return found if found.outer is None else dataclasses.replace(found, outer=lora.douter(p, found.outer))

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
+from logitless.head.pallas_tpu import lora
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Spec, Tiles, choose
 from logitless.problem import Problem
 from logitless.pytree import register
@@ -28,7 +29,7 @@ LOG_ZERO = -200.0
 class Operands:
     """What a kernel reads. Numbers per token stand in a column, or (dhead of a ``[V, H]`` head) in a row."""
 
-    scalars: Any  # [3] float32, in SMEM: temperature, softcap, scale
+    scalars: Any  # [4] float32, in SMEM: temperature, softcap, scale, LoRA's scale
     h: Any  # [N, H]
     weight: Any  # [V, H] or [H, V]; None in dhead where every token's exponentials are kept
     targets: Any  # [N, 1] int32
@@ -39,6 +40,9 @@ class Operands:
     h_t: Any = None  # [H, N], dhead of an [H, V] head
     kept: Any = None  # [V, room] or [room, V], dhead: exponentials that the forward sweep kept
     factors: Any = None  # [tiles, 1, kept] or [kept, tiles] float32, dhead: what they are to be multiplied by
+    low: Any = None  # [N, R], with LoRA: the hidden states behind its inner factor, in whole lanes (``lora.py``)
+    low_t: Any = None  # [R, N], dhead of an [H, V] head
+    outer: Any = None  # [V, R] or [R, V], with LoRA: the factor that meets the vocabulary
 
     def blocks(self, **specs: pl.BlockSpec) -> Operands:
         """Block specs of the operands that are there."""
@@ -59,6 +63,11 @@ class Launch:
         """``[N]`` bool: the tokens that count."""
         return jnp.arange(self.spec.n) < self.n_live[0]
 
+    @property
+    def rank(self) -> int:
+        """LoRA's rank in whole lanes; 0 without LoRA."""
+        return 0 if self.operands.low is None else self.operands.low.shape[1]
+
     def reading(self, **more: Any) -> Launch:
         """The same with other operands."""
         return dataclasses.replace(self, operands=dataclasses.replace(self.operands, **more))
@@ -68,14 +77,13 @@ def tiles_of(kernel: Kernel, p: Problem, keeping: bool = False) -> Tiles:
     """The tiles of a kernel at a problem's shapes."""
     n, width = p.h.shape
     item = jnp.dtype(p.h.dtype).itemsize
+    width += lora.lanes(p.head)  # its factors stand beside the hidden states and the head
     return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes(), keeping)
 
 
 def check(p: Problem) -> None:
     """Raise ``NotImplementedError`` with the reason if the kernels cannot serve a problem (its shapes and dtypes)."""
     (n, width), w, head = p.h.shape, p.head.weight, p.head
-    if head.lora_a is not None or head.lora_b is not None:
-        raise NotImplementedError("it has no LoRA yet")
     if p.h.dtype != w.dtype or p.h.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(
             f"pallas_tpu: hidden states ({p.h.dtype}) and lm_head ({w.dtype}) must both be bfloat16 or both "
@@ -96,6 +104,8 @@ def check(p: Problem) -> None:
         )
     if n == 0:
         raise NotImplementedError("pallas_tpu: there are no tokens.")
+    if head.lora_a is not None and lora.rank_of(head) == 0:
+        raise NotImplementedError("pallas_tpu: LoRA of rank 0.")
     kernels: tuple[Kernel, ...] = ("forward", "dhidden", "dhead")
     for kernel in kernels:
         tiles_of(kernel, p)
@@ -129,7 +139,8 @@ def prepare(
         kept=kept,
         kept_tile=kept_tile,
     )
-    numbers = (None if t.per_token else t.temperature, t.softcap, t.scale)
+    numbers = (None if t.per_token else t.temperature, t.softcap, t.scale, p.head.lora_scale)
+    low, outer = lora.operands(p)
     operands = Operands(
         scalars=jnp.stack([jnp.asarray(1.0 if v is None else v, jnp.float32).reshape(()) for v in numbers]),
         h=compat.in_hbm(p.h, interpret),
@@ -138,6 +149,9 @@ def prepare(
         bias=None if p.head.bias is None else p.head.bias.astype(jnp.float32)[None, :],
         temperature=jnp.asarray(t.temperature, jnp.float32)[:, None] if t.per_token and kernel == "forward" else None,
         h_t=compat.in_hbm(p.h.T, interpret) if p.head.layout == "hv" and kernel == "dhead" else None,
+        low=low,
+        low_t=low.T if low is not None and p.head.layout == "hv" and kernel == "dhead" else None,
+        outer=outer,
     )
     count = jnp.asarray(p.n if n_live is None else n_live, jnp.int32).reshape((1,))
     return Launch(spec, operands, count)
@@ -177,6 +191,8 @@ def sweep_blocks(k: Launch, rows: int = 1) -> Operands:
         temperature=per_token,
         floor=per_token,
         token=pl.BlockSpec((tokens, rows), token),
+        low=pl.BlockSpec((tokens, k.rank), token, pipeline_mode=once),
+        outer=pl.BlockSpec((vocab, k.rank), head_vh) if vh else pl.BlockSpec((k.rank, vocab), head_hv),
     )
 
 
@@ -205,6 +221,9 @@ def rounded(spec: Spec, x: Array) -> Array:
 def raw_logits(spec: Spec, refs: Operands, w: Array, rows: Any = slice(None)) -> Array:
     """``x [tokens, width]`` of the columns ``w`` from the block's first on."""
     x = dot(refs.h[rows, :], w, (1, 1 - spec.axis))
+    if refs.low is not None:
+        outer = head_tile(spec, refs.outer, x.shape[1])
+        x = x + refs.scalars[3] * dot(refs.low[rows, :], outer, (1, 1 - spec.axis))
     if refs.bias is not None:
         x = x + refs.bias[:, : x.shape[1]]
     return rounded(spec, x)
@@ -217,15 +236,37 @@ def head_tile(spec: Spec, w_ref: Any, width: int) -> Array:
     return w_ref[:width, :] if spec.layout == "vh" else w_ref[:, :width]
 
 
-def clear_outside(spec: Spec, w_ref: Any, width: int) -> None:
+def clear_outside(spec: Spec, refs: Operands, width: int) -> None:
     """Zero the columns of the last block beyond ``vocab_size``: what lies there is not ours, and 0 * NaN is NaN."""
-    w = head_tile(spec, w_ref, width)
-    kept = lax.broadcasted_iota(jnp.int32, w.shape, spec.axis) < spec.tail
-    cleared = jnp.where(kept, w, jnp.zeros((), w.dtype))
-    if spec.layout == "vh":
-        w_ref[:width, :] = cleared
-    else:
-        w_ref[:, :width] = cleared
+    for ref in (refs.weight,) if refs.outer is None else (refs.weight, refs.outer):
+        w = head_tile(spec, ref, width)
+        kept = lax.broadcasted_iota(jnp.int32, w.shape, spec.axis) < spec.tail
+        cleared = jnp.where(kept, w, jnp.zeros((), w.dtype))
+        if spec.layout == "vh":
+            ref[:width, :] = cleared
+        else:
+            ref[:, :width] = cleared
+
+
+def add_head_rows(spec: Spec, refs: Operands, total: Any, before: Array | None, d: Array, w: Array) -> None:
+    """``total [tokens, H + R] = before total + d [W, outer]`` for the columns ``w`` from the block's first on;
+    ``before [tokens, 1]``, ``None``: 1."""
+
+    def add(at: Any, rows: Array) -> None:
+        old = total[:, at]
+        total[:, at] = (old if before is None else before * old) + dot(d, rows, (1, spec.axis))
+
+    width = refs.h.shape[1]
+    if refs.outer is None:
+        add(slice(None), w)
+        return
+    add(slice(0, width), w)
+    add(slice(width, None), head_tile(spec, refs.outer, d.shape[1]))
+
+
+def outer_bytes(k: Launch) -> int:
+    """Of LoRA's outer factor."""
+    return 0 if k.operands.outer is None else k.operands.outer.nbytes
 
 
 def clear_dead(ref: Any, axis: int, kept: Any) -> None:

@@ -1,6 +1,7 @@
 """Gradients over one set of vocabulary columns for all tokens, on TPU: slab by slab of the K active columns.
 
     over_slabs   x, dx, dh, a slab of dW, and the mass that each row keeps           3 M K / V
+                 (with LoRA dlow and a slab of its outer factor's, lora.py)
     gradients    those, and of the rows that leave out more than the tolerance dH and dW by the exact kernels, 4 matmuls
                  each
 
@@ -16,16 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
-from logitless.head.linear import add_dhead, dhidden, raw_logits
-from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.backend import own_dtype
+from logitless.head.linear import add_dhead, dhidden, dot, low_rank, raw_logits
+from logitless.head.pallas_tpu import kernels, lora
+from logitless.head.pallas_tpu.backend import head_grads
+from logitless.head.pallas_tpu.backward import HeadSums
+from logitless.head.pallas_tpu.gathered import MASS_ERROR, gatherer, least_logits, mean_rows, put_rows, set_rows
 from logitless.head.pallas_tpu.operands import tiles_of
-from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active
+from logitless.head.pallas_tpu.sparse_columns import Active
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
 from logitless.head.report import SparseReport
-from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
+from logitless.head.slabs import Known, in_their_place, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
 from logitless.rows import front, live_sweep, probabilities
@@ -44,10 +46,12 @@ H = 4096 dhead is 6 % slower per token than with a tile of 1024, dhidden no slow
 class Slabs:
     """What the backward steps over the active columns give; tokens in the order of their sweep."""
 
-    kept: Array  # [tokens] float32: mass of the active columns
-    dh: Array | None  # [tokens, H] float32
-    weight: Array | None  # [most, H]: rows of dW
+    kept: Array  # [tokens] float32: mass of the active columns, or less where the logits are rounded
+    dh: Array | None  # [tokens, H] float32: dx W
+    weight: Array | None  # [most, H]: rows of dW, whatever the head's layout
     bias: Array | None  # [most] float32
+    low: Array | None  # [tokens, r] float32: dx times LoRA's outer factor
+    outer: Array | None  # [most, r] float32: rows of that factor's gradient, before LoRA's scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +75,16 @@ class Moving:
 
 def over_slabs(rule: Rule, want: Wanted, m: Moving, active: Active) -> Slabs:
     """Masses, and of dH and the rows of dW and dbias those that are wanted."""
-    (size, width), head = m.p.h.shape, m.p.head
+    (size, width), rank = m.p.h.shape, lora.rank_of(m.p.head)
+    gathered = gatherer(m.p)
 
     def slab(i: Array, carry: Slabs) -> Slabs:
         index = lax.dynamic_slice_in_dim(active.index, i * rule.slab, rule.slab)
-        columns = columns_of.head_columns(head, index)
+        columns = gathered(index)
+        alone = dataclasses.replace(columns, lora_a=None, lora_b=None)
 
-        def chunk(k: Array, inner: tuple[Array, Array | None, HeadGrads]) -> tuple[Array, Array | None, HeadGrads]:
-            kept, dh, grads = inner
+        def chunk(k: Array, inner: Any) -> Any:
+            (kept, dh, low), grads, outer = inner
             part, known = m.part(k)
 
             def add(whole: Array, own: Array) -> Array:
@@ -87,32 +93,41 @@ def over_slabs(rule: Rule, want: Wanted, m: Moving, active: Active) -> Slabs:
 
             # Kept: XLA would make the logits once for the masses and once for dx.
             x = lax.optimization_barrier(raw_logits(part.h, columns, jnp.dtype(jnp.float32)))
-            kept = add(kept, jnp.sum(probabilities(x, part, known.stats, index[None, :]), axis=1))
+            at_least = probabilities(least_logits(part, x), part, known.stats, index[None, :])
+            kept = add(kept, jnp.sum(at_least, axis=1))
             if want:
-                dx = slab_dx(x, index, part, known)
-                dh = None if dh is None else add(dh, dhidden(dx, columns))
-                grads = add_dhead(grads, dx, part.h, columns)
-            return kept, dh, grads
+                dx = slab_dx(x.astype(part.call.logits_dtype), index, part, known)
+                dh = None if dh is None else add(dh, dhidden(dx, alone))
+                grads = add_dhead(grads, dx, part.h, alone)
+                if columns.lora_a is not None:
+                    low = None if low is None else add(low, dot(dx, columns.lora_a, (1, 0)))
+                    outer = None if outer is None else outer + dot(dx, low_rank(part.h, columns), (0, 0))
+            return (kept, dh, low), grads, outer
 
         zero = HeadGrads(
             jnp.zeros((rule.slab, width), jnp.float32) if want.weight else None,
             jnp.zeros((rule.slab,), jnp.float32) if want.bias else None,
         )
+        rows = jnp.zeros((rule.slab, rank), jnp.float32) if want.lora else None
         chunks = (m.count + (m.chunk - 1)) // m.chunk
-        kept, dh, grads = lax.fori_loop(0, chunks, chunk, (carry.kept, carry.dh, zero))
+        start = ((carry.kept, carry.dh, carry.low), zero, rows)
+        (kept, dh, low), grads, rows = lax.fori_loop(0, chunks, chunk, start)
 
         def put(whole: Array | None, own: Array | None) -> Array | None:
             if whole is None or own is None:
                 return None
             return lax.dynamic_update_slice_in_dim(whole, own.astype(whole.dtype), i * rule.slab, 0)
 
-        return Slabs(kept, dh, put(carry.weight, grads.weight), put(carry.bias, grads.bias))
+        weight, bias = put(carry.weight, grads.weight), put(carry.bias, grads.bias)
+        return Slabs(kept, dh, weight, bias, low, put(carry.outer, rows))
 
     start = Slabs(
         jnp.zeros((size,), jnp.float32),
         jnp.zeros((size, width), jnp.float32) if want.hidden else None,
         jnp.zeros((rule.most, width), weight_dtype(m.p)) if want.weight else None,
         jnp.zeros((rule.most,), jnp.float32) if want.bias else None,
+        jnp.zeros((size, rank), jnp.float32) if rank and (want.hidden or want.lora) else None,
+        jnp.zeros((rule.most, rank), jnp.float32) if want.lora else None,
     )
     return lax.fori_loop(0, rule.slabs(active.count), slab, start)
 
@@ -141,30 +156,44 @@ def gradients(
         active=active.count.astype(jnp.float32),
         width=jnp.where(active.dense, p.head.vocab, rule.slabs(active.count) * rule.slab).astype(jnp.float32),
     )
-    dh = dweight = dbias = None
     if g is None or not want:
         return Gradients(None, HeadGrads(None, None)), report
 
     f = front(hard)
     few, few_stats, few_g = f.problem(p), jax.tree.map(f.take, stats), jax.tree.map(f.take, g)
-    if slabs.dh is not None:
+    dh, inner, head = None, None, HeadSums(None, None)
+    if want.hidden or want.lora:
         easy = without(known.g, jnp.where(inside, visit.take(hard), True))
-        own = slabs.dh + in_their_place(mean_row(rule, p), own_mass, easy, m.p.transform)
-        exact = kernels.dhidden(few, f.count, few_stats, few_g, _hard_tiles("dhidden", p))
+        exact, exact_low = kernels.dhidden(few, f.count, few_stats, few_g, _hard_tiles("dhidden", p))
         assert f.order is not None and f.count is not None
-        dtype = jnp.float32 if p.call.partial_hidden else p.h.dtype
         at = jnp.where(jnp.arange(n) < f.count, f.order, n)
-        dh = visit.put(jnp.zeros(p.h.shape, dtype), own).at[at].set(exact.astype(dtype), mode="drop")
-    if want.weight or want.bias:
-        dweight, dbias = kernels.dhead(few, f.count, few_stats, few_g, weight_dtype(p), _hard_tiles("dhead", p))
+        mean, mean_low = mean_rows(rule, p)
 
-        def put(whole: Array | None, own: Array | None) -> Array | None:
-            if whole is None or own is None:
-                return None
-            return whole.at[active.index].set(own, mode="drop", unique_indices=True, indices_are_sorted=True)
+        def all_rows(own: Array, exact: Array, dtype: Any) -> Array:
+            whole = visit.put(jnp.zeros((n, own.shape[1]), dtype), own)
+            return whole.at[at].set(exact.astype(dtype), mode="drop")
 
-        dweight, dbias = put(dweight, slabs.weight), put(dbias, slabs.bias)
-    return Gradients(dh, HeadGrads(dweight, own_dtype(p, dbias))), report
+        low = None
+        if slabs.low is not None and exact_low is not None and mean_low is not None:
+            low = slabs.low + in_their_place(mean_low, own_mass, easy, m.p.transform)
+            inner = lora.dinner(p, all_rows(low, exact_low, jnp.float32)) if want.lora else None
+        if slabs.dh is not None:
+            own = lora.joined(m.p, slabs.dh + in_their_place(mean, own_mass, easy, m.p.transform), low)
+            dh = all_rows(own, exact, jnp.float32 if p.call.partial_hidden else p.h.dtype)
+    if want.weight or want.bias or want.lora:
+        head = kernels.dhead(
+            few, f.count, few_stats, few_g, weight_dtype(p), _hard_tiles("dhead", p), weight=want.weight
+        )
+        outer = head.outer
+        if outer is not None and slabs.outer is not None:
+            vh, rows = p.head.layout == "vh", lora.scale_of(p) * slabs.outer
+            outer = set_rows(outer if vh else outer.T, active.index, rows)
+            outer = outer if vh else outer.T
+        weight, bias = (
+            put_rows(p, a, active.index, b) for a, b in ((head.weight, slabs.weight), (head.bias, slabs.bias))
+        )
+        head = HeadSums(weight, bias, outer)
+    return Gradients(dh, head_grads(p, want, head, inner)), report
 
 
 def weight_dtype(p: Problem) -> Any:

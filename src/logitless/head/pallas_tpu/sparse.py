@@ -26,7 +26,11 @@ later: 1 + K/V in the forward pass (the report's masses), 3 K/V in the backward 
 if the logits are flat.
 
 The mass left out is ``1 - sum of p over the active columns``, good to ``MASS_ERROR``: rows count as hard that much
-earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels.
+earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels. With bfloat16 logits, which may round to a
+neighbour when they are made again, the sum is taken at the lower one (``gathered.least_logits``).
+
+Both layouts of the head: gathered columns are rows ``[K, H]`` in either (``gathered.py``). LoRA's outer factor is
+gathered and put back with them, dlow (``lora.py``) treated as dH is.
 
 Over a mesh that shards tokens each device has its own columns and hard rows, and its dW is summed with the others' in
 float32, whole: which of its rows are zero differs between devices.
@@ -69,7 +73,7 @@ class TpuSparse:
     in_forward: ClassVar[bool] = True
 
     def check(self, p: Problem, columns_apart: bool) -> None:
-        """What the kernels serve, of a whole ``[V, H]`` head, with float32 logits."""
+        """What the kernels serve, of a whole head."""
         if columns_apart:
             raise NotImplementedError(
                 "its sparse backward needs the whole vocabulary on a device: the mass left out is one minus the mass "
@@ -77,17 +81,6 @@ class TpuSparse:
                 "sparse_backward='off')"
             )
         self.own.check(p, columns_apart)
-        if p.head.layout != "vh":
-            raise NotImplementedError(
-                "its sparse backward gathers rows of a [V, H] head; the columns of an [H, V] head would be gathered "
-                "one element at a time (give the head as [V, H], or sparse_backward='off')"
-            )
-        if jnp.dtype(p.call.logits_dtype) != jnp.float32:
-            raise NotImplementedError(
-                f"its sparse backward needs logits_dtype='float32', not {jnp.dtype(p.call.logits_dtype).name!r}: the "
-                "mass left out is one minus the mass kept, which logits that are made again and may round to a "
-                "neighbour do not give, and no logits are stored, so that narrower ones would save nothing"
-            )
 
     def describe(self, p: Problem, way: Way) -> Cost:
         """How much it saves depends on the data."""
@@ -170,7 +163,8 @@ class TpuSparse:
 
 def _rule(p: Problem, want: Wanted) -> Rule:
     """The exact kernel that makes dW makes dbias, too."""
-    return tpu_rule(p.head.vocab, max(int(want.hidden) + int(want.weight or want.bias), 1))
+    dh, dw = want.hidden or want.lora, want.weight or want.bias or want.lora
+    return tpu_rule(p.head.vocab, max(int(dh) + int(dw), 1))
 
 
 def _all_dense(head: Head, moving: Array) -> SparseReport:

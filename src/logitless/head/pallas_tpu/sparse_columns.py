@@ -21,6 +21,8 @@ from logitless import rows
 from logitless.head import columns as columns_of
 from logitless.head.columns import HARD_ROW_COST, Rule
 from logitless.head.linear import raw_logits
+from logitless.head.pallas_tpu import kernels, lora
+from logitless.head.pallas_tpu.gathered import MASS_ERROR, least_logits
 from logitless.head.slabs import misses
 from logitless.problem import Problem
 from logitless.pytree import register
@@ -28,12 +30,8 @@ from logitless.rows import column_ids, front
 from logitless.stats import StatCotangents, TokenStats, valid_targets
 from logitless.transform import forward
 
-MASS_ERROR = 2.0**-15
-"""By how much the mass kept may be off: logits recomputed by another matmul differ by some 1e-5 at |z| = 30. Rows must
-stay within the tolerance by that much."""
-
 LEAST_TOLERANCE = 2.0**-12
-"""Below it that would be too large a part."""
+"""Below it ``MASS_ERROR`` would be too large a part."""
 
 FEW = 128
 """Rows that are looked at first, and that choose the threshold."""
@@ -63,7 +61,7 @@ class Few:
 
     at: Array  # [FEW] int32: which rows
     p: Problem  # theirs
-    x: Array  # [FEW, V] float32
+    x: Array  # [FEW, V]
     stats: TokenStats
 
 
@@ -74,7 +72,7 @@ def few_rows(p: Problem, counts: Array | None) -> Few:
     at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
     at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
     few = p.rows(lambda a: a[at])
-    x = raw_logits(few.h, few.head, jnp.dtype(jnp.float32))
+    x = raw_logits(few.h, few.head, p.call.logits_dtype)
     return Few(at, few, x, rows.statistics(x, few))
 
 
@@ -107,11 +105,17 @@ def exact_is_cheaper(rule: Rule, few: Few) -> Array:
 def lse_floor(p: Problem, counts: Array) -> Array:
     """``[N]``: the target's logit, below which the logsumexp cannot be; infinite for tokens that do not count."""
     y = jnp.clip(p.targets, 0, p.call.vocab_size - 1)
-    w_y = p.head.weight.at[y].get(mode="promise_in_bounds")
-    x_y = jnp.sum(p.h.astype(jnp.float32) * w_y.astype(jnp.float32), axis=1)
+
+    def product(h: Array, w: Array) -> Array:
+        w_y = kernels.rows_at(p, w, y).astype(jnp.float32)
+        return jnp.sum(h.astype(jnp.float32) * w_y, axis=1)
+
+    x_y, (low, outer) = product(p.h, p.head.weight), lora.operands(p)
+    if low is not None and outer is not None:
+        x_y = x_y + lora.scale_of(p) * product(low, outer)
     if p.head.bias is not None:
         x_y = x_y + p.head.bias.astype(jnp.float32)[y]
-    z_y = forward(x_y, p.transform)
+    z_y = forward(least_logits(p, x_y), p.transform)
     return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (z_y < jnp.inf), z_y, jnp.inf)
 
 

@@ -1,0 +1,87 @@
+"""LoRA on the fused head on TPU: a narrow matmul beside each wide one, and no merged head.
+
+    x = h W^T + s low A^T + bias        low = h B^T [N, r], rounded as everywhere (``head/linear.py``)
+
+``low`` is made once, outside; a sweep reads it beside the hidden states, and tiles of ``A`` (the *outer* factor, the
+one that meets the vocabulary) beside those of the head. What a sweep adds up over the vocabulary it adds up for both:
+
+    [dH, dlow] = dx [W, A]        one array [N, H + R]; then dH += s dlow B, and dB = s dlow^T h: narrow matmuls of XLA
+    [dW, dA]   = dx^T [h, low]    dA in float32, times s outside
+
+R is the rank in whole lanes: ``low`` and ``A`` are padded with zeros, ``2 (N + V) R`` bytes, which is what a TPU's
+layout gives a narrow array in any case. A matmul is ``1 + R / H`` of one without LoRA. With the head itself frozen dW
+is not made: three matmuls in the place of four.
+
+Written for a ``[V, H]`` head, with ``A [V, r]`` and ``B [r, H]``; for ``[H, V]`` the outer factor is ``[r, V]``.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.head.linear import dot, lora_factors, low_rank
+from logitless.head.pallas_tpu.tiles import LANES
+from logitless.problem import Head, Problem
+
+
+def rank_of(head: Head) -> int:
+    """LoRA's rank; 0 without LoRA."""
+    factors = lora_factors(head)
+    return 0 if factors is None else factors[0].shape[head.axis]
+
+
+def lanes(head: Head) -> int:
+    """LoRA's rank in whole lanes; 0 without LoRA."""
+    return -(-rank_of(head) // LANES) * LANES
+
+
+def wide_outer(head: Head) -> Array | None:
+    """The outer factor in whole lanes, ``[V, R]`` or ``[R, V]``, zeros beyond the rank; ``None`` without LoRA."""
+    factors, more = lora_factors(head), lanes(head) - rank_of(head)
+    if factors is None:
+        return None
+    return jnp.pad(factors[1], ((0, 0), (0, more)) if head.layout == "vh" else ((0, more), (0, 0)))
+
+
+def operands(p: Problem) -> tuple[Array | None, Array | None]:
+    """``(low [N, R], outer factor)`` in whole lanes; ``None`` without LoRA."""
+    if p.head.lora_a is None:
+        return None, None
+    more = lanes(p.head) - rank_of(p.head)
+    return jnp.pad(low_rank(p.h, p.head), ((0, 0), (0, more))), wide_outer(p.head)
+
+
+def parts_of(p: Problem, both: Array) -> tuple[Array, Array | None]:
+    """``(dx W [N, H], dx A [N, r] or None)`` of a sweep's ``[N, H + R]``."""
+    width, rank = p.h.shape[1], rank_of(p.head)
+    return (both[:, :width], both[:, width : width + rank]) if rank else (both, None)
+
+
+def joined(p: Problem, dh: Array, low: Array | None) -> Array:
+    """dH ``[N, H]`` float32 from ``dx W`` and ``dx A``."""
+    factors = lora_factors(p.head)
+    return dh if factors is None or low is None else dh + dot(_scaled(p, low), factors[0], (1, p.head.axis))
+
+
+def dinner(p: Problem, low: Array) -> Array:
+    """Float32 cotangent of the inner factor from ``dlow [N, r]``; rows of it that are zero add zero, whatever their
+    hidden states hold."""
+    h = jnp.where(jnp.any(low != 0, axis=1)[:, None], p.h, jnp.zeros((), p.h.dtype))
+    back = _scaled(p, low)
+    return dot(back, h, (0, 0)) if p.head.layout == "vh" else dot(h, back, (0, 0))
+
+
+def douter(p: Problem, swept: Array) -> Array:
+    """Float32 cotangent of the outer factor from the sweep's ``[V, R]`` or ``[R, V]``."""
+    rank = rank_of(p.head)
+    return scale_of(p) * (swept[:, :rank] if p.head.layout == "vh" else swept[:rank])
+
+
+def scale_of(p: Problem) -> Array:
+    """LoRA's scale."""
+    return jnp.asarray(p.head.lora_scale, jnp.float32)
+
+
+def _scaled(p: Problem, low: Array) -> Array:
+    return (scale_of(p) * low).astype(p.h.dtype)
