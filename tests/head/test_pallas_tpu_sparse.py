@@ -240,7 +240,7 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
     assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
     mass = np.where(counts, p[:, inactive].sum(1), 0.0)
-    edge = TOLERANCE - sparse_columns.MASS_ERROR
+    edge = TOLERANCE - slabs.MASS_ERROR
     hard = mass > edge
     assert 0 < hard.sum() < N // 3 and np.abs(mass / edge - 1).min() > 1e-3  # and no row
     np.testing.assert_array_equal(np.asarray(report.rows), counts)
@@ -371,21 +371,6 @@ def test_a_frozen_head_has_no_gradient_of_its_own() -> None:
     assert metric_values(metrics)["dense_chunks"] == 0
     program = str(traced.jaxpr)
     assert "head_dhidden" in program and "head_dhead" not in program
-
-
-# -- what it does not do -----------------------------------------------------------------------------------------------
-
-
-def small(**options: Any) -> Any:
-    h, w = jnp.ones((1, 4, 128), jnp.bfloat16), options.pop("head", jnp.ones((300, 128), jnp.bfloat16))
-    call = dict(advantages=jnp.ones(1), sparse_backward="auto", backend="pallas_tpu", interpret=True)
-    return linear_grpo_loss(h, w, jnp.zeros((1, 4), int), **{**call, **options})
-
-
-def test_refusals_say_why() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
-    with pytest.raises(NotImplementedError, match="needs the whole vocabulary on a device"):
-        small(sharding=Sharding(mesh, tokens=PartitionSpec(), head=PartitionSpec("tensor", None)))
 
 
 # -- over a mesh -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,12 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
 
-from logitless import linear_grpo_loss, metric_values, oracle
+from logitless import Sharding, explain, linear_grpo_loss, metric_values, oracle
+from logitless.head.pallas_tpu import kernels, sparse_shard
 from logitless.head.pallas_tpu.columns_at import put_columns
 from logitless.head.pallas_tpu.gathered import MASS_ERROR, least_logits
+from logitless.head.pallas_tpu.sparse_columns import tpu_rule
+from logitless.transform import LogitTransform
 from numerics import assert_same_bits, f64, head_problem
-from test_pallas_tpu_sparse import DAPO, TOLERANCE, calibrated, loss_inputs, small_steps  # noqa: F401
+from test_pallas_tpu_sparse import (
+    DAPO,
+    TOLERANCE,
+    VOCAB,
+    N,
+    calibrated,
+    loss_inputs,
+    probabilities,
+    run,
+    truth_of,
+)
 from test_sparse_backward import assert_as_good
 
 SCALE = np.float32(0.5)
@@ -101,3 +116,84 @@ def test_columns_are_put_into_place() -> None:
         new = jnp.asarray(rng.standard_normal((count, 128)), jnp.bfloat16)
         got = jax.jit(put_columns, static_argnums=3)(whole, jnp.asarray(at), new, pltpu.InterpretParams())
         assert_same_bits(got, whole.at[:, jnp.asarray(index)].set(new[: len(index)].T))
+
+
+# -- shards of the vocabulary ------------------------------------------------------------------------------------------
+
+
+def test_what_a_shard_leaves_out_by_the_definition() -> None:
+    """Half of the columns on one device, with the statistics of all: its columns and masses in float64."""
+    case, half = calibrated(), VOCAB // 2
+    h, w = (x.reshape(-1, x.shape[-1]) for x in case.parameters())
+    y = jnp.asarray(case.targets.reshape(-1))
+    live = jnp.arange(N) % 7 != 3
+    share = jnp.float32(TOLERANCE / 2)
+
+    @jax.jit
+    def found(h: Any, w: Any) -> Any:
+        t = LogitTransform()
+        out = kernels.token_stats(head_problem(h, w, y, transform=t, interpret=True))
+        p = head_problem(h, w[:half], jnp.where(y < half, y, 2**31 - 1), transform=t, interpret=True)
+        p = dataclasses.replace(p, live=live, tolerance=jnp.float32(TOLERANCE))
+        return sparse_shard.find(tpu_rule(half), p, out, share)
+
+    columns, report = found(jnp.where(live[:, None], h, 0), w)
+    count, index = int(columns.active.count), np.asarray(columns.active.index)
+    assert not columns.active.dense and 0 < count < half // 4 and (index[count:] >= half).all()
+    p, counts = probabilities(case), np.asarray(live)
+    own = np.isin(np.arange(VOCAB), index[:count])
+    targets = np.asarray(y)[counts]
+    assert own[targets[targets < half]].all()
+    left = p[:, :half][:, ~own[:half]].sum(1)
+    kept = p[:, :half][:, own[:half]].sum(1)
+    got = np.asarray(columns.left_out)
+    assert (got[counts] >= left[counts] - 2e-6).all(), "more is left out than it says"
+    np.testing.assert_allclose(got[counts], (left + MASS_ERROR * kept)[counts], rtol=1e-3, atol=3e-6)
+    assert not got[~counts].any()
+    np.testing.assert_array_equal(np.asarray(report.left_out), got)
+    # The bound is the logsumexp itself: the set is that of the probabilities, without a column too many.
+    best = np.where(np.arange(VOCAB)[None] == np.asarray(y)[:, None], 0.0, p)[counts].max(0)[:half]
+    best[targets[targets < half]] = np.inf
+    edges = TOLERANCE * np.array(tpu_rule(half).thresholds)
+    assert any(((best > e) == own[:half]).all() for e in edges)
+
+
+@pytest.mark.slow
+def test_vocabulary_parallel() -> None:
+    """Two shards: as good as the ordinary path, every row within the tolerance over both."""
+    case = calibrated()
+    rest = loss_inputs(case)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    where = Sharding(mesh, tokens=PartitionSpec(), head=PartitionSpec("tensor", None))
+    a, b = jnp.zeros((VOCAB, 2), jnp.bfloat16), jnp.ones((2, case.hidden.shape[-1]), jnp.bfloat16)
+
+    @jax.jit
+    def f(h: Any, w: Any, a: Any) -> Any:
+        def loss(h: Any, w: Any, a: Any) -> Any:
+            return linear_grpo_loss(
+                h, w, jnp.asarray(case.targets), objective=DAPO, backend="pallas_tpu", interpret=True, lora=(a, b),
+                sparse_backward=TOLERANCE, sharding=where, **rest,
+            )  # fmt: skip
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(h, w, a)
+
+    (*grads, da), metrics = f(*case.parameters(), a)
+    values = metric_values(metrics)
+    assert values["dense_chunks"] == 0 and 0 < values["backward_columns"] < 0.25
+    assert 0 < values["left_out_mass_max"] <= TOLERANCE and 0 < values["hard_rows"] < 0.5
+    _, _, _, ordinary = run(case, rest, None, "chunked")
+    truth = truth_of(case, rest)
+    for name, got, off, known in zip(("dh", "dw"), grads, ordinary, truth, strict=True):
+        assert_as_good(name, got, off, known)
+    known = truth[1] @ f64(b).T
+    assert np.linalg.norm(f64(da) - known) <= 2.0**-6 * np.linalg.norm(known)
+
+
+def test_explain_says_what_a_shard_costs() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    where = Sharding(mesh, tokens=PartitionSpec(), head=PartitionSpec("tensor", None))
+    h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 128), (VOCAB, 128)))
+    route = explain(
+        linear_grpo_loss, h, w, backend="pallas_tpu", interpret=True, sparse_backward="auto", sharding=where
+    )
+    assert route.backend == "pallas_tpu" and "sum over shards" in route.way and route.matmuls.startswith("2 + 4 K/V")

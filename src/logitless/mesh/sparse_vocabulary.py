@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from logitless.head.report import SparseReport, blank_report
 from logitless.head.slabs import Known, misses
-from logitless.head.sparse import ChunkColumns, Sparse
+from logitless.head.sparse import Sparse
 from logitless.mesh.collectives import own_targets
 from logitless.mesh.spec import Placement
 from logitless.mesh.vocabulary import VocabularyShard, width_of
@@ -39,7 +39,7 @@ _NO_COLUMN = jnp.iinfo(jnp.int32).max
 class Found:
     """What the forward pass leaves for the backward pass."""
 
-    kept: ChunkColumns  # each device's own
+    kept: Any  # each device's own columns, with left_out [N], infinite where a row went dense with its chunk
     total: Array  # [N] float32: mass left out of all vocabulary shards, before any row is hard
 
 
@@ -68,7 +68,7 @@ class SparseShard(VocabularyShard):
         share = p.tolerance / shards
         out = self._statistics(p)
 
-        def columns(q: Problem) -> tuple[ChunkColumns, SparseReport]:
+        def columns(q: Problem) -> tuple[Any, SparseReport]:
             return self.own.shard_columns(q, want, out, share)
 
         kept, report = self.by_columns(self.shard(p), columns)

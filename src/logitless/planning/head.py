@@ -125,7 +125,7 @@ def plan(
             if shares is not None:
                 price: Any = functools.partial(sparse.sparse_way, shard=vocabulary_shard)
                 if route.backend == KERNELS["tpu"]:
-                    price = sparse.tpu_sparse_way
+                    price = functools.partial(sparse.tpu_sparse_way, shard=vocabulary_shard)
                 elif "visit" in route.tiles:
                     price = sparse.screened_way
                 way = price(w, shares, way, route)

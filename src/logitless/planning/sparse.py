@@ -167,13 +167,15 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     )
 
 
-def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
+def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
     """The same by the TPU's kernels (``head/pallas_tpu/sparse.py``): no logits in memory but those of a slab.
+    ``shard``: the head is a part of the vocabulary, whose columns are found by a second sweep.
 
     Bytes of the sweeps are taken from ``exact``, whose are two.
     """
     chunk, slab = min(route.tiles["chunk"], w.tokens), route.tiles["slab"]
-    late = not route.in_forward  # cotangents are not known when the columns are found
+    late = shard or not route.in_forward  # cotangents are not known when the columns are found
+    whole = 2 if shard else 1
     b = w.gradients
     if not b:
         return exact
@@ -189,8 +191,8 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     passes = _slab_passes(w, columns, slab) + gathered
     reads = -(-w.live // chunk) * (1 + w.wants_hidden) * columns * w.width * w.item
     return Way(
-        matmuls=1 + (1 + late + b) * columns / w.vocab + 2 * b * shares.hard_rows,
-        moved=round(passes + reads + exact.moved * (0.5 + shares.hard_rows)),
+        matmuls=whole + (1 + late + b) * columns / w.vocab + 2 * b * shares.hard_rows,
+        moved=round(passes + reads + exact.moved * (0.5 * whole + shares.hard_rows)),
         passes=round(passes),
         temporaries=temporaries,
         tiles=tiles,

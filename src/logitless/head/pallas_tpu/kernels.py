@@ -82,6 +82,17 @@ def token_stats_and_maxima(
     """``(statistics [N], maxima [vocab_size] float32)``: for every column an upper bound of its largest log-probability
     over the tokens whose ``floor [N]``, a lower bound of their logsumexp, is finite and whose target it is not. The
     statistics are those of :func:`token_stats` to the bit. One matmul."""
+    k, sums, maxima = _sums_and_maxima(p, n_live, floor, tiles)
+    return _finished(k, p, sums), maxima
+
+
+def token_sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | None = None) -> tuple[RowSums, Array]:
+    """:func:`token_stats_and_maxima` of a shard of the vocabulary: ``(sums [N], maxima)``; ``floor`` may be the
+    logsumexp of all shards, which makes the maxima exact. One matmul."""
+    return _sums_and_maxima(p, n_live, floor, tiles)[1:]
+
+
+def _sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | None) -> tuple[Launch, RowSums, Array]:
     k = prepare("forward", p, n_live, tiles)
     tokens = k.spec.tiles.tokens
     # Rows of the last block beyond the array must not count, whatever would stand there.
@@ -89,7 +100,7 @@ def token_stats_and_maxima(
     sums, _, _, maxima, _ = forward_sweep(k.reading(floor=floor[:, None]), False)
     assert maxima is not None
     written = jnp.arange(maxima.shape[0]) * tokens < k.n_live[0]
-    return _finished(k, p, sums), jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
+    return k, sums, jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
 
 
 def token_stats_and_direction(

@@ -30,7 +30,7 @@ from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import front, live_sweep, probabilities
+from logitless.rows import Visit, front, live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 CHUNK = 2048
@@ -138,32 +138,63 @@ def gradients(
     """The gradients that are wanted of the tokens ``moving [N]`` for cotangents ``g``, and their report. Without
     cotangents, the report that they would have if all were of ``logp``."""
     assert p.tolerance is not None
+    swept = sweep(rule, want, p, moving, stats, g, active)
+    mass = jnp.where(moving, jnp.maximum(1.0 - swept.kept, 0.0), 0.0)
+    hard = moving & misses(p.tolerance, stats, g, p.call.vocab_size)(mass + MASS_ERROR)
+    report = report_of(rule, p, moving, active, jnp.where(hard, 0.0, mass), hard & ~active.dense)
+    if g is None or not want:
+        return Gradients(None, HeadGrads(None, None)), report
+    return assembled(rule, want, p, Known(stats, g), active, swept, mass, hard), report
+
+
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """The tokens that were swept over the active columns, and what that gave."""
+
+    visit: Visit
+    m: Moving
+    slabs: Slabs
+    kept: Array  # [N] float32: mass of the active columns; 0 for the other tokens
+
+
+def sweep(
+    rule: Rule, want: Wanted, p: Problem, moving: Array, stats: TokenStats, g: StatCotangents | None, active: Active
+) -> Swept:
+    """The tokens ``moving [N]`` over the active columns."""
     n, size = p.n, min(p.n, CHUNK)
     visit = live_sweep(moving, size).visit(0, -(-n // size) * size)
-    inside, zero = visit.inside(n), jnp.zeros((n,), jnp.float32)
+    zero = jnp.zeros((n,), jnp.float32)
     known = Known(*visit.known(stats, StatCotangents(zero, zero, zero) if g is None else g, n))
     m = Moving(visit.problem(p), known, jnp.sum(moving, dtype=jnp.int32), size)
     slabs = over_slabs(rule, want, m, active)
-    own_mass = jnp.where(inside, jnp.maximum(1.0 - slabs.kept, 0.0), 0.0)
-    mass = visit.put(zero, own_mass)
-    hard = moving & misses(p.tolerance, stats, g, p.call.vocab_size)(mass + MASS_ERROR)
-    report = SparseReport(
-        left_out=jnp.where(hard | ~moving, 0.0, mass),
+    return Swept(visit, m, slabs, visit.put(zero, jnp.where(visit.inside(n), slabs.kept, 0.0)))
+
+
+def report_of(rule: Rule, p: Problem, moving: Array, active: Active, left_out: Array, hard: Array) -> SparseReport:
+    """The report of the tokens ``moving [N]``."""
+    return SparseReport(
+        left_out=left_out,
         rows=moving,
-        hard=hard & ~active.dense,
+        hard=hard,
         chunks=jnp.int32(1),
         dense_chunks=active.dense.astype(jnp.int32),
         active=active.count.astype(jnp.float32),
         width=jnp.where(active.dense, p.head.vocab, rule.slabs(active.count) * rule.slab).astype(jnp.float32),
     )
-    if g is None or not want:
-        return Gradients(None, HeadGrads(None, None)), report
 
+
+def assembled(
+    rule: Rule, want: Wanted, p: Problem, known: Known, active: Active, swept: Swept, mass: Array, hard: Array
+) -> Gradients:
+    """The gradients of what was ``swept``, which left ``mass [N]`` out of each row, with the rows ``hard [N]`` through
+    all columns in its place."""
+    n, visit, m, slabs, stats, g = p.n, swept.visit, swept.m, swept.slabs, known.stats, known.g
+    inside, own_mass = visit.inside(n), visit.take(mass)
     f = front(hard)
     few, few_stats, few_g = f.problem(p), jax.tree.map(f.take, stats), jax.tree.map(f.take, g)
     dh, inner, head = None, None, HeadSums(None, None)
     if want.hidden or want.lora:
-        easy = without(known.g, jnp.where(inside, visit.take(hard), True))
+        easy = without(m.known.g, jnp.where(inside, visit.take(hard), True))
         exact, exact_low = kernels.dhidden(few, f.count, few_stats, few_g, _hard_tiles("dhidden", p))
         assert f.order is not None and f.count is not None
         at = jnp.where(jnp.arange(n) < f.count, f.order, n)
@@ -193,7 +224,7 @@ def gradients(
             put_rows(p, a, active.index, b) for a, b in ((head.weight, slabs.weight), (head.bias, slabs.bias))
         )
         head = HeadSums(weight, bias, outer)
-    return Gradients(dh, head_grads(p, want, head, inner)), report
+    return Gradients(dh, head_grads(p, want, head, inner))
 
 
 def weight_dtype(p: Problem) -> Any:

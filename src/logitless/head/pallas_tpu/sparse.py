@@ -33,7 +33,8 @@ Both layouts of the head: gathered columns are rows ``[K, H]`` in either (``gath
 gathered and put back with them, dlow (``lora.py``) treated as dH is.
 
 Over a mesh that shards tokens each device has its own columns and hard rows, and its dW is summed with the others' in
-float32, whole: which of its rows are zero differs between devices.
+float32, whole: which of its rows are zero differs between devices. Where a device has a part of the vocabulary:
+``sparse_shard.py``.
 
 Bytes beside those of the exact kernels: ``[K limit, H]`` of dW's rows, a slab of the head, of x, dx and dW, ``[N, H]``
 float32 of dH, ``[128, V]`` float32 of the look.
@@ -50,11 +51,12 @@ from jax import Array, lax
 
 from logitless.backend import Cost, Way
 from logitless.head.columns import Rule
-from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
+from logitless.head.pallas_tpu import kernels, slabs, sparse_columns, sparse_shard
 from logitless.head.pallas_tpu.backend import PallasTpu, cost_of
 from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows, tpu_rule
+from logitless.head.pallas_tpu.sparse_shard import ShardColumns
 from logitless.head.report import SparseReport, blank_report
-from logitless.head.slabs import without
+from logitless.head.slabs import Known, without
 from logitless.head.sparse import in_words
 from logitless.problem import Gradients, Head, Loss, Problem, Wanted
 from logitless.rows import front
@@ -73,13 +75,7 @@ class TpuSparse:
     in_forward: ClassVar[bool] = True
 
     def check(self, p: Problem, columns_apart: bool) -> None:
-        """What the kernels serve, of a whole head."""
-        if columns_apart:
-            raise NotImplementedError(
-                "its sparse backward needs the whole vocabulary on a device: the mass left out is one minus the mass "
-                "kept, which a shard does not know (shard the tokens, with the head replicated or in FSDP, or "
-                "sparse_backward='off')"
-            )
+        """What the kernels serve."""
         self.own.check(p, columns_apart)
 
     def describe(self, p: Problem, way: Way) -> Cost:
@@ -91,6 +87,15 @@ class TpuSparse:
             f"by the exact kernels); exact kernels where a few rows show flat logits, or K > {rule.most:,}"
         )
         matmuls = f"1 + {4 if late else 3} K/V, 4 a hard row, {5 if late else 4} if flat (1 without a gradient)"
+        if way.shards > 1:
+            words += (
+                "; what a row leaves out is the sum over shards, and where that is too much it takes all columns of "
+                f"those that leave out more than 1/{way.shards} of what it may"
+            )
+            matmuls = (
+                "2 + 4 K/V (statistics of all shards first, columns by a second sweep), 4 a hard row, 5 if flat "
+                "(1 without a gradient)"
+            )
         exact = cost_of(p, ("token_stats", "dhidden", "dhead"))
         return dataclasses.replace(
             exact,
@@ -126,9 +131,7 @@ class TpuSparse:
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Active, only_logp: bool
     ) -> Gradients:
         moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-        # A residual over a mesh has a first dimension throughout.
-        active = dataclasses.replace(residual, count=residual.count.reshape(()), dense=residual.dense.reshape(()))
-        return slabs.gradients(_rule(p, want), want, p, moving, out, g, active)[0]
+        return slabs.gradients(_rule(p, want), want, p, moving, out, g, _without_mesh_axis(residual))[0]
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         rule, counts = _rule(p, want), loss.may_move()
@@ -153,12 +156,30 @@ class TpuSparse:
 
         return lax.cond(sparse_columns.exact_is_cheaper(rule, few), exact, sparse)
 
+    # A shard of the vocabulary.
+
+    def shard_columns(
+        self, p: Problem, want: Wanted, out: TokenStats, share: Array
+    ) -> tuple[ShardColumns, SparseReport]:
+        """See :func:`sparse_shard.find`."""
+        return sparse_shard.find(_rule(p, want), p, out, share)
+
+    def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ShardColumns, hard: Array) -> Gradients:
+        """See :func:`sparse_shard.gradients`."""
+        active = _without_mesh_axis(kept.active)
+        return sparse_shard.gradients(_rule(p, want), want, p, known, ShardColumns(active, kept.left_out), hard)
+
     def _statistics_and_maxima(self, p: Problem, counts: Array) -> tuple[TokenStats, Array]:
         """Statistics of the live tokens, and the column maxima of those that ``counts``."""
         f = front(p.live)
         floor = f.take(sparse_columns.lse_floor(p, counts))
         stats, maxima = kernels.token_stats_and_maxima(f.problem(p), f.count, floor)
         return jax.tree.map(f.put_back, stats), maxima
+
+
+def _without_mesh_axis(active: Active) -> Active:
+    """A residual over a mesh has a first dimension throughout."""
+    return dataclasses.replace(active, count=active.count.reshape(()), dense=active.dense.reshape(()))
 
 
 def _rule(p: Problem, want: Wanted) -> Rule:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -65,15 +66,16 @@ class Few:
     stats: TokenStats
 
 
-def few_rows(p: Problem, counts: Array | None) -> Few:
-    """Rows evenly spaced over those where ``counts [N]`` is true."""
+def few_rows(p: Problem, counts: Array | None, stats: TokenStats | None = None) -> Few:
+    """Rows evenly spaced over those where ``counts [N]`` is true; ``stats`` are those of all tokens over the whole
+    vocabulary, where ``p`` has a shard of it."""
     f = front(counts)
     total = jnp.int32(p.n) if f.count is None else f.count
     at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
     at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
     few = p.rows(lambda a: a[at])
     x = raw_logits(few.h, few.head, p.call.logits_dtype)
-    return Few(at, few, x, rows.statistics(x, few))
+    return Few(at, few, x, rows.statistics(x, few) if stats is None else jax.tree.map(lambda a: a[at], stats))
 
 
 def surely_hard(rule: Rule, few: Few) -> Array:
@@ -134,16 +136,24 @@ def no_columns(rule: Rule, vocab: int) -> Active:
     return Active(vocab + jnp.arange(rule.most, dtype=jnp.int32), jnp.int32(0), jnp.asarray(True))
 
 
-def choose_columns(rule: Rule, p: Problem, maxima: Array, counts: Array, few: Few, g: StatCotangents | None) -> Active:
+def choose_columns(
+    rule: Rule,
+    p: Problem,
+    maxima: Array,
+    counts: Array,
+    few: Few,
+    g: StatCotangents | None,
+    limit: Array | None = None,
+) -> Active:
     """The active columns: those whose ``maxima [vocab_size]`` are above the threshold that costs least, and the
     targets of the tokens where ``counts [N]`` is true. ``g`` are the cotangents of the few rows, ``None`` where they
-    are not known yet."""
+    are not known yet; ``limit`` what a row may leave out here, if it is not the tolerance."""
     assert p.tolerance is not None
     vocab_size, width = p.call.vocab_size, max(p.head.vocab, rule.most)
     maxima = jnp.pad(maxima, (0, width - maxima.size), constant_values=-jnp.inf)
     own = jnp.where(counts & valid_targets(p.targets, vocab_size), p.targets, width)
     level, number = rule.levels(maxima.at[own].set(jnp.inf, mode="drop"), p.tolerance)
-    miss = misses(p.tolerance, few.stats, g, vocab_size)
+    miss = misses(p.tolerance if limit is None else limit, few.stats, g, vocab_size)
     moves = jnp.ones(few.at.shape, bool) if g is None else g.any_nonzero()
     mass = columns_of.masses(rule, few.x, few.p, few.stats, level[: p.head.vocab])
     hard = jnp.stack([jnp.sum(moves & miss(m + MASS_ERROR)) for m in mass]) / jnp.maximum(jnp.sum(moves), 1)
