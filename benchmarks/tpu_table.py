@@ -9,7 +9,7 @@ A case is a public call with its options, value and gradients, at a small shape 
 route is asked of ``explain`` under a mesh of the generation's chips, which is how the call itself decides, and the
 program is compiled by libtpu for those chips. Nothing is run.
 
-    compiles    the route is the kernels, and the compiler takes the program
+    compiles    the route is the kernels, and the compiler takes the program; ``without``: why no exponentials are kept
     falls back  the route is ``chunked``, plain JAX; ``why`` is what ``explain`` says
     refused     the call raises before anything is compiled; ``why`` is the error
     fails       the compiler refuses the program: a defect, which tests/plan/test_tpu_table.py does not let pass
@@ -86,6 +86,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 _AUTO = {"sparse_backward": "auto"}
+_BUDGET = Case(options={"memory_budget": 1 << 24}, tokens=4096, hidden=1536)
 GROUPS: dict[str, dict[str, Case]] = {
     "Calls": {
         "`linear_grpo_loss`": Case(),
@@ -102,6 +103,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "bias, `[H, V]`": Case(bias=True, layout="hv"),
         "LoRA on the head": Case(lora=True),
         "LoRA on the head, `[H, V]`": Case(lora=True, layout="hv"),
+        "LoRA, the head frozen": Case(lora=True, frozen=True),
         "hidden size 320 (no whole lanes)": Case(hidden=320),
         "one token": Case(tokens=1),
         "one token, `[H, V]`": Case(tokens=1, layout="hv"),
@@ -125,9 +127,21 @@ GROUPS: dict[str, dict[str, Case]] = {
         "sparse, bfloat16 logits": Case(options={**_AUTO, "logits_dtype": "bfloat16"}),
         "sparse, bias and softcap": Case(options={**_AUTO, "softcap": 30.0}, bias=True),
         "sparse, LoRA on the head": Case(options=_AUTO, lora=True),
+        "sparse, LoRA, bfloat16 logits, `[H, V]`": Case(
+            options={**_AUTO, "logits_dtype": "bfloat16"}, lora=True, layout="hv"
+        ),
         "sparse, tokens over data": Case(options=_AUTO, sharding="data"),
         "sparse, FSDP": Case(options=_AUTO, sharding="fsdp"),
         "sparse, vocabulary-parallel": Case(options=_AUTO, sharding="tensor"),
+    },
+    "Kept exponentials": {
+        "`memory_budget=`": _BUDGET,
+        "`memory_budget=`, `[H, V]`": dataclasses.replace(_BUDGET, layout="hv"),
+        "`memory_budget=`, `linear_logprobs`": dataclasses.replace(_BUDGET, call="linear_logprobs"),
+        "`memory_budget=`, hidden size 256": dataclasses.replace(_BUDGET, hidden=256),
+        "`memory_budget=`, LoRA": dataclasses.replace(_BUDGET, lora=True),
+        "`memory_budget=`, tokens over data": dataclasses.replace(_BUDGET, sharding="data"),
+        "`memory_budget=`, vocabulary-parallel": dataclasses.replace(_BUDGET, sharding="tensor"),
     },
     "Sharding": {
         "tokens over data, head replicated": Case(sharding="data"),
@@ -212,7 +226,8 @@ def route(generation: str, case: Case) -> dict[str, Any]:
     except (NotImplementedError, ValueError, TypeError) as error:
         return {"outcome": "refused", "why": _reason(case, str(error))}
     if found.backend == "pallas_tpu":
-        return {"outcome": "compiles"}
+        nothing = re.search(r"no exponentials are kept for it: ([^;]+)", found.way)
+        return {"outcome": "compiles"} if nothing is None else {"outcome": "compiles", "without": nothing[1]}
     return {"outcome": "falls back", "why": _reason(case, found.because)}
 
 
@@ -261,6 +276,7 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
         "against the code.",
         "",
         "- **yes**: the default backend is the kernels (`pallas_tpu`), and value and gradients compile.",
+        "- **yes, none kept**: the kernels serve the call, and keep no exponentials for it.",
         "- **falls back**: the default is `chunked`, plain JAX, which compiles; naming `pallas_tpu` raises with the",
         "  reason.",
         "- **refused**: the call raises before anything is compiled.",
@@ -276,8 +292,8 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
         lines.append("")
     shape = Case()
     lines += [
-        f"Shapes, but for the last table: T={shape.tokens} H={shape.hidden} V={shape.vocab}, bfloat16; sharded cases "
-        f"on {CHIPS} devices.",
+        f"Shapes, but for the last table: T={shape.tokens} H={shape.hidden} V={shape.vocab}, bfloat16 (with "
+        f"`memory_budget=` T={_BUDGET.tokens} H={_BUDGET.hidden}); sharded cases on {CHIPS} devices.",
         "",
         "### Reasons",
         "",
@@ -293,7 +309,9 @@ def _cell(found: dict[str, Any] | None, notes: dict[str, int]) -> str:
     if found is None:
         return "not compiled"
     if found["outcome"] == "compiles":
-        return "yes"
+        if "without" not in found:
+            return "yes"
+        return f"yes, none kept [{notes.setdefault(found['without'], len(notes) + 1)}]"
     number = notes.setdefault(found["why"], len(notes) + 1)
     return f"{found['outcome']} [{number}]"
 

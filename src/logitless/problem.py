@@ -71,6 +71,11 @@ class Head:
         return 0 if self.layout == "vh" else 1
 
     @property
+    def rank(self) -> int:
+        """LoRA's rank; 0 without LoRA."""
+        return 0 if self.lora_a is None else self.lora_a.shape[1]
+
+    @property
     def vocab(self) -> int:
         """Number of columns of the logits, padding included."""
         return self.weight.shape[self.axis]

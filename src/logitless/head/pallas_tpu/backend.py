@@ -27,7 +27,7 @@ from logitless.backend import Cost, Counts, Way
 from logitless.head.pallas_tpu import kernels, lora, operands
 from logitless.head.pallas_tpu.backward import HeadSums
 from logitless.head.pallas_tpu.kept import Kept, nothing_kept_because, tokens_kept
-from logitless.head.pallas_tpu.tiles import Kernel
+from logitless.head.pallas_tpu.tiles import Kernel, whole_lanes
 from logitless.head.slabs import without
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
@@ -50,7 +50,7 @@ class Residual:
 
 def describe(p: Problem) -> dict[str, Any]:
     """Tiles, matmuls and HBM bytes of each kernel at a problem's shapes, for ``explain()``."""
-    n, width = p.h.shape[0], p.h.shape[1] + lora.lanes(p.head)
+    n, width = p.h.shape[0], p.h.shape[1] + whole_lanes(p.head.rank)
     item, vocab = jnp.dtype(p.h.dtype).itemsize, p.head.vocab
     head, rows = vocab * width * item, n * width * item
 

@@ -33,10 +33,11 @@ kept: rows must stay within the tolerance by that much."""
 
 def gatherer(p: Problem) -> Callable[[Array], Head]:
     """``index [K], ascending -> the head's columns there``, as a ``[V, H]`` head; zeros beyond the vocabulary."""
-    head, factors = p.head, lora_factors(p.head)
+    head, interpret = p.head, interpreter(p.call.interpret)
     if head.layout == "vh":
         return lambda index: columns_of.head_columns(head, index)
-    outer, rank, interpret = lora.wide_outer(head), lora.rank_of(head), interpreter(p.call.interpret)
+    factors = lora_factors(head)
+    outer = lora.wide_outer(head) if head.rank else None
 
     def columns(index: Array) -> Head:
         at, inside = jnp.minimum(index, head.vocab - 1), (index < head.vocab)[:, None]
@@ -47,7 +48,7 @@ def gatherer(p: Problem) -> Callable[[Array], Head]:
         return Head(
             weight=rows(head.weight),
             bias=None if head.bias is None else head.bias.at[index].get(mode="fill", fill_value=0),
-            lora_a=None if outer is None else rows(outer)[:, :rank],
+            lora_a=None if outer is None else rows(outer)[:, : head.rank],
             lora_b=None if factors is None else factors[0].T,
             lora_scale=head.lora_scale,
             layout="vh",

@@ -132,15 +132,17 @@ def token_direction(
         others = others if p.transform.softcap is not None else others * bend  # a softcap's slope is already in it
     if here is not None:
         own = jnp.where(here, own, 0.0)
-    y, outer = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1), lora.wide_outer(p.head)
-    e_w, e_low = lora.parts_of(p, expected)
+    y = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1)
 
     def direction(x: Array, e: Array) -> Array:
         d = own[:, None] * rows_at(p, x, y).astype(jnp.float32)[:, : e.shape[1]] - others[:, None] * e
         return d if n_live is None else jnp.where((jnp.arange(p.n) < n_live)[:, None], d, 0.0)
 
-    low = None if outer is None or e_low is None else direction(outer, e_low)
-    return lora.joined(p, direction(p.head.weight, e_w), low), low
+    if not p.head.rank:
+        return direction(p.head.weight, expected), None
+    of_weight, of_low = lora.parts_of(p, expected)
+    low = direction(lora.wide_outer(p.head), of_low)
+    return lora.joined(p, direction(p.head.weight, of_weight), low), low
 
 
 def rows_at(p: Problem, x: Array, y: Array) -> Array:
@@ -154,7 +156,10 @@ def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, til
     """dH for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
     k = prepare("dhidden", p, n_live, tiles)
     out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, p.n).T))
-    dh, low = lora.parts_of(p, jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0))
+    out = jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0)
+    if not p.head.rank:
+        return out, None
+    dh, low = lora.parts_of(p, out)
     return lora.joined(p, dh, low), low
 
 

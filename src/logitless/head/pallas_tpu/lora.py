@@ -21,47 +21,38 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.head.linear import dot, lora_factors, low_rank
-from logitless.head.pallas_tpu.tiles import LANES
+from logitless.head.pallas_tpu.tiles import whole_lanes
 from logitless.problem import Head, Problem
 
 
-def rank_of(head: Head) -> int:
-    """LoRA's rank; 0 without LoRA."""
+def _factors(head: Head) -> tuple[Array, Array]:
+    """``(inner, outer)``."""
     factors = lora_factors(head)
-    return 0 if factors is None else factors[0].shape[head.axis]
+    assert factors is not None
+    return factors
 
 
-def lanes(head: Head) -> int:
-    """LoRA's rank in whole lanes; 0 without LoRA."""
-    return -(-rank_of(head) // LANES) * LANES
+def wide_outer(head: Head) -> Array:
+    """The outer factor in whole lanes, ``[V, R]`` or ``[R, V]``, zeros beyond the rank."""
+    more = whole_lanes(head.rank) - head.rank
+    return jnp.pad(_factors(head)[1], ((0, 0), (0, more)) if head.layout == "vh" else ((0, more), (0, 0)))
 
 
-def wide_outer(head: Head) -> Array | None:
-    """The outer factor in whole lanes, ``[V, R]`` or ``[R, V]``, zeros beyond the rank; ``None`` without LoRA."""
-    factors, more = lora_factors(head), lanes(head) - rank_of(head)
-    if factors is None:
-        return None
-    return jnp.pad(factors[1], ((0, 0), (0, more)) if head.layout == "vh" else ((0, more), (0, 0)))
-
-
-def operands(p: Problem) -> tuple[Array | None, Array | None]:
-    """``(low [N, R], outer factor)`` in whole lanes; ``None`` without LoRA."""
-    if p.head.lora_a is None:
-        return None, None
-    more = lanes(p.head) - rank_of(p.head)
+def operands(p: Problem) -> tuple[Array, Array]:
+    """``(low [N, R], outer factor)`` in whole lanes."""
+    more = whole_lanes(p.head.rank) - p.head.rank
     return jnp.pad(low_rank(p.h, p.head), ((0, 0), (0, more))), wide_outer(p.head)
 
 
-def parts_of(p: Problem, both: Array) -> tuple[Array, Array | None]:
-    """``(dx W [N, H], dx A [N, r] or None)`` of a sweep's ``[N, H + R]``."""
-    width, rank = p.h.shape[1], rank_of(p.head)
-    return (both[:, :width], both[:, width : width + rank]) if rank else (both, None)
+def parts_of(p: Problem, both: Array) -> tuple[Array, Array]:
+    """``(dx W [N, H], dx A [N, r])`` of a sweep's ``[N, H + R]``."""
+    width = p.h.shape[1]
+    return both[:, :width], both[:, width : width + p.head.rank]
 
 
-def joined(p: Problem, dh: Array, low: Array | None) -> Array:
+def joined(p: Problem, dh: Array, low: Array) -> Array:
     """dH ``[N, H]`` float32 from ``dx W`` and ``dx A``."""
-    factors = lora_factors(p.head)
-    return dh if factors is None or low is None else dh + dot(_scaled(p, low), factors[0], (1, p.head.axis))
+    return dh + dot(_scaled(p, low), _factors(p.head)[0], (1, p.head.axis))
 
 
 def dinner(p: Problem, low: Array) -> Array:
@@ -74,7 +65,7 @@ def dinner(p: Problem, low: Array) -> Array:
 
 def douter(p: Problem, swept: Array) -> Array:
     """Float32 cotangent of the outer factor from the sweep's ``[V, R]`` or ``[R, V]``."""
-    rank = rank_of(p.head)
+    rank = p.head.rank
     return scale_of(p) * (swept[:, :rank] if p.head.layout == "vh" else swept[:rank])
 
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
 from logitless.head.pallas_tpu import lora
-from logitless.head.pallas_tpu.tiles import LANES, Kernel, Spec, Tiles, choose
+from logitless.head.pallas_tpu.tiles import LANES, Kernel, Spec, Tiles, choose, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
 
@@ -77,7 +77,7 @@ def tiles_of(kernel: Kernel, p: Problem, keeping: bool = False) -> Tiles:
     """The tiles of a kernel at a problem's shapes."""
     n, width = p.h.shape
     item = jnp.dtype(p.h.dtype).itemsize
-    width += lora.lanes(p.head)  # its factors stand beside the hidden states and the head
+    width += whole_lanes(p.head.rank)  # LoRA's factors stand beside the hidden states and the head
     return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes(), keeping)
 
 
@@ -104,7 +104,7 @@ def check(p: Problem) -> None:
         )
     if n == 0:
         raise NotImplementedError("pallas_tpu: there are no tokens.")
-    if head.lora_a is not None and lora.rank_of(head) == 0:
+    if head.lora_a is not None and head.rank == 0:
         raise NotImplementedError("pallas_tpu: LoRA of rank 0.")
     kernels: tuple[Kernel, ...] = ("forward", "dhidden", "dhead")
     for kernel in kernels:
@@ -140,7 +140,7 @@ def prepare(
         kept_tile=kept_tile,
     )
     numbers = (None if t.per_token else t.temperature, t.softcap, t.scale, p.head.lora_scale)
-    low, outer = lora.operands(p)
+    low, outer = lora.operands(p) if p.head.rank else (None, None)
     operands = Operands(
         scalars=jnp.stack([jnp.asarray(1.0 if v is None else v, jnp.float32).reshape(()) for v in numbers]),
         h=compat.in_hbm(p.h, interpret),

@@ -75,7 +75,7 @@ class Moving:
 
 def over_slabs(rule: Rule, want: Wanted, m: Moving, active: Active) -> Slabs:
     """Masses, and of dH and the rows of dW and dbias those that are wanted."""
-    (size, width), rank = m.p.h.shape, lora.rank_of(m.p.head)
+    (size, width), rank = m.p.h.shape, m.p.head.rank
     gathered = gatherer(m.p)
 
     def slab(i: Array, carry: Slabs) -> Slabs:
@@ -209,7 +209,8 @@ def assembled(
             low = slabs.low + in_their_place(mean_low, own_mass, easy, m.p.transform)
             inner = lora.dinner(p, all_rows(low, exact_low, jnp.float32)) if want.lora else None
         if slabs.dh is not None:
-            own = lora.joined(m.p, slabs.dh + in_their_place(mean, own_mass, easy, m.p.transform), low)
+            own = slabs.dh + in_their_place(mean, own_mass, easy, m.p.transform)
+            own = own if low is None else lora.joined(m.p, own, low)
             dh = all_rows(own, exact, jnp.float32 if p.call.partial_hidden else p.h.dtype)
     if want.weight or want.bias or want.lora:
         head = kernels.dhead(

@@ -112,9 +112,9 @@ def lse_floor(p: Problem, counts: Array) -> Array:
         w_y = kernels.rows_at(p, w, y).astype(jnp.float32)
         return jnp.sum(h.astype(jnp.float32) * w_y, axis=1)
 
-    x_y, (low, outer) = product(p.h, p.head.weight), lora.operands(p)
-    if low is not None and outer is not None:
-        x_y = x_y + lora.scale_of(p) * product(low, outer)
+    x_y = product(p.h, p.head.weight)
+    if p.head.rank:
+        x_y = x_y + lora.scale_of(p) * product(*lora.operands(p))
     if p.head.bias is not None:
         x_y = x_y + p.head.bias.astype(jnp.float32)[y]
     z_y = forward(least_logits(p, x_y), p.transform)

@@ -70,6 +70,11 @@ def need(
     return h + 2 * w + 2 * tokens * hidden * 4 + plane + rows
 
 
+def whole_lanes(size: int) -> int:
+    """``size`` rounded up to whole lanes."""
+    return -(-size // LANES) * LANES
+
+
 def _fit(size: int, tile: int) -> int:
     """``tile`` for an axis of ``size``: whole lanes, or the whole axis where it is shorter than that."""
     return size if size <= LANES else min(tile, size // LANES * LANES)
