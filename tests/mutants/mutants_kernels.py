@@ -9,6 +9,8 @@ HAND = "tests/objectives/test_by_hand.py"
 NUMERICS = "tests/logits/test_logits_numerics.py"
 TPU_HEAD = "tests/head/test_head_pallas_tpu.py"
 KEPT = "tests/head/test_kept_exponentials.py"
+TPU_LORA = "tests/head/test_pallas_tpu_lora.py"
+TPU_SPARSE_HEADS = "tests/head/test_pallas_tpu_sparse_heads.py"
 TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
 GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
 GPU_LOGITS = "tests/logits/test_logits_mosaic_gpu.py"
@@ -175,6 +177,48 @@ MUTANTS = [
         "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",
         "others = jnp.exp(log_probability(sums.maximum, None, stats))",
         f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
+    ),
+    m(
+        "head/pallas_tpu/lora",
+        "return scale_of(p) * (swept[:, :rank]",
+        "return (swept[:, :rank]",
+        f"{TPU_LORA}::test_contract[[H, V], all trained, every option, dead tokens]",
+    ),
+    m(
+        "head/pallas_tpu/operands",
+        "x = x + refs.scalars[3] * dot(refs.low[rows, :]",
+        "x = x + dot(refs.low[rows, :]",
+        f"{TPU_LORA}::test_contract[[H, V], all trained, every option, dead tokens]",
+    ),
+    m(
+        "head/pallas_tpu/backend",
+        "return Residual(total(both[0]), both[1])",
+        "return Residual(total(both[0]), None if both[1] is None else total(both[1]))",
+        f"{TPU_LORA}::test_over_a_mesh[tokens1-head1]",
+    ),
+    m(
+        "head/pallas_tpu/gathered",
+        "(x - MASS_ERROR).astype(dtype)",
+        "x.astype(dtype)",
+        f"{TPU_SPARSE_HEADS}::test_logits_made_again_are_never_taken_too_large",
+    ),
+    m(
+        "head/pallas_tpu/columns_at",
+        "out_ref[...] = jnp.where(hit, own, out_ref[...])",
+        "out_ref[...] = own",
+        f"{TPU_SPARSE_HEADS}::test_columns_are_put_into_place",
+    ),
+    m(
+        "head/pallas_tpu/sparse_shard",
+        "jnp.where(valid_targets(p.targets, p.call.vocab_size), jnp.exp(out.logp), 0.0)",
+        "jnp.exp(out.logp)",
+        f"{TPU_SPARSE_HEADS}::test_what_a_shard_leaves_out_by_the_definition",
+    ),
+    m(
+        "head/pallas_tpu/slabs",
+        "all_rows(low, exact_low, jnp.float32)",
+        "all_rows(low, jnp.zeros_like(exact_low), jnp.float32)",
+        f"{TPU_SPARSE_HEADS}::test_as_good_as_the_ordinary_path[[H, V], LoRA and the head]",
     ),
     m(
         "logits/pallas_tpu/kernels",

@@ -5,7 +5,9 @@ kernels          statistics, direction, dH and dW of a problem, each by one swee
 forward          the sweep over the vocabulary that makes statistics, the expected head row and column maxima
 kept             exponentials that the forward sweep keeps for dW, and how many
 backward         the sweep that makes dW; dhidden that of dH
-columns_at       W[:, y] of an [H, V] head
+lora             LoRA on the head: narrow matmuls beside the wide ones
+columns_at       W[:, y] of an [H, V] head, and columns of dW put into place
 tiles, operands  what a kernel is specialised to, and what it is given
-sparse           a sparse backward around the exact backend; sparse_columns finds its columns
+sparse           a sparse backward around the exact backend; sparse_columns finds its columns, slabs works on them,
+                 gathered takes them out of a head of either layout, sparse_shard is for a part of the vocabulary
 """
