@@ -295,11 +295,10 @@ def test_explain() -> None:
     assert shards.matmuls.startswith("2 + 3 K/V") and f"K > {VOCAB // SHARDS // 4:,}" in shards.way
 
 
-def test_other_backends_refuse_it() -> None:
+def test_the_reference_refuses_it() -> None:
     case = calibrated()
-    for backend in ("reference", "pallas_tpu"):
-        with pytest.raises(NotImplementedError, match="sparse backward"):
-            linear_logprobs(
-                case.hidden, case.lm_head, case.targets, sharding=TENSOR.sharding(), sparse_backward="auto",
-                backend=backend, interpret=backend == "pallas_tpu",
-            )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="sparse backward"):
+        linear_logprobs(
+            case.hidden, case.lm_head, case.targets, sharding=TENSOR.sharding(), sparse_backward="auto",
+            backend="reference",
+        )  # fmt: skip
