@@ -118,10 +118,12 @@ def test_extra_leading_dimensions(level: str) -> None:
     params, batch = inputs(level)
     y = batch["targets"]
     if level == "logits":
-        many, one = logprobs(params, y), logprobs(params.reshape(-1, V), y.reshape(-1))
+        call = jax.jit(logprobs)
+        many, one = call(params, y), call(params.reshape(-1, V), y.reshape(-1))
     else:
         h, w = params
-        many, one = linear_logprobs(h, w, y), linear_logprobs(h.reshape(-1, H), w, y.reshape(-1))
+        call = jax.jit(linear_logprobs)
+        many, one = call(h, w, y), call(h.reshape(-1, H), w, y.reshape(-1))
     assert many.logp.shape == y.shape
     close(many.logp.reshape(-1), one.logp)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -63,10 +64,9 @@ def test_against_the_oracle(backend: str) -> None:
 def test_by_hand() -> None:
     """Two equal logits, and a reference with a bias of log 3 on the target: log 1/2 against log 3/4."""
     hidden, head, bias = jnp.zeros((1, 1, 3)), jnp.ones((2, 3)), jnp.log(jnp.float32([3.0, 1.0]))
-    loss, metrics = linear_grpo_loss(
-        hidden, head, jnp.array([[0]]), advantages=jnp.zeros(1), objective=Objective(beta=2.0, kl="k1"),
-        ref_hidden=hidden, ref_lm_head=head, ref_bias=bias,
-    )  # fmt: skip
+    arrays = dict(hidden=hidden, lm_head=head, ref_hidden=hidden, ref_lm_head=head, ref_bias=bias)
+    call = functools.partial(linear_grpo_loss, objective=Objective(beta=2.0, kl="k1"))
+    loss, metrics = jax.jit(call)(**arrays, targets=jnp.array([[0]]), advantages=jnp.zeros(1))
     want = np.log(0.5) - np.log(0.75)  # logp - ref
     assert float(metrics["kl_k1"].sum) == pytest.approx(want, rel=1e-6)
     assert float(loss) == pytest.approx(2.0 * want, rel=1e-6)

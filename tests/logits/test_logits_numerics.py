@@ -346,7 +346,7 @@ def test_token_loss_and_general_way_agree() -> None:
     rows.logits[np.arange(0, 48, 2), rows.targets[::2]] += 12.0  # half of the targets lead
     x = jnp.asarray(rows.logits, jnp.float32).reshape(3, 16, -1)
     y, mask = jnp.asarray(rows.targets).reshape(3, 16), jnp.asarray(rng.random((3, 16)) < 0.7)
-    old = logprobs(x, y).logp + jnp.asarray(0.3 * rng.standard_normal((3, 16)), jnp.float32)
+    old = jax.jit(logprobs)(x, y).logp + np.asarray(0.3 * rng.standard_normal((3, 16)), np.float32)
     a = jnp.asarray([1.0, -0.5, 0.25])
     o = Objective(temperature=0.8, entropy_coef=0.1, beta=0.04)
     common = {"advantages": a, "old_logp": old, "ref_logp": old - 0.1, "mask": mask, "objective": o}
