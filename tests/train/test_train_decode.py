@@ -43,11 +43,13 @@ def test_stages_and_rows_that_make_room_change_nothing(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(plain.mask, staged.mask)
     np.testing.assert_allclose(plain.logp, staged.logp, atol=2e-6)
     assert plain.mask[:, 11].any()  # and some go on to the last
+    assert decode.stages(5, 16, 1) == [16]
+    assert str(jax.make_jaxpr(lambda k: _generated(k, stages=1))(jax.random.key(0))).count("while[") == 1
 
 
-def _generated(key: Any) -> Any:
+def _generated(key: Any, **options: Any) -> Any:
     prompts = pad_left(PROMPTS, 5, 0)
-    s = Sampling(12, 1.0, 1.0, 3, (3, 9), 0)
+    s = Sampling(12, 1.0, 1.0, 3, (3, 9), 0, **options)
     return generate(
         PARAMS, None, jnp.asarray(prompts.tokens), jnp.asarray(prompts.valid), key, config=MODEL, sampling=s
     )

@@ -158,17 +158,19 @@ def _attention(q: Array, k: Array, v: Array, valid: Bool[Array, "B S"]) -> Float
     return jnp.einsum("bkgs,bksd->bkgd", weights.astype(v.dtype), v).reshape(rows, 1, n, width)
 
 
-def stages(width: int, slots: int) -> list[int]:
-    """Slots of the buffers of each stage, when ``width`` of ``slots`` are filled at first."""
-    part = max(-(-(slots - width) // STAGES), LEAST_STAGE)
+def stages(width: int, slots: int, most: int = STAGES) -> list[int]:
+    """Slots of the buffers of each stage, at ``most`` so many, when ``width`` of ``slots`` are filled at first."""
+    part = max(-(-(slots - width) // most), LEAST_STAGE)
     return [*range(width + part, slots, part), slots]
 
 
-def run_stages(state: DecodeState, slots: int, last: int, advance: Callable[[DecodeState], DecodeState]) -> DecodeState:
+def run_stages(
+    state: DecodeState, slots: int, last: int, advance: Callable[[DecodeState], DecodeState], most: int = STAGES
+) -> DecodeState:
     """``advance(state)`` until ``last`` tokens are drawn or all rows are done; ``state`` holds the prompt's slots."""
     rows, width = state.valid.shape
     small = rows // SHRINK if rows // SHRINK >= LEAST_SHRUNK else 0
-    for n, filled in enumerate(stages(width, slots)):
+    for n, filled in enumerate(stages(width, slots, most)):
 
         def run(s: DecodeState, filled: int = filled) -> DecodeState:
             def more(s: DecodeState) -> Array:

@@ -24,7 +24,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.pytree import register
-from logitless.train.decode import DecodeState, decode_step, make_decoder, run_stages, spread_cache
+from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, empty_cache, hidden_states, lm_head, positions_of
 
@@ -39,6 +39,8 @@ class Sampling:
     group_size: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    stages: int = STAGES
+    """At most; each is a copy of all layers to compile, and two where rows make room."""
 
 
 @register
@@ -164,4 +166,4 @@ def generate(
         hidden, state = decode_step(decoder, state, width + state.step - 1)
         return draw(state, logits_of(hidden))
 
-    return run_stages(state, width + s.max_new - 1, s.max_new, advance).own[0]
+    return run_stages(state, width + s.max_new - 1, s.max_new, advance, s.stages).own[0]

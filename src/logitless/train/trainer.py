@@ -74,7 +74,8 @@ class Trainer:
         self.sampling = Sampling(
             r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id
         )
-        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, group_size=1)
+        # A run evaluates a few times: one stage is a seventh of the program, and costs tenths of a second each time.
+        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, group_size=1, stages=1)
         make = partial(generate, config=task.model, compute_dtype=dtype)
         self.rollout_program = Program("rollout", partial(make, sampling=self.sampling))
         self.eval_program = Program("eval", partial(make, sampling=greedy))
