@@ -105,9 +105,38 @@ def test_a_sparse_backward_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert 0 < row["left_out_mass_max"] <= 2.0**-8 and "left_out_mass" not in record["arms"]["default"]
     assert set(SPARSE_METRICS) <= set(row)
     assert record["arms"]["default"]["loss"] == pytest.approx(record["arms"]["strong"]["loss"], abs=1e-3)
-    for bad in ("kernel.sparse_backward=often", "inputs=real"):
+    for bad in ("kernel.sparse_backward=often", "inputs=rare"):
         with pytest.raises(ConfigError, match=bad.split("=", 1)[0]):
             microbench.run(load(BenchConfig, None, [*args, bad]))
+
+
+def test_real_states_come_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shapes are the file's; its tokens, in their order, with their entropy in the record; a suite takes the path."""
+    import numpy as np
+
+    in_this_process(monkeypatch)
+    rng, path = np.random.default_rng(0), tmp_path / "states.npz"
+    h, head = rng.normal(size=(70, 16)).astype(np.float32), rng.normal(size=(512, 16)).astype(np.float16)
+    np.savez(path, h=h, y=rng.integers(0, 512, 70), head=head)
+    args = ["tokens=64", "rows=4", "repeats=1", "rounds=1", "baselines=[strong]", "verify=false", "dtype=float32"]
+    record = microbench.run(load(BenchConfig, None, [*args, "inputs=real", f"states={path}"]))
+    assert record["passed"] and (record["config"]["hidden"], record["config"]["vocab"]) == (16, 512)
+    z = h[:64] @ head.astype(np.float32).T
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    assert record["arms"]["default"]["entropy"] == pytest.approx(-np.sum(p * np.log(p), 1).mean(), rel=1e-4)
+    for bad in (["inputs=real"], [f"states={path}"], ["inputs=real", f"states={path}", "tokens=128"]):
+        with pytest.raises(ConfigError, match="states"):
+            microbench.run(load(BenchConfig, None, [*args, *bad]))
+    np.savez(path, h=h, y=np.zeros(3), head=head)
+    with pytest.raises(ConfigError, match=r"expected \[T, H\]"):
+        microbench.run(load(BenchConfig, None, [*args, "inputs=real", f"states={path}"]))
+    names = [c.name for c in suites.chosen("gpu-sparse", "1536")]
+    assert names and not any("real" in name for name in names)
+    (real,) = suites.chosen("gpu-sparse", "real states", [f"states={path}"])
+    assert isinstance(real, BenchConfig) and real.states == str(path)
+    with pytest.raises(ConfigError, match="states=FILE"):
+        suites.chosen("gpu-sparse", "real states")
 
 
 @pytest.mark.parametrize("given, contract", [("auto", 1.5), (0.1, verification.NO_LIMIT)])
@@ -266,6 +295,8 @@ def test_every_case_of_every_suite_can_be_run() -> None:
 
                 gradcheck.check(c)
                 gradcheck.objective_of(c)
+                continue
+            if c.inputs == "real":  # needs a file: test_real_states_come_from_a_file
                 continue
             case.check(c)
             found = case.arms(c, peers=True)

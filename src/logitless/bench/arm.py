@@ -53,6 +53,7 @@ class Bench:
             compiler=plan,
             has_peaks=_memory("peak_bytes_in_use") is not None,
             live=int(jnp.sum(rest["mask"])),
+            entropy=self._data.entropy(case, own.batch),
             **_said(case, own, (x, rest), out),
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless import registry
+from logitless.bench import states
 from logitless.tools.baselines import HEAD_BASELINES, LOGITS_BASELINES
 from logitless.tools.config import ConfigError, check_common, sparse_backward_of
 from logitless.tools.shapes import MODELS
@@ -26,6 +27,7 @@ SHORT = {"float32": "f32", "bfloat16": "bf16"}
 DTYPES = ("float32", "bfloat16", "float16")
 LEAST = dict(tokens=1, hidden=1, vocab=1, rows=1, check_rows=0, warmup=0, repeats=1, rounds=1, timeout_s=1)
 """Keys and the least that they may be."""
+INPUTS = ("flat", "realistic", "on_policy", "real")
 CALLS = ("gradients", "loss", "logprobs")
 KINDS = ("baseline", "library", "peer", "copy")
 
@@ -56,7 +58,8 @@ class BenchConfig:
     vocab: int = 32000
     rows: int = 8
     batch_kind: str = "uniform"  # uniform | rl
-    inputs: str = "flat"  # flat | realistic | on_policy (head level): states and head of a trained policy's kind
+    inputs: str = "flat"  # flat | realistic | on_policy | real (head level): a trained policy's kind, or its own
+    states: str = ""  # an .npz of real states, head and targets, for inputs=real; hidden and vocab are the file's
     live: float = 1.0
     moving: float = 1.0  # share of the tokens whose advantage is not zero
     dtype: str = "bfloat16"
@@ -116,8 +119,14 @@ def check(c: BenchConfig) -> None:
         c.hidden, c.vocab = MODELS[c.model].hidden, MODELS[c.model].vocab
     if c.batch_kind not in ("uniform", "rl"):
         raise ConfigError(f"batch_kind: {c.batch_kind!r}, expected uniform or rl")
-    if c.inputs not in ("flat", "realistic", "on_policy"):
-        raise ConfigError(f"inputs: {c.inputs!r}, expected flat, realistic or on_policy")
+    if c.inputs not in INPUTS:
+        raise ConfigError(f"inputs: {c.inputs!r}, expected one of {', '.join(INPUTS)}")
+    if bool(c.states) != (c.inputs == "real"):
+        raise ConfigError(
+            f"states: {c.states!r} with inputs={c.inputs}; a file of states is for inputs=real, which needs one"
+        )
+    if c.states:
+        c.hidden, c.vocab = states.check(c.states, c.tokens)
     if c.logits_dtype not in SHORT:
         raise ConfigError(f"logits_dtype: {c.logits_dtype!r}, expected one of {', '.join(SHORT)}")
     c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)

@@ -6,6 +6,7 @@ Made on the host, but for targets and log-probabilities of the policy itself, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless.bench import realistic
+from logitless.bench import realistic, states
 from logitless.tools import shapes
 
 Inputs = tuple[tuple[Array, ...], dict[str, Array]]
 """``(differentiable arrays, the rest)``."""
-ARRAYS = ("level", "tokens", "hidden", "vocab", "dtype", "inputs", "seed")
+ARRAYS = ("level", "tokens", "hidden", "vocab", "dtype", "inputs", "states", "seed")
 """Keys of a case that hidden states, head and logits depend on; they are made once for all arms."""
 
 
-def policy_logp(x: tuple[Array, ...], targets: Array, chunk: int = 64) -> Array:
-    """Log-probabilities ``[N]`` of ``targets [N]`` in float32, plainly, ``chunk`` rows at a time."""
+def policy_statistics(x: tuple[Array, ...], targets: Array, chunk: int = 64) -> np.ndarray:
+    """``[2, N]`` float32: log-probabilities of ``targets [N]``, and entropies; plainly, ``chunk`` rows at a time."""
 
     @jax.jit
     def some(x: tuple[Array, ...], y: Array, start: Array) -> Array:
@@ -34,27 +35,29 @@ def policy_logp(x: tuple[Array, ...], targets: Array, chunk: int = 64) -> Array:
         if len(x) > 1:
             z = jax.lax.dot_general(z, x[1], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         z = z.astype(jnp.float32)
-        return jnp.take_along_axis(z, rows(y)[:, None], 1)[:, 0] - jax.nn.logsumexp(z, axis=1)
+        lse = jax.nn.logsumexp(z, axis=1)
+        mean = jnp.sum(jnp.where(z > -jnp.inf, jnp.exp(z - lse[:, None]) * z, 0.0), axis=1)
+        return jnp.stack([jnp.take_along_axis(z, rows(y)[:, None], 1)[:, 0] - lse, lse - mean])
 
     n = targets.shape[0]
     chunk = min(chunk, n)
-    out = np.empty(n, np.float32)
+    out = np.empty((2, n), np.float32)
     for start in range(0, n, chunk):
         at = min(start, n - chunk)
-        out[at : at + chunk] = some(x, targets, at)
-    return jnp.asarray(out)
+        out[:, at : at + chunk] = some(x, targets, at)
+    return out
 
 
 class Data:
     """The inputs of a case's arms, made when they are asked for and then kept."""
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[Any, ...], tuple[tuple[Array, ...], Array, Array]] = {}
+        self._arrays: dict[tuple[Any, ...], tuple[tuple[Array, ...], Array, np.ndarray]] = {}
 
     def of(self, c: dict[str, Any], own: dict[str, Any]) -> Inputs:
         """The inputs of the case ``c`` with the keys of ``own`` changed."""
         c = {**c, **own}
-        x, targets, logp = self._made(c)
+        x, targets, (logp, _) = self._made(c)
         rng = np.random.default_rng(c["seed"])
         rest = tokens_of(c, rng)
         shape = rest["targets"].shape
@@ -63,24 +66,34 @@ class Data:
         x = (x[0].reshape(*shape, -1), *x[1:])
         return jax.block_until_ready((x, {k: jnp.asarray(v) for k, v in rest.items()}))
 
-    def _made(self, c: dict[str, Any]) -> tuple[tuple[Array, ...], Array, Array]:
+    def entropy(self, c: dict[str, Any], own: dict[str, Any]) -> float:
+        """The policy's mean entropy over these inputs, in nats."""
+        return float(np.mean(self._made({**c, **own})[2][1]))
+
+    def _made(self, c: dict[str, Any]) -> tuple[tuple[Array, ...], Array, np.ndarray]:
         key = tuple(c[k] for k in ARRAYS)
         if key not in self._arrays:
             rng = np.random.default_rng(c["seed"])
             dtype, n = jnp.dtype(c["dtype"]), c["tokens"]
+            made: Sequence[np.ndarray]
             policy = realistic.POLICIES.get(c["inputs"])
-            if policy is not None:
+            given = None
+            if c["inputs"] == "real":
+                *made, given = states.load(c["states"], n, dtype)
+            elif policy is not None:
                 sizes = n, c["hidden"], c["vocab"], c["seed"]
-                made: tuple[np.ndarray, ...] = realistic.realistic_head(*sizes, dtype, policy)
+                made = realistic.realistic_head(*sizes, dtype, policy)
             else:
                 made = shapes.host_arrays(c["level"], n, c["hidden"], c["vocab"], dtype, rng, 1)
             x = tuple(jax.device_put(a.reshape(-1, a.shape[-1])) for a in made)
             del made
-            if policy is not None:
+            if given is not None:
+                targets = jnp.asarray(given)
+            elif policy is not None:
                 targets = realistic.sample_targets(x[0], x[1], c["seed"], chunk=64)
             else:
                 targets = jnp.asarray(rng.integers(0, c["vocab"], n, dtype=np.int32))
-            self._arrays[key] = x, targets, policy_logp(x, targets)
+            self._arrays[key] = x, targets, policy_statistics(x, targets)
         return self._arrays[key]
 
 

@@ -92,14 +92,17 @@ def gpu_sparse() -> list[Case]:
     shared: dict[str, Any] = dict(baselines=["strong", "strong/f32"], rows=8, peaks=False, rounds=5, **BF16)
     checks = (("stored, bf16 logits", "bfloat16"), ("screened, f32 logits", "float32"))
     wide, long = HEAD_SHAPES[:2]
+    real = (8192, 1536, 151936)
 
     def name(shape: tuple[int, int, int], policy: str) -> str:
         return f"sparse {'x'.join(map(str, shape))}, {policy}"
 
+    def sizes_of(shape: tuple[int, int, int]) -> dict[str, Any]:
+        return dict(zip(("tokens", "hidden", "vocab"), shape, strict=True))
+
     def case(shape: tuple[int, int, int], policy: str, inputs: str, arms: Any, bar: float) -> BenchConfig:
-        t, h, v = shape
-        sizes: dict[str, Any] = dict(tokens=t, hidden=h, vocab=v, inputs=inputs)
-        return BenchConfig(name(shape, policy), arms=arms, gates=gates(bar, arms is more), **sizes, **shared)
+        bars = gates(bar, arms is more)
+        return BenchConfig(name(shape, policy), arms=arms, gates=bars, inputs=inputs, **sizes_of(shape), **shared)
 
     return [
         *(
@@ -113,6 +116,10 @@ def gpu_sparse() -> list[Case]:
         case(wide, "on-policy", "on_policy", more, 0.37),
         case(long, "on-policy", "on_policy", few, 0.42),
         case(wide, "teacher-forced", "realistic", few, 0.45),
+        # A model's own states (states=FILE.npz) beside the generator's at their shape: recorded, no bar.
+        BenchConfig(name(real, "real states"), arms=few, inputs="real", tokens=real[0], **shared),
+        BenchConfig(name(real, "on-policy"), arms=few, inputs="on_policy", **sizes_of(real), **shared),
+        BenchConfig(name(real, "teacher-forced"), arms=few, inputs="realistic", **sizes_of(real), **shared),
     ]  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def suites() -> dict[str, list[Case]]:
 
 NUMBERS = ("rounds", "repeats", "warmup", "timeout_s", "seed", "check_rows")
 SWITCHES = ("verify", "peaks")
+TEXTS = ("states",)
 
 
 def overridden(case: Case, overrides: Sequence[str]) -> Case:
@@ -70,15 +71,17 @@ def overridden(case: Case, overrides: Sequence[str]) -> Case:
     case = copy.deepcopy(case)
     for item in overrides:
         key, sign, text = item.partition("=")
-        if not sign or key not in (*NUMBERS, *SWITCHES):
-            raise ConfigError(
-                f"{item!r}: with --suite, expected one of {', '.join((*NUMBERS, *SWITCHES))} as key=value"
-            )
+        known = (*NUMBERS, *SWITCHES, *TEXTS)
+        if not sign or key not in known:
+            raise ConfigError(f"{item!r}: with --suite, expected one of {', '.join(known)} as key=value")
         if key in SWITCHES and text not in ("true", "false"):
             raise ConfigError(f"{item!r}: expected true or false")
         if key in NUMBERS and not text.isdigit():
             raise ConfigError(f"{item!r}: expected a whole number")
-        if hasattr(case, key):
+        if key in TEXTS:
+            if getattr(case, "inputs", "") == "real":
+                setattr(case, key, text)
+        elif hasattr(case, key):
             setattr(case, key, text == "true" if key in SWITCHES else int(text))
     return case
 
@@ -90,6 +93,10 @@ def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
         raise ConfigError(f"suite {name!r} is not known; expected one of {', '.join(known)}")
     texts = only.split(",")
     cases = [overridden(c, overrides) for c in known[name] if any(text in c.name for text in texts)]
+    real = [c for c in cases if c.inputs == "real" and not c.states]  # type: ignore[union-attr]
+    if real == cases and cases:
+        raise ConfigError(f"{cases[0].name}: give states=FILE.npz, a model's own states, head and targets")
+    cases = [c for c in cases if c not in real]
     if not cases:
         raise ConfigError(
             f"suite {name!r} has no case with {only!r} in its name: {', '.join(c.name for c in known[name])}"
