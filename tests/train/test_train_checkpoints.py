@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -216,3 +218,27 @@ def test_a_full_disk_ends_the_run_with_3(
     monkeypatch.setattr(checkpoints, "_write", full)
     assert cli.main(["train", *micro, f"run_dir={tmp_path / 'run'}"]) == 3
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_one_error_and_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Orbax logs the traceback of each of its threads besides raising what they raised."""
+
+    class Full:
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def save(self, *_: object) -> None:
+            logging.getLogger("absl").error("a thread raised an exception", exc_info=OSError("no space left"))
+
+        def wait_until_finished(self) -> None:
+            raise ValueError("RESOURCE_EXHAUSTED: no space left")
+
+    monkeypatch.setattr(checkpoints, "_orbax", lambda: SimpleNamespace(StandardCheckpointer=Full))
+    with pytest.raises(checkpoints.CheckpointError, match=r"could not be written .*no space left.*--resume"):
+        checkpoints.save(tmp_path / "checkpoints", 1, {"x": np.ones(2)}, {}, 1)
+    assert not caplog.records and not logging.getLogger("absl").disabled

@@ -426,6 +426,12 @@ def test_fetch_keeps_nothing_that_is_not_what_was_checked(monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_is_no_model_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(FetchError, match=r"model.safetensors: is a file; expected a folder .* or a \.gguf file"):
+        local_source(tmp_path / "model.safetensors")
+
+
 def test_fetch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="Did you mean 'gsm8k'"):
         fetch("gsm-8k", tmp_path)

@@ -10,10 +10,13 @@ NaN or an infinity in it is never written. Old checkpoints are deleted only afte
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +85,22 @@ def save_tree(folder: Path, tree: Any, notes: dict[str, Any]) -> None:
 
 def _write(folder: Path, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
     ocp = _orbax()
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _said_once(), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "arrays", arrays)
         checkpointer.wait_until_finished()
     about = {**notes, "arrays": {name: _describe(x) for name, x in arrays.items()}}
     (folder / "about.json").write_text(json.dumps(about))
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Orbax' threads log what went wrong with their tracebacks, and then raise it: what is raised is enough."""
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _sync_all(folder: Path) -> None:

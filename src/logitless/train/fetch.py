@@ -123,6 +123,8 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
 def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Path:
     """A model's path: ``source`` itself where it exists, what :func:`fetch` has by that name, or what the hub has."""
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise FetchError(f"{source}: is a file; expected a folder of a hub's model, or a .gguf file.")
     if path.exists():
         return path
     if str(source) in models():
