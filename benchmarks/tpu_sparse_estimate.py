@@ -1,28 +1,31 @@
 """Estimated v6e time and compiled HBM of the sparse backward, without a TPU.
 
     python benchmarks/tpu_sparse_estimate.py                            (half an hour on two cores; needs libtpu)
-    python benchmarks/tpu_sparse_estimate.py columns|compile|simulate   (one part; the others are kept)
+    python benchmarks/tpu_sparse_estimate.py columns|compile|simulate   (one part; the others are kept; or "hard", ...)
 
 T=8192, H=4096, V=151936, bfloat16, loss, dH and dW of a token-level objective.
 
 columns     How many columns are active and how many rows hard on 8192 tokens of ``bench.realistic`` (true logits of a
-            1026-wide head on the host), by the forward sweep's own rule: bounds from the target and the running
-            logsumexp over vocabulary tiles, thresholds and costs of ``head/pallas_tpu/sparse_columns.py``. All rows
-            choose the threshold here, where the program lets 128 of them choose.
+            1026-wide head on the host), by the forward sweep's own rule: bounds and the running logsumexp over
+            vocabulary tiles, thresholds and costs of ``head/pallas_tpu/one_pass.py``. All rows choose the
+            threshold here, where the program lets 128 of them choose, by a sample of the columns (whose judgement is
+            recorded beside it). For a policy's own completions, with log-probabilities of the rollout 0.05 nats off
+            and without any, and for others' text.
 compile     The whole program by libtpu, sparse and exact: peak HBM, and whether there are logits in it.
 simulate    Cycles of its parts by the compiler's simulator (``logitless.tpu.cycles``), at small sizes, scaled:
               forward     per step and per token tile, with and without maxima (as benchmarks/tpu_head_estimate.py)
               slab        one backward step of 1024 tokens x 1024 columns, times the number of such steps
-              gather      per row of a [V, H] head             scatter   per row of dW and per row written
-              hard rows   dhidden and dhead with their small token tiles, per step and per tile
+              gather      per row of a [V, H] array
+              hard rows   the sweep that writes dW and makes dH of the hard rows, per vocabulary tile
 
 The estimate adds these up, each at least its bytes / 1.64 TB/s:
 
-    look + forward + (slabs: gathers and steps) + hard rows + scatter + passes over [N, H]
+    look + forward + gathers of rows + (slabs: gathers and steps) + hard rows and dW + passes over [N, H]
 
-"look" (128 rows of logits) and the passes over [N, H] are bytes only. Sorts of V and of N numbers, scatters of N
-numbers and the choice of the threshold are left out: the simulator does not get through a sort. An estimate, 5 to 35 %
-optimistic where it could be compared with published times; never a measurement.
+"look" (128 rows of logits in a sample of the columns) and the passes over [N, H] are bytes only. Sorts of V and of N
+numbers, gathers and scatters of N numbers, loops' own time and the choice of the threshold are left out: the simulator
+does not get through a sort. Nor does it see the parts of a tile's ready rows beyond the first: added by count.
+An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +47,12 @@ import numpy as np
 from logitless import Objective, linear_grpo_loss
 from logitless.bench import realistic
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.slabs import CHUNK, HARD_TILES, Moving, over_slabs
-from logitless.head.pallas_tpu.sparse_columns import FEW, Active, tpu_rule
+from logitless.head.pallas_tpu.around import dhead_around
+from logitless.head.pallas_tpu.look import SAMPLE, sampled
+from logitless.head.pallas_tpu.one_pass import one_pass_rule
+from logitless.head.pallas_tpu.ordered_slabs import CHUNK, GROUP, HARD_TILES, over_slabs
+from logitless.head.pallas_tpu.ready import PART, Ready
+from logitless.head.pallas_tpu.sparse_columns import FEW, Active
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.head.slabs import Known
 from logitless.problem import Call, Head, Problem, Wanted
@@ -58,51 +66,78 @@ HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_v6e_sparse_estimate.json"
 EXACT = HERE.parent / "results" / "tpu_v6e_head_estimate.json"
 TOLERANCE = 2.0**-8
-STEP = 1024  # tokens and columns of the simulated backward step
-ROWS = {"gather": (128, 384), "scatter": (128, 384)}
-RULE = tpu_rule(V)
+STEP = (1024, 1024)  # tokens and columns of the simulated backward step: more takes the simulator over 9 GB
+ROWS = (128, 384)
+HARD_STEPS = (1, 3)  # token tiles that the hard rows of the cases below take
+RULE = one_pass_rule(V)
+CASES = {
+    "a policy's own completions, rollout log-probabilities known": ("on_policy", 0.05),
+    "a policy's own completions": ("on_policy", None),
+    "others' text": ("realistic", None),
+}
+"""Policies of ``bench.realistic``, and how far off a log-probability is that is known beforehand."""
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
-def columns() -> dict[str, Any]:
-    """Active columns and hard rows for every threshold, and the cheapest."""
+def columns(policy: str) -> dict[str, Any]:
+    """Active columns and hard rows for every threshold, and the cheapest: of each case with this policy."""
     width, rows = 1026, 128
     tile = choose("forward", N, H, V, 2, "vh", V6E_VMEM).vocab
-    h, w = realistic.realistic_head(N, width, V, 0, np.float32)
+    h, w = realistic.realistic_head(N, width, V, 0, np.float32, realistic.POLICIES[policy])
     y = np.asarray(realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), 0, chunk=rows))
     starts = np.arange(0, V, tile)
     head = np.ascontiguousarray(w.T)
-    best, lse = np.full(V, -np.inf, np.float32), np.zeros(N, np.float32)
+    cases = {name: off for name, (p, off) in CASES.items() if p == policy}
+    drift = np.random.default_rng(0).standard_normal(N).astype(np.float32)
+    best = {name: np.full(V, -np.inf, np.float32) for name in cases}
+    lse = np.zeros(N, np.float32)
     for i in range(0, N, rows):
-        x = h[i : i + rows] @ head
+        own = slice(i, i + rows)
+        x = h[own] @ head
         top = x.max(1, keepdims=True)
         sums = np.cumsum(np.add.reduceat(np.exp(x - top), starts, axis=1), 1)
-        lse[i : i + rows] = top[:, 0] + np.log(sums[:, -1])
-        own = x[np.arange(rows), y[i : i + rows]]
-        bound = np.maximum(top + np.log(np.maximum(sums, 1e-30)), own[:, None])
-        for j, start in enumerate(starts):
-            part = slice(start, start + tile)
-            best[part] = np.maximum(best[part], (x[:, part] - bound[:, j : j + 1]).max(0))
-    best[y] = np.inf
+        lse[own] = top[:, 0] + np.log(sums[:, -1])
+        for name, off in cases.items():
+            floor = x[np.arange(rows), y[own]] if off is None else lse[own] + off * drift[own]
+            bound = np.maximum(top + np.log(np.maximum(sums, 1e-30)), floor[:, None])
+            for j, start in enumerate(starts):
+                part = slice(start, start + tile)
+                best[name][part] = np.maximum(best[name][part], (x[:, part] - bound[:, j : j + 1]).max(0))
     edges = np.log(TOLERANCE * np.array(RULE.thresholds))
-    inactive = (best[:, None] <= edges).astype(np.float32)
-    mass = np.concatenate([np.exp(h[i : i + rows] @ head - lse[i : i + rows, None]) @ inactive
-                           for i in range(0, N, rows)])  # fmt: skip
-    active, hard = V - inactive.sum(0), (mass > TOLERANCE).mean(0)
-    cost = RULE.cost(active / V, hard)
-    k = int(np.argmin(np.where(active <= RULE.most, cost, np.inf)))
-    return {
-        "tokens": N,
-        "generator_width": width,
-        "tolerance": TOLERANCE,
-        "thresholds": [float(TOLERANCE * e) for e in RULE.thresholds],
-        "active_columns": [int(a) for a in active],
-        "hard_rows": [round(float(r), 4) for r in hard],
-        "matmuls_after_the_forward_sweep": [round(float(c), 3) for c in cost],
-        "chosen": {"active_columns": int(active[k]), "hard_rows": round(float(hard[k]), 4)},
-    }
+    for b in best.values():
+        b[y] = np.inf
+    inactive = np.concatenate([(b[:, None] <= edges).astype(np.float32) for b in best.values()], 1)
+    begin, size = sampled(V)
+    some = (begin[:, None] + np.arange(size)).reshape(-1)
+    mass, judged = [], []
+    for i in range(0, N, rows):
+        p = np.exp(h[i : i + rows] @ head - lse[i : i + rows, None])
+        mass.append(p @ inactive)
+        judged.append(p[:, some] @ inactive[some] * (V / some.size))
+    few = np.arange(FEW) * N // FEW
+    out = {}
+    for k, name in enumerate(cases):
+        own = slice(k * len(edges), (k + 1) * len(edges))
+        active, hard = V - inactive[:, own].sum(0), (np.concatenate(mass)[:, own] > TOLERANCE).mean(0)
+        guessed = (np.concatenate(judged)[few][:, own] > TOLERANCE).mean(0)
+        cost = RULE.cost(active / V, hard)
+        j = int(np.argmin(np.where(active <= RULE.most, cost, np.inf)))
+        out[name] = {
+            "tokens": N,
+            "generator": policy,
+            "generator_width": width,
+            "known_log_probabilities_off_by": cases[name],
+            "tolerance": TOLERANCE,
+            "thresholds": [float(TOLERANCE * e) for e in RULE.thresholds],
+            "active_columns": [int(a) for a in active],
+            "hard_rows": [round(float(r), 4) for r in hard],
+            "hard_rows_by_the_sample": [round(float(r), 4) for r in guessed],
+            "matmuls_after_the_forward_sweep": [round(float(c), 3) for c in cost],
+            "chosen": {"active_columns": int(active[j]), "hard_rows": round(float(hard[j]), 4)},
+        }
+    return out
 
 
 # -- compile -----------------------------------------------------------------------------------------------------------
@@ -135,7 +170,9 @@ def compiled(mode: str) -> dict[str, Any]:
         "output_bytes": done.output_bytes,
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "logits_in_program": any(f"[{shape}]" in text for shape in (f"{N},{V}", f"{V},{N}", f"1,{N},{V}")),
+        "code_bytes": done.executable.memory_analysis().generated_code_size_in_bytes,
         "compile_s": round(done.seconds),
+        "libtpu": aot.versions()["libtpu"],
     }
 
 
@@ -145,20 +182,12 @@ def compiled(mode: str) -> dict[str, Any]:
 def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     """``(f, args[, donated])`` of one simulated part."""
     s = jax.ShapeDtypeStruct
-    if kind in ("gather", "scatter"):
-        rows, k = sizes["rows"], sizes["k"]
-        flags: dict[str, Any] = dict(unique_indices=True, indices_are_sorted=True)
-        if kind == "gather":
+    if kind == "gather":
 
-            def gather(w: Any, index: Any) -> Any:
-                return w.at[index].get(mode="fill", fill_value=0, **flags)
+        def gather(w: Any, index: Any) -> Any:
+            return w.at[index].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
 
-            return gather, (s((rows, H), jnp.bfloat16), s((k,), jnp.int32))
-
-        def scatter(w: Any, index: Any, own: Any) -> Any:
-            return w.at[index].set(own, mode="drop", **flags)
-
-        return scatter, (s((rows, H), jnp.bfloat16), s((k,), jnp.int32), s((k, H), jnp.bfloat16)), (0,)
+        return gather, (s((sizes["rows"], H), jnp.bfloat16), s((sizes["k"],), jnp.int32))
 
     n, vocab = sizes["n"], sizes["vocab"]
     rows_of = (s((n, H), jnp.bfloat16), s((vocab, H), jnp.bfloat16), s((n,), jnp.int32), s((n,), jnp.float32))
@@ -169,23 +198,26 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     if kind == "slab":
 
         def slab(h: Any, w: Any, y: Any, row: Any, index: Any, count: Any) -> Any:
-            rule = dataclasses.replace(tpu_rule(vocab), slab=STEP, most=STEP)
-            m = Moving(problem(h, w, y), Known(_stats(row), _g(row)), count, n)
-            return over_slabs(rule, Wanted(True, True), m, Active(index, count, jnp.asarray(False)))
+            rule = dataclasses.replace(one_pass_rule(vocab), slab=STEP[1], most=STEP[1])
+            active = Active(index, count, jnp.asarray(False))
+            return over_slabs(rule, Wanted(True, True), problem(h, w, y), Known(_stats(row), _g(row)), count, n, active)
 
-        return slab, (*rows_of, s((STEP,), jnp.int32), s((), jnp.int32))
+        return slab, (*rows_of, s((STEP[1],), jnp.int32), s((), jnp.int32))
     tiles = Tiles(*sizes["tiles"])
 
     def kernel(h: Any, w: Any, y: Any, row: Any) -> Any:
         p = problem(h, w, y)
         if kind == "maxima":
             return kernels.token_stats_and_maxima(p, None, row, tiles)
-        if kind == "stats":
-            return kernels.token_stats(p, tiles=tiles)
-        if kind == "dhidden":
-            return kernels.dhidden(p, None, _stats(row), _g(row), tiles)[0]
-        return kernels.dhead(p, None, _stats(row), _g(row), tiles=tiles).weight
+        return kernels.token_stats(p, tiles=tiles)
 
+    def around(h: Any, w: Any, y: Any, row: Any, rows: Any) -> Any:
+        p = problem(h, w, y)
+        known = Ready(rows, jnp.arange(2 * PART, dtype=jnp.int32), jnp.int32(2 * PART))
+        return dhead_around(p, None, _stats(row), _g(row), known, tiles, with_hidden=True)
+
+    if kind == "hard":
+        return around, (*rows_of, s((vocab, H), jnp.bfloat16)), (4,)
     return kernel, rows_of
 
 
@@ -211,44 +243,49 @@ def _kernel_cycles(**arguments: Any) -> int:
     return sum(c for name, c in _cycles(**arguments).items() if name.startswith("head_"))
 
 
-def simulated() -> dict[str, Any]:
-    """Cycles of the parts."""
+def forward_cycles(kind: str) -> dict[str, Any]:
+    """Of the forward sweep, per step and per token tile."""
     t = choose("forward", N, H, V, 2, "vh", V6E_VMEM)
-    out: dict[str, Any] = {}
-    for kind in ("maxima", "stats"):
-        few, more = (
-            _kernel_cycles(kind=kind, n=t.tokens, vocab=24 * t.vocab, swept=k * t.vocab,
-                           tiles=[t.tokens, t.vocab, t.vmem_limit]) for k in (2, 4)
-        )  # fmt: skip
-        per_step = (more - few) / 2
-        out[kind] = {"per_step": per_step, "per_tile": few - 2 * per_step, "tiles": [t.tokens, t.vocab]}
-        print(kind, out[kind], flush=True)
-    for kind, (few, more) in ROWS.items():
-        rows = 8192 if kind == "scatter" else 40960  # larger than VMEM, or a gather would be made there
-        a, b = (sum(_cycles(kind=kind, rows=rows, k=k).values()) for k in (few, more))
-        per_row = (b - a) / (more - few)
-        out[kind] = {"per_row_moved": per_row, "per_row_of_array": (a - few * per_row) / rows}
-        print(kind, out[kind], flush=True)
-    parts = _cycles(kind="slab", n=STEP, vocab=8192)
+    tiles = [t.tokens, t.vocab, t.vmem_limit]
+    few, more = (_kernel_cycles(kind=kind, n=t.tokens, vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
+                 for k in (2, 4))  # fmt: skip
+    per_step = (more - few) / 2
+    return {"per_step": per_step, "per_tile": few - 2 * per_step, "tiles": tiles[:2]}
+
+
+def gather_cycles() -> dict[str, Any]:
+    """Of a row, out of an array that is larger than VMEM, or the gather would be made there."""
+    few, more = ROWS
+    a, b = (sum(_cycles(kind="gather", rows=40960, k=k).values()) for k in (few, more))
+    return {"per_row_moved": (b - a) / (more - few)}
+
+
+def slab_cycles() -> dict[str, Any]:
+    """Of a backward step, without the gather of its head rows."""
+    parts = _cycles(kind="slab", n=STEP[0], vocab=8192)
     outside = sum(c for name, c in parts.items() if "gather" in name or name.startswith("broadcast"))
-    out["slab"] = {"per_step": sum(parts.values()) - outside, "tokens": STEP, "columns": STEP}
-    print("slab", out["slab"], parts, flush=True)
-    for kind in ("dhidden", "dhead"):
-        t = choose(kind, N, H, V, 2, "vh", V6E_VMEM)  # type: ignore[arg-type]
-        tiles = [HARD_TILES[kind], t.vocab, t.vmem_limit]
-        if kind == "dhidden":
-            few, more = (_kernel_cycles(kind=kind, n=tiles[0], vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
-                         for k in (2, 4))  # fmt: skip
-            per_step = (more - few) / 2
-            per_tile = few - 2 * per_step
-        else:
-            few, steps, outer = (_kernel_cycles(kind=kind, n=a * tiles[0], vocab=b * t.vocab, tiles=tiles)
-                                 for a, b in ((2, 2), (4, 2), (2, 4)))  # fmt: skip
-            per_step = (steps - few) / 4
-            per_tile = (outer - few) / 2 - 2 * per_step
-        out[kind] = {"per_step": per_step, "per_tile": per_tile, "tiles": tiles[:2]}
-        print(kind, out[kind], flush=True)
-    return out
+    print(parts, flush=True)
+    return {"per_step": sum(parts.values()) - outside, "tokens": STEP[0], "columns": STEP[1]}
+
+
+def hard_cycles() -> dict[str, Any]:
+    """Of a vocabulary tile of the sweep that writes dW, by its token tiles."""
+    t = choose("dhead", N, H, V, 2, "vh", V6E_VMEM)
+    tiles = [HARD_TILES["dhead"], t.vocab, t.vmem_limit]
+    out = {}
+    for steps in HARD_STEPS:
+        few, more = (_kernel_cycles(kind="hard", n=steps * tiles[0], vocab=k * t.vocab, tiles=tiles) for k in (4, 8))
+        out[str(steps)] = (more - few) / 4
+    return {"per_tile": out, "tiles": tiles[:2]}
+
+
+SIMULATED: dict[str, Callable[[], dict[str, Any]]] = {
+    "maxima": lambda: forward_cycles("maxima"),
+    "stats": lambda: forward_cycles("stats"),
+    "gather": gather_cycles,
+    "slab": slab_cycles,
+    "hard": hard_cycles,
+}
 
 
 # -- the estimate ------------------------------------------------------------------------------------------------------
@@ -261,34 +298,41 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
         return 1e3 * cycles.seconds(cycles.V6E, total, moved)
 
     head, rows = 2 * V * H, N * H
-    slab, chunk, few = RULE.slab, CHUNK, FEW
+    slab, chunk = RULE.slab, CHUNK
     slabs, chunks = math.ceil(active / slab), math.ceil(N / chunk)
     hard = math.ceil(hard_rows * N)
+    if hard > GROUP:
+        raise SystemExit(f"{hard} hard rows are more than a group of {GROUP}: these would take the exact kernels")
 
     def forward(kind: str) -> float:
         f = sim[kind]
         tokens, vocab = f["tiles"]
         return ms(N / tokens * (V / vocab * f["per_step"] + f["per_tile"]), N / tokens * head + 2 * rows)
 
+    def gathers(moved: int) -> float:
+        return ms(moved * sim["gather"]["per_row_moved"], moved * H * 2 * 2)
+
     step = sim["slab"]["per_step"] * (chunk / sim["slab"]["tokens"]) * (slab / sim["slab"]["columns"])
     # h, x and dx (twice each), W, and dH and dW's slab read and written
     step_bytes = 2 * chunk * H + 12 * chunk * slab + 4 * slab * H + 8 * chunk * H + 8 * slab * H
-    dh, dw = sim["dhidden"], sim["dhead"]
-    dh_tiles, dw_tiles = (math.ceil(hard / k["tiles"][0]) for k in (dh, dw))
+    sweep = sim["hard"]
+    tokens, vocab = sweep["tiles"]
+    tiles, steps = V / vocab, math.ceil(hard / tokens)
+    # A part beyond the first where a tile's rows straddle one: a matmul as deep as a part, read and added.
+    more_parts = active / PART * (2 * vocab * PART * H / 524_288 + 3 * vocab * H / 1024)
     parts = {
-        "look": ms(0, head + 8 * 4 * few * V),
+        "look": ms(0, 3 * 2 * SAMPLE * H + 8 * 4 * FEW * SAMPLE),
         "forward": forward("maxima"),
-        "gathers of hidden states and of the targets' rows": ms(
-            3 * N * sim["gather"]["per_row_moved"], 3 * 2 * 2 * rows
-        ),
-        "slabs: gathers": ms(slabs * slab * sim["gather"]["per_row_moved"], slabs * slab * H * 2 * 2),
+        "gathers of hidden states and of the targets' rows": gathers(2 * N),
+        "slabs: gathers": gathers(slabs * slab),
         "slabs: steps": ms(slabs * chunks * step, slabs * chunks * step_bytes),
-        "hard rows: dH": ms(dh_tiles * (V / dh["tiles"][1] * dh["per_step"] + dh["per_tile"]), dh_tiles * head),
-        "hard rows: dW": ms(V / dw["tiles"][1] * (dw_tiles * dw["per_step"] + dw["per_tile"]), 2 * head),
-        "scatter of dW's rows": ms(
-            V * sim["scatter"]["per_row_of_array"] + slabs * slab * sim["scatter"]["per_row_moved"], 2 * head
+        "hard rows, and dW written": ms(
+            tiles * sweep["per_tile"][str(steps)] + more_parts,
+            2 * head + 2 * active * H + tiles * (steps if steps > 1 else 0) * tokens * H * 2,
         ),
-        "passes over [N, H]": ms(0, 6 * 4 * rows),
+        "gathers of dH and of the hard rows": gathers(N) + gathers(3 * (tokens if steps == 1 else min(GROUP, N))),
+        # Hidden states masked and met by the targets' rows, dH in float32 begun at zero, read and rounded.
+        "passes over [N, H]": ms(0, (2 + 2 + 2 + 2 + 4 + 4 + 2) * rows),
     }
     return {
         "parts_ms": {k: round(v, 2) for k, v in parts.items()},
@@ -307,33 +351,39 @@ def main() -> None:
     start = time.perf_counter()
     for part in wanted:
         if part == "columns":
-            record["columns"] = columns()
+            record["columns"] = {}
+            for policy in dict.fromkeys(p for p, _ in CASES.values()):
+                record["columns"] |= columns(policy)
         elif part == "compile":
             record["compiled"] = {}
             for name, mode in (("exact", "off"), ("sparse", "auto")):
                 command = [sys.executable, str(HERE), "--compile", mode]
                 done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
                 record["compiled"][name] = json.loads(done.stdout.splitlines()[-1])
-        elif part == "simulate":
-            record["cycles"] = simulated()
-        else:
-            raise SystemExit(f"{part!r}: expected columns, compile or simulate")
+        elif part in ("simulate", *SIMULATED):
+            for name in SIMULATED if part == "simulate" else [part]:
+                found = {**SIMULATED[name](), "libtpu": aot.versions()["libtpu"]}
+                record["cycles"] = {**record.get("cycles", {}), name: found}
+                print(name, found, flush=True)
+        elif part != "estimate":  # from what is recorded
+            raise SystemExit(f"{part!r}: expected columns, compile, simulate, estimate or {', '.join(SIMULATED)}")
         print(f"{part}: done after {time.perf_counter() - start:.0f} s", flush=True)
-        if "cycles" in record and "columns" in record:
-            chosen = record["columns"]["chosen"]
-            found = estimate(record["cycles"], chosen["active_columns"], chosen["hard_rows"])
+        if set(SIMULATED) <= set(record.get("cycles", {})) and "columns" in record:
             exact = json.loads(EXACT.read_text())["estimated_ms"]["loss, dH and dW, vh"]
-            sparse = found["sparse_ms"]
-            record["estimated_ms"] = {
-                "sparse": sparse, "exact": exact, "ratio": round(sparse / exact, 3), "parts": found["parts_ms"],
-                "forward without maxima": found["forward_without_maxima_ms"],
-            }  # fmt: skip
+            record["estimated_ms"] = {"exact": exact}
+            for name, found in record["columns"].items():
+                chosen = found["chosen"]
+                ms = estimate(record["cycles"], chosen["active_columns"], chosen["hard_rows"])
+                record["estimated_ms"][name] = {
+                    "sparse": ms["sparse_ms"], "ratio": round(ms["sparse_ms"] / exact, 3), "parts": ms["parts_ms"],
+                    "forward without maxima": ms["forward_without_maxima_ms"],
+                }  # fmt: skip
         header = {
             "what": "ESTIMATE by the compiler's cycle simulator and by bytes, not a measurement",
             "method": "benchmarks/tpu_sparse_estimate.py",
             "chip": "v6e, one chip",
             "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
-            "versions": aot.versions(),
+            "versions": aot.versions(),  # of this run; what was compiled or simulated has its own
         }
         record = {**header, **{k: v for k, v in record.items() if k not in header}}
         RESULT.write_text(json.dumps(record, indent=1) + "\n")

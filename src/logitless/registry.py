@@ -28,7 +28,7 @@ BACKENDS: dict[Level, dict[str, str]] = {
 SPARSE = {
     "chunked": "logitless.head.sparse:Sparse",
     "mosaic_gpu": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
-    "pallas_tpu": "logitless.head.pallas_tpu.sparse:TpuSparse",
+    "pallas_tpu": "logitless.head.pallas_tpu.one_pass:OnePassSparse",
 }
 """The sparse backward around a head-level backend."""
 

@@ -25,8 +25,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
-from logitless.head.pallas_tpu.sparse_columns import tpu_rule
+from logitless.head.pallas_tpu import kernels, look
+from logitless.head.pallas_tpu import ordered_slabs as slabs
+from logitless.head.pallas_tpu.one_pass import one_pass_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from logitless.head.report import SparseReport
 from logitless.tpu import aot
@@ -55,8 +56,8 @@ DAPO = Objective(aggregation="dapo")
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    few = mock.patch.object(sparse_columns, "FEW", 64)
-    with few, mock.patch.multiple(slabs, CHUNK=80, HARD_TILES={"dhidden": 128, "dhead": 128}):
+    tiles = {"dhidden": 128, "dhead": 128}
+    with mock.patch.object(look, "FEW", 64), mock.patch.multiple(slabs, CHUNK=128, GROUP=128, HARD_TILES=tiles):
         yield
 
 
@@ -136,16 +137,16 @@ def collapsed() -> Case:
     return spread(levels, np.array([1] * 16 + [VOCAB - 16]), np.where(np.arange(N) % 5, y, 100))
 
 
-def adversarial() -> Case:
-    """Rows with none to half of their mass spread over columns that all stay under a candidate threshold."""
+def adversarial(share: float = 0.2) -> Case:
+    """A ``share`` of the rows has mass spread over columns that all stay under a candidate threshold."""
     sizes = np.array([1] * 8 + [VOCAB // 32] * 28)
     sizes = np.append(sizes, VOCAB - sizes.sum())
     rng = np.random.default_rng(1)
     levels = np.full((N, len(sizes)), -40.0)
     levels[:, :8] = np.where(np.arange(N)[:, None] % 8 == np.arange(8), 0.0, -40.0)
-    for t in np.flatnonzero(np.arange(N) % 5 == 0):
+    for t in np.flatnonzero(np.arange(N) % 10 < 10 * share):
         some = rng.choice(np.arange(8, 36), rng.integers(1, 5), replace=False)
-        levels[t, some] = np.log(0.9 * TOLERANCE * tpu_rule(VOCAB).thresholds[t % 2])
+        levels[t, some] = np.log(0.9 * TOLERANCE * one_pass_rule(VOCAB).thresholds[t % 2])
     return spread(levels, sizes, np.arange(N) % 8)
 
 
@@ -233,10 +234,11 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     z = np.log(p)
     others = np.where(np.arange(VOCAB)[None] == y[:, None], 0.0, p)
     bound = np.stack([others[:, : s + TILE].sum(1) for s in range(0, VOCAB, TILE)], 1)
-    bound = np.log(np.maximum(bound, p[np.arange(N), y][:, None]))[:, np.arange(VOCAB) // TILE]
+    floor = np.log(p[np.arange(N), y]) - rest["old_logp"].reshape(-1)  # what the logsumexp, here 0, is expected to be
+    bound = np.maximum(np.log(bound), floor[:, None])[:, np.arange(VOCAB) // TILE]
     best = (z - bound)[counts].max(0)
     best[y[counts]] = np.inf
-    edges = np.log(TOLERANCE * np.array(tpu_rule(VOCAB).thresholds))
+    edges = np.log(TOLERANCE * np.array(one_pass_rule(VOCAB).thresholds))
     (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
     assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
     mass = np.where(counts, p[:, inactive].sum(1), 0.0)
@@ -304,6 +306,39 @@ def test_adversarial_rows_stay_within_the_tolerance() -> None:
     assert (error[hard] <= 2.0**-7 * size[hard]).all()
     norms = row_norms(case.hidden).reshape(-1)
     assert row_norms(f64(dw) - truth[1]).max() < (g * TOLERANCE * norms).sum() + 2.0**-7 * np.abs(truth[1]).max()
+
+
+def test_many_hard_rows_take_the_exact_kernels() -> None:
+    """More than a group of them, in the program that has served the others."""
+    case = adversarial(0.7)
+    rest = loss_inputs(case)
+    _, metrics, report, grads = run(case, rest)
+    _, _, _, ordinary = run(case, rest, None, "chunked")
+    assert int(report.dense_chunks) == 0 and slabs.GROUP < int(np.sum(report.hard)) < N
+    assert metric_values(metrics)["left_out_mass_max"] <= TOLERANCE
+    for name, got, off, truth in zip(("dh", "dw"), grads, ordinary, truth_of(case, rest), strict=True):
+        assert_as_good(name, got, off, truth)
+
+
+def test_a_sample_of_the_columns_judges_as_all_do() -> None:
+    """Flat rows are surely hard, a trained policy's are not; the logsumexp is near."""
+    rule = one_pass_rule(VOCAB)
+    for case, bound in ((calibrated(), 0.2), (flat(), 0.95)):
+        p = head_problem(
+            *(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (case.hidden,)), jnp.asarray(case.lm_head),
+            jnp.asarray(case.targets).reshape(-1), transform=LogitTransform(),
+        )  # fmt: skip
+        p = dataclasses.replace(p, tolerance=jnp.float32(TOLERANCE))
+        whole = look.few_rows(p, None, None)
+        with mock.patch.object(look, "SAMPLE", 1024):
+            some = look.few_rows(p, None, None)
+            hard = np.asarray(look.surely_hard(rule, some))
+        assert some.x.shape[1] == 1024 and some.share == 4 and whole.share == 1
+        np.testing.assert_array_equal(some.x, whole.x[:, some.columns])
+        true = np.log(np.sum(np.exp(f64(whole.x)), axis=1))
+        np.testing.assert_allclose(whole.lse, true, rtol=1e-5)
+        assert np.median(np.abs(np.asarray(some.lse) - true)) < 0.2
+        assert hard.mean() <= bound if bound < 0.5 else hard.mean() >= bound
 
 
 # -- any cotangents ----------------------------------------------------------------------------------------------------
@@ -420,7 +455,7 @@ def test_explain_says_what_it_does() -> None:
     call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
     route = explain(linear_grpo_loss, h, w, **call)
     assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
-    assert route.tiles["slab"] == tpu_rule(151936).slab == 2048
+    assert route.tiles["slab"] == one_pass_rule(151936).slab == 1024
     assert "1 + 4 K/V" in explain(linear_logprobs, h, w, **call).matmuls
 
 
@@ -436,9 +471,9 @@ def test_compiles_for_v6e_without_logits() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     got = json.loads(done.stdout.splitlines()[-1])
-    assert not got["logits_in_program"] and got["kernels"] == 5
-    # Beyond inputs and outputs: rows of dW for a quarter of the columns, and what the exact kernels need.
-    assert got["peak_bytes"] <= got["argument_bytes"] + got["output_bytes"] + 0.25 * 2 * 151936 * 4096 + 0.4e9, got
+    assert not got["logits_in_program"]
+    # Beyond inputs and outputs: hidden states in order, dH in float32, a slab; no rows of dW.
+    assert got["peak_bytes"] <= got["argument_bytes"] + got["output_bytes"] + 0.4e9, got
 
 
 def test_recorded_estimate() -> None:
@@ -446,5 +481,7 @@ def test_recorded_estimate() -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "tpu_v6e_sparse_estimate.json").read_text())
     assert record["what"].startswith("ESTIMATE")
     assert not record["compiled"]["sparse"]["logits_in_program"]
-    assert record["compiled"]["sparse"]["peak_bytes"] <= 1.2 * record["compiled"]["exact"]["peak_bytes"]
-    assert record["estimated_ms"]["sparse"] <= 0.6 * record["estimated_ms"]["exact"]
+    compiled = record["compiled"]["sparse"]
+    assert compiled["peak_bytes"] <= compiled["argument_bytes"] + compiled["output_bytes"] + 0.4e9
+    own, others = record["estimated_ms"]["a policy's own completions"], record["estimated_ms"]["others' text"]
+    assert own["ratio"] <= 0.45 and others["ratio"] <= 0.5

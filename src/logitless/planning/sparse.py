@@ -184,6 +184,14 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
     most = most_columns(w.vocab, slab)
     # dH in float32 and dW of the active columns; a slab's buffers stand where the sweeps' have stood.
     kept = 4 * w.tokens * w.width * w.wants_hidden + most * w.width * w.item * w.wants_head
+    per_hard_row = 2 * b
+    if "group" in route.tiles:  # in one pass (``one_pass.py``): dW of the active columns stands in dW's own place
+        beside = most * w.width * w.item if w.wants_head and w.vocab % 16 else 0
+        step = slab * w.width * (w.item + 4 * w.wants_head) + chunk * slab * (4 + w.item)
+        step += 4 * chunk * w.width * w.wants_hidden
+        hidden = (4 + w.item) * w.tokens + 4 * route.tiles["group"]  # in float32, rounded, and a group of hard rows
+        kept = w.rows + hidden * w.width * w.wants_hidden + beside + step
+        per_hard_row = 1 + b
     temporaries = max(exact.temporaries, kept + _INDEX_ARRAYS * 4 * w.vocab)
     if columns == w.vocab:
         return Way(exact.matmuls + late, exact.moved, exact.passes, temporaries, tiles)
@@ -191,7 +199,7 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
     passes = _slab_passes(w, columns, slab) + gathered
     reads = -(-w.live // chunk) * (1 + w.wants_hidden) * columns * w.width * w.item
     return Way(
-        matmuls=whole + (1 + late + b) * columns / w.vocab + 2 * b * shares.hard_rows,
+        matmuls=whole + (1 + late + b) * columns / w.vocab + per_hard_row * shares.hard_rows,
         moved=round(passes + reads + exact.moved * (0.5 * whole + shares.hard_rows)),
         passes=round(passes),
         temporaries=temporaries,

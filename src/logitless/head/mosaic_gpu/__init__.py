@@ -3,5 +3,5 @@ epilogue.
 
     backend    chunked sweeps whose passes over a chunk's logits are the row kernels of ``logits/mosaic_gpu``
     matmul     forward statistics by one matmul, no logits; epilogue, schedule and limits belong to it
-    sparse     the sparse backward without logits; screen finds its columns, order its tokens
+    sparse     the sparse backward without logits; screen finds its columns
 """

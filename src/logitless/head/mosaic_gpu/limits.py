@@ -1,4 +1,4 @@
-"""What the Hopper head kernel takes, and why it does not take the rest."""
+"""What the Hopper head kernel takes, and why it does not take the rest; how many tokens a slab meets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from logitless.compat import mosaic_gpu_reason
 
 TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
 _DTYPES = ("bfloat16", "float16")
+_LANES = 128
+
+
+def visit_of(p: Any) -> int:
+    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several. All of
+    them, or equal parts in multiples of 128."""
+    most = 4 * p.call.chunk
+    if p.n <= most:
+        return p.n
+    equal = -(-p.n // -(-p.n // most))
+    return min(-(-equal // _LANES) * _LANES, most)
 
 
 def check(p: Any, platform: str = "gpu") -> None:

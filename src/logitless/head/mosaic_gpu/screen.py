@@ -25,11 +25,12 @@ from jax import Array, lax
 
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
+from logitless.head.expected import expected_lse
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.epilogue import LANES
 from logitless.problem import Problem
 from logitless.rows import Visit, live_sweep, swept_columns
-from logitless.transform import factor, forward, times
+from logitless.transform import factor, times
 
 THRESHOLD = 2.0**-6
 """On a probability, relative to the tolerance: at 2^-8 columns above 6e-5 pass (docs/sparse-backward.md)."""
@@ -39,17 +40,6 @@ _LIMITS = (8, 32, 128)
 
 _FEW = 4096
 _LOW_IDS = 1024
-
-
-def target_logits(p: Problem) -> Array:
-    """``z [N]`` of the targets: one dot product a token. Zero for a target outside the vocabulary."""
-    inside = (p.targets >= 0) & (p.targets < p.call.vocab_size)
-    at = jnp.where(inside, p.targets, 0)
-    w = p.head.weight.at[at].get() if p.head.axis == 0 else p.head.weight.at[:, at].get().T
-    x = jnp.sum(p.h.astype(jnp.float32) * w.astype(jnp.float32), axis=1)
-    if p.head.bias is not None:
-        x = x + p.head.bias.astype(jnp.float32).at[at].get()
-    return jnp.where(inside, forward(x, p.transform), 0.0)
 
 
 def few_columns(p: Problem, rows: Array) -> Array:
@@ -79,10 +69,8 @@ def _logsumexp_of_few(p: Problem, rows: Array) -> Array:
 def guess(p: Problem, rows: Array, before: Array | None) -> Array:
     """``b [N]``: what the logsumexp of ``rows [N]`` may be; ``before [N]`` are log-probabilities of the targets by an
     earlier pass, or by the sampler (NaN where one is missing)."""
-    target = target_logits(p)
-    if before is None:
-        return jnp.maximum(target, _logsumexp_of_few(p, rows))
-    return target - jnp.where(jnp.isnan(before), 0.0, before)
+    floor = expected_lse(p, before)
+    return jnp.maximum(floor, _logsumexp_of_few(p, rows)) if before is None else floor
 
 
 def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:

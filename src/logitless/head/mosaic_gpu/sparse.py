@@ -35,8 +35,9 @@ from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
 from logitless.head.mosaic_gpu import matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
-from logitless.head.mosaic_gpu.order import Ordered, in_order, visit_of
+from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
+from logitless.head.order import Ordered, in_order
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.head.sparse import Sparse, in_words
@@ -129,7 +130,7 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().gradients_in_forward(p, want, loss)
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
-        f = in_order(p, loss.inputs.mask & loss.may_move())
+        f = in_order(p, loss.inputs.mask & loss.may_move(), visit_of(p))
         stats, found = _screen(f, want, before)
         out = jax.tree.map(f.put_back, stats)
         g = loss.cotangents(out)
@@ -142,7 +143,7 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().forward(p, want)
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
-        f = in_order(p, live)
+        f = in_order(p, live, visit_of(p))
         stats, found = _screen(f, want, None)
         out = jax.tree.map(f.put_back, stats)
         nothing = Gradients(None, HeadGrads(None, None)), jnp.zeros((f.p.n,), jnp.float32)
@@ -160,7 +161,7 @@ class ScreenedSparse(Sparse):
             return super().backward(p, want, out, g, residual, only_logp)
         if p.live is not None:
             g = without(g, ~p.live)
-        f = in_order(p, g.any_nonzero())
+        f = in_order(p, g.any_nonzero(), visit_of(p))
         return _gradients(f, want, Known(*jax.tree.map(f.take, (out, g))), residual)[0]
 
 

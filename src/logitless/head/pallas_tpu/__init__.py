@@ -10,4 +10,6 @@ columns_at       W[:, y] of an [H, V] head, and columns of dW put into place
 tiles, operands  what a kernel is specialised to, and what it is given
 sparse           a sparse backward around the exact backend; sparse_columns finds its columns, slabs works on them,
                  gathered takes them out of a head of either layout, sparse_shard is for a part of the vocabulary
+one_pass         the same in one pass over the vocabulary and one over dW, where that serves: look, ordered_slabs, and
+                 around, the sweep that writes dW around the rows of the active columns, which are ready
 """

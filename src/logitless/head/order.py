@@ -1,4 +1,5 @@
-"""Tokens in the order in which the sparse backward works on them: those with a gradient, then the other live ones.
+"""Tokens in the order in which a sparse backward without logits works on them: those with a gradient, then the other
+live ones.
 
 So every matmul reads and writes whole blocks of rows, and no loop gathers any. One gather of ``[N, H]`` to begin with,
 one of dH at the end.
@@ -7,24 +8,11 @@ one of dH at the end.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from logitless.problem import Problem
-
-_LANES = 128
-
-
-def visit_of(p: Any) -> int:
-    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several. All of
-    them, or equal parts in multiples of 128."""
-    most = 4 * p.call.chunk
-    if p.n <= most:
-        return p.n
-    equal = -(-p.n // -(-p.n // most))
-    return min(-(-equal // _LANES) * _LANES, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +36,13 @@ class Ordered:
         return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def in_order(p: Problem, first: Array) -> Ordered:
-    """Tokens where ``first [N]`` is true, then the other live ones, then the dead."""
+def in_order(p: Problem, first: Array, visit: int) -> Ordered:
+    """Tokens where ``first [N]`` is true, then the other live ones, then the dead; filled up to whole visits of
+    ``visit`` tokens."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
     order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
-    over = -p.n % visit_of(p)
+    over = -p.n % visit
     order = jnp.pad(order, (0, over), mode="edge")
     ordered = dataclasses.replace(p, live=None).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
     alive = jnp.sum(live, dtype=jnp.int32)

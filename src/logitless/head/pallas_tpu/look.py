@@ -1,0 +1,161 @@
+"""A look at 128 rows in a sample of the columns: is a sparse backward worth it, and at which threshold?
+
+As in ``sparse_columns.py``, with two differences. Bounds begin at what the logsumexp is expected to be, where the
+sampler or an earlier pass has said how probable the target was (``head/expected.py``). And the few rows' logits are
+those of ``SAMPLE`` columns, in blocks evenly spaced over the vocabulary, each standing for V / SAMPLE: all columns
+would be one more pass over the head (0.8 ms of a v6e at V = 151936, H = 4096). What they judge is a matter of cost;
+what a row leaves out is then computed for all rows. On 8192 tokens of ``bench.realistic`` the share of hard rows comes
+out within 0.8 % of all rows of what all columns say (benchmarks/results/tpu_v6e_sparse_estimate.json).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from logitless import rows
+from logitless.head.columns import Rule
+from logitless.head.expected import expected_lse, target_logits
+from logitless.head.linear import raw_logits
+from logitless.head.pallas_tpu.sparse_columns import FEW, LEAST_TOLERANCE, MASS_ERROR, Active
+from logitless.head.pallas_tpu.tiles import LANES
+from logitless.head.slabs import misses
+from logitless.problem import Head, Problem
+from logitless.rows import front, swept_columns
+from logitless.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
+from logitless.transform import factor, times
+
+SAMPLE = 8192
+"""Columns that the few rows are looked at in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Few:
+    """Some of the rows that count, and their logits in some columns."""
+
+    at: Array  # [FEW] int32: which rows
+    p: Problem  # theirs
+    x: Array  # [FEW, S] float32: raw logits
+    columns: Array  # [S] int32: of these columns
+    lse: Array  # [FEW]: the logsumexp, as far as these columns tell
+
+    @property
+    def share(self) -> float:
+        """Columns of the vocabulary for which each of these stands."""
+        return self.p.call.vocab_size / self.columns.size
+
+
+def sampled(vocab_size: int) -> tuple[np.ndarray, int]:
+    """``(where blocks of columns start, columns of a block)``: evenly spaced; one block of all columns in a small
+    vocabulary."""
+    if vocab_size <= SAMPLE:
+        return np.zeros(1, np.int32), vocab_size
+    blocks = max(SAMPLE // LANES, 1)
+    return np.linspace(0, vocab_size // LANES - 1, blocks).astype(np.int32) * LANES, LANES
+
+
+def _blocks(x: Array | None, vocab_size: int, axis: int) -> Array | None:
+    """The sampled part of ``x``: slices, where a gather would take a row at a time."""
+    if x is None:
+        return None
+    starts, size = sampled(vocab_size)
+    return jnp.concatenate([lax.slice_in_dim(x, s, s + size, axis=axis) for s in starts.tolist()], axis)
+
+
+def _some_columns(head: Head, vocab_size: int) -> Head:
+    """The part of the head that makes the sampled columns' logits."""
+    weight = _blocks(head.weight, vocab_size, head.axis)
+    assert weight is not None
+    by_row = head.layout == "vh"
+    return dataclasses.replace(
+        head,
+        weight=weight,
+        bias=_blocks(head.bias, vocab_size, 0),
+        lora_a=_blocks(head.lora_a, vocab_size, 0) if by_row else head.lora_a,
+        lora_b=head.lora_b if by_row else _blocks(head.lora_b, vocab_size, 1),
+    )
+
+
+def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
+    """Rows evenly spaced over those where ``counts [N]`` is true; ``before``: see :func:`expected_lse`."""
+    f, vocab_size = front(counts), p.call.vocab_size
+    total = jnp.int32(p.n) if f.count is None else f.count
+    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
+    at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+    few = p.rows(lambda a: a[at])
+    starts, size = sampled(vocab_size)
+    ids = jnp.asarray((starts[:, None] + np.arange(size)).reshape(-1), jnp.int32)
+    x = raw_logits(few.h, _some_columns(few.head, vocab_size), jnp.dtype(jnp.float32))
+    t = few.transform.column()
+    z = times(factor(t), swept_columns(x, t, vocab_size, ids[None, :]))
+    others = jnp.where(ids[None, :] == few.targets[:, None], NEG_INF, z)
+    # The target counts once, whether it is among these columns or not.
+    lse = jnp.logaddexp(jax.nn.logsumexp(others, axis=1) + np.log(vocab_size / ids.size), target_logits(few))
+    if before is not None:
+        lse = jnp.maximum(lse, expected_lse(few, before[at]))
+    return Few(at, few, x, ids, lse)
+
+
+def surely_hard(rule: Rule, few: Few) -> Array:
+    """``[FEW]``: rows that leave out more than the tolerance whichever columns are kept, if not more than
+    ``rule.most``, as far as the sampled columns tell.
+
+    A row that keeps every probability from e on, and fills up with others below e, leaves out at least
+    ``sum of p below e - e (columns left to fill)``, for any e.
+    """
+    vocab_size, t = few.p.call.vocab_size, few.p.transform.column()
+    z = times(factor(t), swept_columns(few.x, t, vocab_size, few.columns[None, :]))
+    probability = jnp.exp(z - few.lse[:, None])
+    least = jnp.zeros_like(few.lse)
+    for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
+        e = 2.0**-k / vocab_size
+        below = probability < e
+        room = jnp.maximum(rule.most - few.share * jnp.sum(~below, axis=1), 0)
+        mass = few.share * jnp.sum(jnp.where(below, probability, 0.0), axis=1)
+        least = jnp.maximum(least, mass - e * room)
+    assert few.p.tolerance is not None
+    return ~(least <= few.p.tolerance)
+
+
+def exact_is_cheaper(rule: Rule, few: Few) -> Array:
+    """Whether the exact kernels cost no more than a sweep and the hard rows alone."""
+    hard, tolerance = jnp.mean(surely_hard(rule, few).astype(jnp.float32)), few.p.tolerance
+    assert tolerance is not None
+    return (1 + rule.cost(0, hard) >= rule.dense) | (tolerance < LEAST_TOLERANCE)
+
+
+def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
+    """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count."""
+    floor = expected_lse(p, before)
+    return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (floor < jnp.inf), floor, jnp.inf)
+
+
+def choose_columns(
+    rule: Rule, p: Problem, maxima: Array, counts: Array, few: Few, stats: TokenStats, g: StatCotangents | None
+) -> Active:
+    """The active columns: those whose ``maxima [vocab_size]`` are above the threshold that costs least, and the
+    targets of the tokens where ``counts [N]`` is true. ``stats`` and ``g`` are those of the few rows; ``g`` is ``None``
+    where cotangents are not known yet."""
+    assert p.tolerance is not None
+    vocab_size, width = p.call.vocab_size, max(p.head.vocab, rule.most)
+    maxima = jnp.pad(maxima, (0, width - maxima.size), constant_values=-jnp.inf)
+    own = jnp.where(counts & valid_targets(p.targets, vocab_size), p.targets, width)
+    level, number = rule.levels(maxima.at[own].set(jnp.inf, mode="drop"), p.tolerance)
+    miss = misses(p.tolerance, stats, g, vocab_size)
+    moves = jnp.ones(few.at.shape, bool) if g is None else g.any_nonzero()
+    probability = rows.probabilities(few.x, few.p, stats, few.columns[None, :])
+    some = _blocks(level[:vocab_size], vocab_size, 0)
+    assert some is not None
+    beyond = (some[:, None] > jnp.arange(len(rule.thresholds))[None, :]).astype(jnp.float32)
+    mass = few.share * jnp.matmul(probability, beyond, precision=lax.Precision.HIGHEST).T
+    hard = jnp.stack([jnp.sum(moves & miss(m + MASS_ERROR)) for m in mass]) / jnp.maximum(jnp.sum(moves), 1)
+    best, dense = rule.cheapest(number, hard, vocab_size)
+    ids = jnp.arange(width, dtype=jnp.int32)
+    # Sorted, since a scatter of V numbers is slow on this chip.
+    index = jnp.sort(jnp.where((level <= best) & ~dense, ids, -1))[width - rule.most :]
+    unused = width + jnp.arange(rule.most, dtype=jnp.int32)
+    return Active(jnp.where(index < 0, unused, index), jnp.where(dense, 0, number[best]), dense)

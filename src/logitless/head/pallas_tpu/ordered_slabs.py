@@ -1,0 +1,221 @@
+"""The sparse backward's gradients with tokens in order, on TPU: slabs of the active columns, hard rows along with dW.
+
+    over_slabs   x, dx, dh, a slab of dW, and the mass that each row keeps           3 M K / V
+    gradients    those, and the other columns of the rows that leave out more than the tolerance: up to ``GROUP`` of
+                 them by one sweep over the head (``around.py``), 3 matmuls each; more with dH by the exact kernel, 4
+
+Tokens stand in the order of ``head/order.py``, those with a gradient first: no step gathers any. How the parts make one
+gradient: ``one_pass.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.head import columns as columns_of
+from logitless.head.columns import Rule
+from logitless.head.linear import add_dhead, dhidden, raw_logits
+from logitless.head.order import Ordered
+from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.around import dhead_around, rows_beside
+from logitless.head.pallas_tpu.operands import interpreter, tiles_of
+from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
+from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
+from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active
+from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
+from logitless.head.report import SparseReport
+from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
+from logitless.problem import Gradients, HeadGrads, Problem, Wanted
+from logitless.pytree import register
+from logitless.rows import front, probabilities
+
+CHUNK = 2048
+"""Tokens of a backward step, at most."""
+
+GROUP = 1024
+"""Hard rows whose dH is made along with dW, at most: it stays in VMEM meanwhile. Where they fit into one token tile, dW
+has no accumulator to go through."""
+
+
+def chunk_of(p: Problem) -> int:
+    """Tokens of a backward step: all of them, or equal parts in multiples of 128."""
+    if p.n <= CHUNK:
+        return p.n
+    equal = -(-p.n // -(-p.n // CHUNK))
+    return min(-(-equal // LANES) * LANES, CHUNK)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Slabs:
+    """What the backward steps over the active columns give."""
+
+    kept: Array  # [tokens] float32: mass of the active columns
+    dh: Array | None  # [tokens, H] float32
+    weight: Array | None  # [room, H]: rows of dW, in the last slots (``ready.py``)
+    bias: Array | None  # [most] float32
+
+
+def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array, chunk: int, active: Active) -> Slabs:
+    """Masses, and of dH and the rows of dW and dbias those that are wanted, of the first ``count`` tokens, in chunks of
+    which there is a whole number."""
+    (size, width), head = p.h.shape, p.head
+    slots = rule.slabs(active.count) * rule.slab
+
+    def slab(i: Array, carry: Slabs) -> Slabs:
+        at = rule.most - slots + i * rule.slab
+        index = lax.dynamic_slice_in_dim(active.index, at, rule.slab)
+        columns = columns_of.head_columns(head, jnp.where(index < head.vocab, index, 0))  # unused slots come first
+
+        def add(k: Array, inner: tuple[Array, Array | None, HeadGrads]) -> tuple[Array, Array | None, HeadGrads]:
+            kept, dh, grads = inner
+
+            def cut(a: Array) -> Array:
+                return lax.dynamic_slice_in_dim(a, k * chunk, chunk)
+
+            def put(whole: Array, own: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(whole, cut(whole) + own, k * chunk, 0)
+
+            part, own = p.rows(cut), Known(*jax.tree.map(cut, (known.stats, known.g)))
+            # Kept: XLA would make the logits once for the masses and once for dx.
+            x = lax.optimization_barrier(raw_logits(part.h, columns, jnp.dtype(jnp.float32)))
+            kept = put(kept, jnp.sum(probabilities(x, part, own.stats, index[None, :]), axis=1))
+            if want:
+                dx = slab_dx(x, index, part, own)
+                dh = None if dh is None else put(dh, dhidden(dx, columns))
+                grads = add_dhead(grads, dx, part.h, columns)
+            return kept, dh, grads
+
+        zero = HeadGrads(
+            jnp.zeros((rule.slab, width), jnp.float32) if want.weight else None,
+            jnp.zeros((rule.slab,), jnp.float32) if want.bias else None,
+        )
+        chunks = (count + (chunk - 1)) // chunk
+        kept, dh, grads = lax.fori_loop(0, chunks, add, (carry.kept, carry.dh, zero))
+
+        def put(whole: Array | None, own: Array | None) -> Array | None:
+            if whole is None or own is None:
+                return None
+            behind = whole.shape[0] - rule.most
+            return lax.dynamic_update_slice_in_dim(whole, own.astype(whole.dtype), behind + at, 0)
+
+        return Slabs(kept, dh, put(carry.weight, grads.weight), put(carry.bias, grads.bias))
+
+    room, interpret = room_for(head.vocab, rule.most), interpreter(p.call.interpret)
+    start = Slabs(
+        jnp.zeros((size,), jnp.float32),
+        jnp.zeros((size, width), jnp.float32) if want.hidden else None,
+        blank_rows(room, width, weight_dtype(p), interpret) if want.weight else None,
+        jnp.zeros((rule.most,), jnp.float32) if want.bias else None,
+    )
+    return lax.fori_loop(0, rule.slabs(active.count), slab, start)
+
+
+def gradients(
+    rule: Rule, want: Wanted, f: Ordered, known: Known, moving: Array, active: Active
+) -> tuple[Gradients, SparseReport]:
+    """The gradients that are wanted of the tokens ``moving``, which come first, and their report, in the order of the
+    call; ``known`` and ``moving`` in that of ``f``. Without cotangents (all zero, nothing wanted) the report is the one
+    that they would have if all were of ``logp``."""
+    p, vocab_size = f.p, f.p.call.vocab_size
+    assert p.tolerance is not None
+    slabs = over_slabs(rule, want, p, known, f.count, chunk_of(p), active)
+    mass = jnp.where(moving, jnp.maximum(1.0 - slabs.kept, 0.0), 0.0)
+    hard = moving & misses(p.tolerance, known.stats, known.g if want else None, vocab_size)(mass + MASS_ERROR)
+    report = SparseReport(
+        left_out=f.put_back(jnp.where(hard | ~moving, 0.0, mass)),
+        rows=f.put_back(moving),
+        hard=f.put_back(hard & ~active.dense),
+        chunks=jnp.int32(1),
+        dense_chunks=active.dense.astype(jnp.int32),
+        active=active.count.astype(jnp.float32),
+        width=jnp.where(active.dense, p.head.vocab, rule.slabs(active.count) * rule.slab).astype(jnp.float32),
+    )
+    if not want:
+        return Gradients(None, HeadGrads(None, None)), report
+    easy = None
+    if slabs.dh is not None:
+        own = in_their_place(mean_row(rule, p), mass, without(known.g, hard | ~moving), p.transform)
+        easy = (slabs.dh + own).astype(jnp.float32 if p.call.partial_hidden else p.h.dtype)
+    total = _with_hard_rows(want, f, known, hard, slabs, easy, active)
+    bias = total.head.bias
+    if bias is not None and slabs.bias is not None:
+        bias = bias.at[active.index].set(slabs.bias, mode="drop", unique_indices=True)
+    if bias is not None and p.head.bias is not None and not p.call.partial_head:
+        bias = bias.astype(p.head.bias.dtype)
+    return Gradients(total.hidden, HeadGrads(total.head.weight, bias)), report
+
+
+def _with_hard_rows(
+    want: Wanted, f: Ordered, known: Known, hard: Array, slabs: Slabs, easy: Array | None, active: Active
+) -> Gradients:
+    """The gradients of all rows: ``easy [tokens, H]`` and the slabs' rows of dW, and what the ``hard`` ones add.
+
+    What a branch is given stays in memory until its end: dH in float32 is not, but for some rows.
+    """
+    p, first = f.p, front(hard)
+    order, count = first.order, first.count
+    assert order is not None and count is not None
+
+    def of(at: Array) -> tuple[Problem, Known]:
+        def take(a: Array) -> Array:
+            return a.at[at].get(mode="promise_in_bounds")
+
+        return p.rows(take), Known(*jax.tree.map(take, (known.stats, known.g)))
+
+    tiles = _hard_tiles("dhead", p)
+    some = min(GROUP, rows_beside(p, tiles.tokens), -(-p.n // tiles.tokens) * tiles.tokens)
+    group = max(some // tiles.tokens * tiles.tokens, tiles.tokens)
+    rows = order[jnp.minimum(jnp.arange(group), p.n - 1)]
+    ready = None if slabs.weight is None else Ready(slabs.weight, active.index, active.count)
+    by_columns = None if slabs.dh is None else slabs.dh.at[rows].get(mode="promise_in_bounds")
+
+    def together(group: int) -> Gradients:
+        """One sweep for dH and dW of the columns that are not active, in the first ``group`` of the hard rows."""
+        assert ready is not None
+        q, own = of(rows[:group])
+        out = dhead_around(q, count, own.stats, own.g, ready, tiles, with_hidden=easy is not None)
+        if easy is None or by_columns is None or out.hidden is None:
+            return out
+        both = (by_columns[:group] + out.hidden).astype(easy.dtype)
+        rank = jnp.zeros((p.n,), jnp.int32).at[order].set(jnp.arange(p.n, dtype=jnp.int32), unique_indices=True)
+        place = f.put_back(jnp.where(hard, p.n + rank, jnp.arange(p.n, dtype=jnp.int32)))
+        return Gradients(jnp.concatenate([easy, both]).at[place].get(mode="promise_in_bounds"), out.head)
+
+    def exact_rows(k: Array, dh: Array) -> Array:
+        """``dh`` with a group of the hard rows by the exact kernel."""
+        at = k * group + jnp.arange(group, dtype=jnp.int32)
+        row = order[jnp.minimum(at, p.n - 1)]
+        q, own = of(row)
+        tiles = _hard_tiles("dhidden", q)
+        exact, _ = kernels.dhidden(q, jnp.clip(count - k * group, 0, group), own.stats, own.g, tiles)
+        return dh.at[jnp.where(at < count, row, p.n)].set(exact.astype(dh.dtype), mode="drop")
+
+    def apart() -> Gradients:
+        """dH by the exact kernel, a group of rows at a time; dW by a sweep of its own."""
+        dh, head = easy, HeadGrads(None, None)
+        if dh is not None:
+            dh = lax.fori_loop(0, (count + (group - 1)) // group, exact_rows, dh)
+        if ready is not None or want.bias:
+            q, own = of(order)
+            if ready is not None:
+                head = dhead_around(q, count, own.stats, own.g, ready, tiles).head
+            else:
+                head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
+        return Gradients(None if dh is None else f.put_back(dh), head)
+
+    if ready is None:
+        return apart()
+    sizes = [tiles.tokens, group] if tiles.tokens < group else [group]
+    ways = [functools.partial(together, size) for size in sizes] + ([] if group >= p.n else [apart])
+    return lax.switch(sum((count > size).astype(jnp.int32) for size in sizes[: len(ways) - 1]), ways)
+
+
+def _hard_tiles(kernel: Kernel, p: Problem) -> Tiles:
+    tiles = tiles_of(kernel, p)
+    return dataclasses.replace(tiles, tokens=min(tiles.tokens, HARD_TILES[kernel])) if tiles.tokens > LANES else tiles

@@ -1,0 +1,170 @@
+"""Rows of dW that are ready before its sweep begins, which puts them where they belong.
+
+A sparse backward has the rows of the active columns from its slabs (``ordered_slabs.py``). XLA's scatter would stream
+all of dW once more to put them in place; the sweep of the hard rows (``around.py``) writes every tile of it in any
+case. So a tile begins with its ready rows in place of zeros, and adds nothing to them:
+
+    one_hot rows            one_hot[v, s] = (slot s holds column v): a matmul of 2 vocab PART H FLOP a tile, and exact
+
+The slots are in the order of their columns, so that a tile's rows stand side by side: they are copied ``PART`` at a
+time, those of the next tile while this one is worked on.
+
+Where they stand: at the end of an array of dW's own shape and dtype, over which dW is written. Slot ``s`` of ``S``
+holds row ``V - S + s`` of it, and the active columns have the last slots, so that the row of a column never stands
+before the column's own place: with the c-th of K columns at v, ``v <= V - K + c``. A tile is read before it is written,
+and whatever is written before that lies in front of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from logitless import compat
+from logitless.head.pallas_tpu.operands import column_ids, dot
+from logitless.head.pallas_tpu.tiles import LANES
+from logitless.pytree import register
+
+PART = 256
+"""Slots at a time: as deep as a matrix unit."""
+
+_ALIGNED = 16
+"""Rows of a bfloat16 array from one place where a copy may begin to the next."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """Rows of dW."""
+
+    rows: Array  # [V or slots, H], in the dtype of dW; slot s is row `size - slots + s`
+    index: Array  # [slots] int32: their columns, ascending at the end; beyond the vocabulary in unused slots
+    count: Array  # () int32: slots that are used, the last ones
+
+
+def room_for(vocab: int, slots: int) -> int:
+    """Rows of the array that ``slots`` rows of dW are collected in: dW's own, if copies may begin at their places."""
+    return vocab if vocab % _ALIGNED == 0 else slots
+
+
+def blank_rows(rows: int, width: int, dtype: Any, interpret: Any) -> Array:
+    """``[rows, width]`` in HBM that nobody has written to; NaN in the interpreter, so that reading it shows."""
+    if interpret:
+        return jnp.full((rows, width), jnp.nan, dtype)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    shape = compat.hbm_output((rows, width), dtype, interpret)
+    return pl.pallas_call(lambda out: None, out_specs=anywhere, out_shape=shape, name="head_blank")()
+
+
+def parts_of(slots: int) -> int:
+    """Slots that are copied at a time."""
+    return PART if slots % PART == 0 else LANES
+
+
+def schedule(ready: Ready, n_live: Array, tiles: int, tile: int) -> Array:
+    """``[how many tokens count, the first slot of every tile of the vocabulary, and the last one's end]``."""
+    slots = ready.index.size
+    below = jnp.arange(1, tiles, dtype=jnp.int32) * tile
+    used = jnp.arange(slots) >= slots - ready.count
+    before = jnp.sum((ready.index[None, :] < below[:, None]) & used[None, :], axis=1, dtype=jnp.int32)
+    first = (slots - ready.count).astype(jnp.int32)
+    ends = jnp.full((1,), slots, jnp.int32)
+    return jnp.concatenate([n_live, first[None], first + before, ends])
+
+
+def slots_by_part(ready: Ready) -> Array:
+    """``[parts, 1, slots of a part]``."""
+    part = parts_of(ready.index.size)
+    return ready.index.reshape(-1, 1, part)
+
+
+def scratch(vocab: int, slots: Array, width: int, dtype: Any) -> list[Any]:
+    """Two buffers of rows on their way in, their semaphores, and which columns of the tile are ready."""
+    return [
+        pltpu.VMEM((2, slots.shape[2], width), dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((vocab, 1), jnp.float32),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+    """The ready rows of the tile at hand, inside a kernel; its grid is (vocabulary tile, token tile)."""
+
+    vocab: int  # columns of a tile
+    n_live: Any  # what :func:`schedule` gave
+    rows: Any  # in HBM
+    slots: Any  # in VMEM
+    buffer: Any
+    arrived: Any
+    is_ready: Any  # [vocab, 1]
+
+    def _span(self) -> tuple[Any, Any, Any]:
+        """``(the first part that the tile has rows in, its first slot, its end)``."""
+        j = pl.program_id(0)
+        return self._first_part(j), self.n_live[1 + j], self.n_live[2 + j]
+
+    def _first_part(self, tile: Any) -> Any:
+        parts, _, part = self.slots.shape
+        return jnp.minimum(self.n_live[1 + tile] // part, parts - 1)
+
+    def _copy(self, k: Any, to: Any) -> Any:
+        parts, _, part = self.slots.shape
+        at = pl.multiple_of(self.rows.shape[0] - parts * part + k * part, _ALIGNED)
+        return pltpu.make_async_copy(self.rows.at[pl.ds(at, part)], self.buffer.at[to], self.arrived.at[to])
+
+    def _one_hot(self, k: Any) -> Array:
+        """``[vocab, slots of a part]`` bool."""
+        part, (_, first, end) = self.slots.shape[2], self._span()
+        column = lax.broadcasted_iota(jnp.int32, (self.vocab, part), 0)
+        slot = k * part + column_ids(column)
+        own = column + pl.program_id(0) * self.vocab == self.slots[k]
+        return own & (slot >= first) & (slot < end)
+
+    def _placed(self, k: Any) -> Array:
+        """``[vocab, H]`` float32: the rows of a part that has arrived, in their places."""
+        own, (_, first, end) = self.buffer[pl.program_id(0) % 2], self._span()
+        slot = k * self.slots.shape[2] + lax.broadcasted_iota(jnp.int32, own.shape, 0)
+        own = jnp.where((slot >= first) & (slot < end), own, jnp.zeros((), own.dtype))  # others' may be anything
+        return dot(self._one_hot(k).astype(jnp.float32).astype(own.dtype), own, (1, 0))
+
+    def _over_more_parts(self, body: Any) -> None:
+        here, _, end = self._span()
+        lax.fori_loop(here + 1, pl.cdiv(end, self.slots.shape[2]), lambda k, _: body(k), None)
+
+    def begin(self) -> None:
+        """Before a tile's first step: its first rows are on their way, the next tile's as well."""
+        j = pl.program_id(0)
+        pl.when(j == 0)(lambda: self._copy(self._first_part(0), 0).start())
+        pl.when(j + 1 < pl.num_programs(0))(lambda: self._copy(self._first_part(j + 1), (j + 1) % 2).start())
+
+        def find(k: Any) -> Array:
+            return jnp.sum(jnp.where(self._one_hot(k), 1.0, 0.0), axis=1, keepdims=True)
+
+        def more(k: Any) -> None:
+            self.is_ready[...] += find(k)
+
+        self.is_ready[...] = find(self._span()[0])
+        self._over_more_parts(more)
+
+    def first(self) -> Array:
+        """``[vocab, H]`` float32: the rows of the tile's first part in their places, zeros elsewhere."""
+        here, at = self._span()[0], pl.program_id(0) % 2
+        self._copy(here, at).wait()
+        return self._placed(here)
+
+    def put_more(self, out: Any) -> None:
+        """The rows of further parts over the zeros in ``out [vocab, H]``."""
+        at = pl.program_id(0) % 2
+
+        def put(k: Any) -> None:
+            self._copy(k, at).start()
+            self._copy(k, at).wait()
+            out[...] += self._placed(k).astype(out.dtype)
+
+        self._over_more_parts(put)
