@@ -16,10 +16,15 @@ from logitless.cli import main
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_command_is_installed_under_its_name() -> None:
+def test_the_command_is_installed_under_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["logitless"].split(":")
-    assert getattr(importlib.import_module(module), function) is main
+    monkeypatch.setattr(sys, "argv", ["logitless", "configs"])
+    assert getattr(importlib.import_module(module), function)() == 0 == main(["configs"])
+    said = capsys.readouterr().out
+    assert said and said[: len(said) // 2] == said[len(said) // 2 :]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,9 +24,29 @@ def test_the_wheel_has_the_package_its_types_and_its_configurations(tmp_path: Pa
     inside = set(zipfile.ZipFile(path).namelist())
     source = {f"logitless/{f.relative_to(ROOT / 'src/logitless')}" for f in (ROOT / "src/logitless").glob("**/*.py")}
     configs = {f"logitless/{f.relative_to(ROOT)}" for f in (ROOT / "configs").glob("**/*.yaml")}
-    assert configs and source | configs | {"logitless/py.typed"} <= inside
-    strangers = {f for f in inside if not f.startswith(("logitless/", f"logitless-{logitless.__version__}.dist-info/"))}
-    assert not strangers
+    command = "logitless_command.py"
+    assert configs and source | configs | {"logitless/py.typed", command} <= inside
+    ours = ("logitless/", f"logitless-{logitless.__version__}.dist-info/", command)
+    assert not {f for f in inside if not f.startswith(ours)}
+
+
+def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
+    """jax takes seconds to import; here it is a package that takes for ever."""
+    (tmp_path / "logitless").mkdir()
+    (tmp_path / "logitless" / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    module, _, function = PROJECT["scripts"]["logitless"].partition(":")
+    code = f"import sys; from {module} import {function}; sys.exit({function}())"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "logitless: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
