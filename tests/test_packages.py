@@ -34,7 +34,9 @@ def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> N
     """jax takes seconds to import; here it is a package that takes for ever."""
     (tmp_path / "logitless").mkdir()
     (tmp_path / "logitless" / "__init__.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+        # A shell's background job, as which tests may run, begins with SIGINT ignored.
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     module, _, function = PROJECT["scripts"]["logitless"].partition(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"

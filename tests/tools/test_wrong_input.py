@@ -83,7 +83,7 @@ WRONG = {
         kernel.backend=cuda                     -> kernel.backend: 'cuda', expected one of nothing, reference, chunked
         baselines=[foo]                         -> baselines: 'foo', expected some of naive, strong
         batch_kind=foo                          -> batch_kind: 'foo', expected uniform or rl
-        inputs=foo                              -> inputs: 'foo', expected flat, realistic or on_policy
+        inputs=foo                              -> inputs: 'foo', expected one of flat, realistic, on_policy, real
         gates=3                                 -> 'gates'
         wandb_mode=online                       -> pip install 'logitless[wandb]'
     """,
@@ -147,7 +147,7 @@ WRONG = {
         train.steps=x                           -> 'train.steps'
         model.weights=nope                      -> no model at nope: expected a hub folder, a .gguf file
         model.weights=FOLDER                    -> FOLDER: holds no tokenizer.json
-        model.weights=HALF                      -> HALF: holds no tokenizer.json
+        model.weights=HALF                      -> HALF: is a file; expected a folder of a hub's model
         model.architecture=nope                 -> model.architecture: 'nope', expected one of
         model.tokenizer=nope                    -> no model at nope
         model.cache_dir=FILE model.weights=smollm2-135m -> smollm2-135m: cannot be written to FILE

@@ -80,7 +80,7 @@ def test_configurations_go_by_name_and_into_the_wheel(
     (tmp_path / "tiny").write_text("seed: 7\n")
     assert load(shipped.find("train", "tiny")).seed == 7
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert build["force-include"] == {"configs": "logitless/configs"}
+    assert build["force-include"]["configs"] == "logitless/configs"
 
 
 def test_resume_takes_a_folder_and_its_configuration(tmp_path: Path) -> None:
