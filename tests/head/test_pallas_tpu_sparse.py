@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
-from logitless.head.pallas_tpu import kernels, look
+from logitless.head.pallas_tpu import kernels, look, sparse_columns
 from logitless.head.pallas_tpu import ordered_slabs as slabs
 from logitless.head.pallas_tpu.one_pass import one_pass_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
@@ -57,7 +57,10 @@ DAPO = Objective(aggregation="dapo")
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
     tiles = {"dhidden": 128, "dhead": 128}
-    with mock.patch.object(look, "FEW", 64), mock.patch.multiple(slabs, CHUNK=128, GROUP=128, HARD_TILES=tiles):
+    with (
+        mock.patch.object(sparse_columns, "FEW", 64),
+        mock.patch.multiple(slabs, CHUNK=128, GROUP=128, HARD_TILES=tiles),
+    ):
         yield
 
 

@@ -21,11 +21,17 @@ from logitless import rows
 from logitless.head.columns import Rule
 from logitless.head.expected import expected_lse, target_logits
 from logitless.head.linear import raw_logits
-from logitless.head.pallas_tpu.sparse_columns import FEW, LEAST_TOLERANCE, MASS_ERROR, Active
+from logitless.head.pallas_tpu.sparse_columns import (
+    MASS_ERROR,
+    Active,
+    costs_no_less,
+    evenly_spaced,
+    hard_whatever_is_kept,
+)
 from logitless.head.pallas_tpu.tiles import LANES
 from logitless.head.slabs import misses
 from logitless.problem import Head, Problem
-from logitless.rows import front, swept_columns
+from logitless.rows import swept_columns
 from logitless.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
 from logitless.transform import factor, times
 
@@ -82,10 +88,7 @@ def _some_columns(head: Head, vocab_size: int) -> Head:
 
 def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
     """Rows evenly spaced over those where ``counts [N]`` is true; ``before``: see :func:`expected_lse`."""
-    f, vocab_size = front(counts), p.call.vocab_size
-    total = jnp.int32(p.n) if f.count is None else f.count
-    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
-    at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+    at, vocab_size = evenly_spaced(p.n, counts), p.call.vocab_size
     few = p.rows(lambda a: a[at])
     starts, size = sampled(vocab_size)
     ids = jnp.asarray((starts[:, None] + np.arange(size)).reshape(-1), jnp.int32)
@@ -101,31 +104,15 @@ def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
 
 
 def surely_hard(rule: Rule, few: Few) -> Array:
-    """``[FEW]``: rows that leave out more than the tolerance whichever columns are kept, if not more than
-    ``rule.most``, as far as the sampled columns tell.
-
-    A row that keeps every probability from e on, and fills up with others below e, leaves out at least
-    ``sum of p below e - e (columns left to fill)``, for any e.
-    """
-    vocab_size, t = few.p.call.vocab_size, few.p.transform.column()
-    z = times(factor(t), swept_columns(few.x, t, vocab_size, few.columns[None, :]))
-    probability = jnp.exp(z - few.lse[:, None])
-    least = jnp.zeros_like(few.lse)
-    for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
-        e = 2.0**-k / vocab_size
-        below = probability < e
-        room = jnp.maximum(rule.most - few.share * jnp.sum(~below, axis=1), 0)
-        mass = few.share * jnp.sum(jnp.where(below, probability, 0.0), axis=1)
-        least = jnp.maximum(least, mass - e * room)
-    assert few.p.tolerance is not None
-    return ~(least <= few.p.tolerance)
+    """``[FEW]``: see :func:`hard_whatever_is_kept`; as far as the sampled columns tell."""
+    t = few.p.transform.column()
+    z = times(factor(t), swept_columns(few.x, t, few.p.call.vocab_size, few.columns[None, :]))
+    return hard_whatever_is_kept(rule, few.p, jnp.exp(z - few.lse[:, None]), few.share)
 
 
 def exact_is_cheaper(rule: Rule, few: Few) -> Array:
-    """Whether the exact kernels cost no more than a sweep and the hard rows alone."""
-    hard, tolerance = jnp.mean(surely_hard(rule, few).astype(jnp.float32)), few.p.tolerance
-    assert tolerance is not None
-    return (1 + rule.cost(0, hard) >= rule.dense) | (tolerance < LEAST_TOLERANCE)
+    """As far as the few rows tell."""
+    return costs_no_less(rule, few.p, surely_hard(rule, few))
 
 
 def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:

@@ -55,7 +55,7 @@ from logitless.head.columns import HARD_ROW_COST, Rule, most_columns, slab_width
 from logitless.head.order import Ordered, in_order
 from logitless.head.pallas_tpu import kernels, look, ordered_slabs
 from logitless.head.pallas_tpu.look import choose_columns, few_rows
-from logitless.head.pallas_tpu.sparse import TpuSparse, _all_dense
+from logitless.head.pallas_tpu.sparse import TpuSparse, all_dense, live_cotangents, without_mesh_axis
 from logitless.head.pallas_tpu.sparse_columns import Active, no_columns, tpu_rule
 from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, without
@@ -114,7 +114,7 @@ class OnePassSparse(TpuSparse):
 
         def dense() -> tuple[TokenStats, SparseReport, Active]:
             none = no_columns(rule, p.head.vocab)
-            return self.own.statistics(p)[0], _all_dense(p.head, counts), none
+            return self.own.statistics(p)[0], all_dense(p.head, counts), none
 
         def sparse() -> tuple[TokenStats, SparseReport, Active]:
             f = in_order(p, counts, ordered_slabs.chunk_of(p))
@@ -134,11 +134,11 @@ class OnePassSparse(TpuSparse):
         if not_in_one_pass_because(p) is not None:
             return super().backward(p, want, out, g, residual, only_logp)
         g = g if p.live is None else without(g, ~p.live)
-        # A residual over a mesh has a first dimension throughout.
-        active = dataclasses.replace(residual, count=residual.count.reshape(()), dense=residual.dense.reshape(()))
         f = in_order(p, g.any_nonzero(), ordered_slabs.chunk_of(p))
         known = Known(*jax.tree.map(f.take, (out, g)))
-        return ordered_slabs.gradients(_rule(p, want), want, f, known, known.g.any_nonzero(), active)[0]
+        return ordered_slabs.gradients(
+            _rule(p, want), want, f, known, known.g.any_nonzero(), without_mesh_axis(residual)
+        )[0]
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         if not_in_one_pass_because(p) is not None:
@@ -148,27 +148,17 @@ class OnePassSparse(TpuSparse):
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
         few = few_rows(p, counts, before)
 
-        def cotangents(out: TokenStats) -> StatCotangents:
-            g = loss.cotangents(out)
-            return g if p.live is None else without(g, ~p.live)
-
-        def exact() -> tuple[TokenStats, SparseReport, Gradients]:
-            out, _, direction = self.own.forward(p, want)
-            g = cotangents(out)
-            grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
-            return out, _all_dense(p.head, g.any_nonzero()), grads
-
         def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
             f = in_order(p, counts, ordered_slabs.chunk_of(p))
             stats, maxima = _statistics_and_maxima(f, before)
             out = jax.tree.map(f.put_back, stats)
-            g = cotangents(out)
+            g = live_cotangents(p, loss, out)
             active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), _some(g, few.at))
             known = Known(stats, jax.tree.map(f.take, g))
             grads, report = ordered_slabs.gradients(rule, want, f, known, known.g.any_nonzero(), active)
             return out, report, grads
 
-        return lax.cond(look.exact_is_cheaper(rule, few), exact, sparse)
+        return lax.cond(look.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
 
 
 def _some(tree: Any, at: Array) -> Any:

@@ -117,7 +117,7 @@ class TpuSparse:
 
         def dense() -> tuple[TokenStats, SparseReport, Active]:
             none = sparse_columns.no_columns(rule, p.head.vocab)
-            return self.own.statistics(p)[0], _all_dense(p.head, counts), none
+            return self.own.statistics(p)[0], all_dense(p.head, counts), none
 
         def sparse() -> tuple[TokenStats, SparseReport, Active]:
             out, maxima = self._statistics_and_maxima(p, counts)
@@ -131,30 +131,27 @@ class TpuSparse:
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Active, only_logp: bool
     ) -> Gradients:
         moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-        return slabs.gradients(_rule(p, want), want, p, moving, out, g, _without_mesh_axis(residual))[0]
+        return slabs.gradients(_rule(p, want), want, p, moving, out, g, without_mesh_axis(residual))[0]
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         rule, counts = _rule(p, want), loss.may_move()
         few = few_rows(p, counts)
 
-        def cotangents(out: TokenStats) -> StatCotangents:
-            g = loss.cotangents(out)
-            return g if p.live is None else without(g, ~p.live)
-
-        def exact() -> tuple[TokenStats, SparseReport, Gradients]:
-            out, _, direction = self.own.forward(p, want)
-            g = cotangents(out)
-            grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
-            return out, _all_dense(p.head, g.any_nonzero()), grads
-
         def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
             out, maxima = self._statistics_and_maxima(p, counts)
-            g = cotangents(out)
+            g = live_cotangents(p, loss, out)
             active = choose_columns(rule, p, maxima, counts, few, jax.tree.map(lambda x: x[few.at], g))
             grads, report = slabs.gradients(rule, want, p, g.any_nonzero(), out, g, active)
             return out, report, grads
 
-        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), exact, sparse)
+        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
+
+    def _exact(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
+        """All of it by the exact kernels."""
+        out, _, direction = self.own.forward(p, want)
+        g = live_cotangents(p, loss, out)
+        grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
+        return out, all_dense(p.head, g.any_nonzero()), grads
 
     # A shard of the vocabulary.
 
@@ -166,7 +163,7 @@ class TpuSparse:
 
     def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ShardColumns, hard: Array) -> Gradients:
         """See :func:`sparse_shard.gradients`."""
-        active = _without_mesh_axis(kept.active)
+        active = without_mesh_axis(kept.active)
         return sparse_shard.gradients(_rule(p, want), want, p, known, ShardColumns(active, kept.left_out), hard)
 
     def _statistics_and_maxima(self, p: Problem, counts: Array) -> tuple[TokenStats, Array]:
@@ -177,7 +174,13 @@ class TpuSparse:
         return jax.tree.map(f.put_back, stats), maxima
 
 
-def _without_mesh_axis(active: Active) -> Active:
+def live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
+    """Of the live tokens; zero elsewhere."""
+    g = loss.cotangents(out)
+    return g if p.live is None else without(g, ~p.live)
+
+
+def without_mesh_axis(active: Active) -> Active:
     """A residual over a mesh has a first dimension throughout."""
     return dataclasses.replace(active, count=active.count.reshape(()), dense=active.dense.reshape(()))
 
@@ -188,7 +191,7 @@ def _rule(p: Problem, want: Wanted) -> Rule:
     return tpu_rule(p.head.vocab, max(int(dh) + int(dw), 1))
 
 
-def _all_dense(head: Head, moving: Array) -> SparseReport:
+def all_dense(head: Head, moving: Array) -> SparseReport:
     """The report of a backward pass by the exact kernels."""
     zero, one = jnp.float32(0), jnp.int32(1)
     nothing = jnp.zeros(moving.shape, jnp.float32)

@@ -66,42 +66,52 @@ class Few:
     stats: TokenStats
 
 
+def evenly_spaced(n: int, counts: Array | None) -> Array:
+    """``[FEW]`` int32: rows evenly spaced over those where ``counts [n]`` is true."""
+    f = front(counts)
+    total = jnp.int32(n) if f.count is None else f.count
+    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
+    return at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+
+
 def few_rows(p: Problem, counts: Array | None, stats: TokenStats | None = None) -> Few:
     """Rows evenly spaced over those where ``counts [N]`` is true; ``stats`` are those of all tokens over the whole
     vocabulary, where ``p`` has a shard of it."""
-    f = front(counts)
-    total = jnp.int32(p.n) if f.count is None else f.count
-    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
-    at = at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+    at = evenly_spaced(p.n, counts)
     few = p.rows(lambda a: a[at])
     x = raw_logits(few.h, few.head, p.call.logits_dtype)
     return Few(at, few, x, rows.statistics(x, few) if stats is None else jax.tree.map(lambda a: a[at], stats))
 
 
-def surely_hard(rule: Rule, few: Few) -> Array:
-    """``[FEW]``: rows that leave out more than the tolerance whichever columns are kept, if not more than
-    ``rule.most``.
+def hard_whatever_is_kept(rule: Rule, p: Problem, probability: Array, share: float = 1) -> Array:
+    """``[rows]``: those that leave out more than the tolerance whichever columns are kept, if not more than
+    ``rule.most``; each column of ``probability`` stands for ``share`` columns.
 
     A row that keeps every probability from e on, and fills up with others below e, leaves out at least
     ``sum of p below e - e (columns left to fill)``, for any e.
     """
-    vocab_size = few.p.call.vocab_size
-    probability = rows.probabilities(few.x, few.p, few.stats, column_ids(few.x.shape[1]))
-    least = jnp.zeros_like(few.stats.lse)
+    least = jnp.zeros(probability.shape[:1], jnp.float32)
     for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
-        e = 2.0**-k / vocab_size
+        e = 2.0**-k / p.call.vocab_size
         below = probability < e
-        room = jnp.maximum(rule.most - jnp.sum(~below, axis=1), 0)
-        least = jnp.maximum(least, jnp.sum(jnp.where(below, probability, 0.0), axis=1) - e * room)
-    assert few.p.tolerance is not None
-    return ~(least <= few.p.tolerance)
+        room = jnp.maximum(rule.most - share * jnp.sum(~below, axis=1), 0)
+        mass = share * jnp.sum(jnp.where(below, probability, 0.0), axis=1)
+        least = jnp.maximum(least, mass - e * room)
+    assert p.tolerance is not None
+    return ~(least <= p.tolerance)
+
+
+def costs_no_less(rule: Rule, p: Problem, hard: Array) -> Array:
+    """Whether the exact kernels cost no more than a sweep and the hard rows alone, of which ``hard`` are a sample."""
+    assert p.tolerance is not None
+    share = jnp.mean(hard.astype(jnp.float32))
+    return (1 + rule.cost(0, share) >= rule.dense) | (p.tolerance < LEAST_TOLERANCE)
 
 
 def exact_is_cheaper(rule: Rule, few: Few) -> Array:
-    """Whether the exact kernels cost no more than a sweep and the hard rows alone."""
-    hard, tolerance = jnp.mean(surely_hard(rule, few).astype(jnp.float32)), few.p.tolerance
-    assert tolerance is not None
-    return (1 + rule.cost(0, hard) >= rule.dense) | (tolerance < LEAST_TOLERANCE)
+    """As far as the few rows tell."""
+    probability = rows.probabilities(few.x, few.p, few.stats, column_ids(few.x.shape[1]))
+    return costs_no_less(rule, few.p, hard_whatever_is_kept(rule, few.p, probability))
 
 
 def lse_floor(p: Problem, counts: Array) -> Array:
