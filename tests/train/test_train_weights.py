@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logitless.train import dequantise, gguf_file
 from logitless.train import fetch as fetch_module
-from logitless.train import gguf_file
 from logitless.train import tokenizer as tokenizer_module
 from logitless.train.fetch import ASSETS, FetchError, fetch, local_source
 from logitless.train.gguf import GGUF_NAMES, load_gguf
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.tokenizer import CharTokenizer, Tokenizer, chatml, load_tokenizer, render
-from logitless.train.weights import HF_NAMES, load_model, load_safetensors, save_safetensors
+from logitless.train.weights import HF_NAMES, load_model, load_safetensors, model_shape, save_safetensors
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
@@ -201,6 +201,31 @@ def test_gguf_gives_the_same_logits(name: str, kind: str, tolerance: float, tmp_
     config, params = load_gguf(write_gguf(tmp_path / "model.gguf", name, kind=kind))
     assert config == load_safetensors(DATA / name)[0]
     assert_golden(config, params, name, tolerance)
+
+
+@pytest.mark.parametrize("name, kind", [("hf_llama", "Q8_0"), ("hf_qwen2", "Q5_1"), ("hf_qwen2", "BF16")])
+def test_a_gguf_dequantised_on_the_device_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", name, kind=kind)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        loaded = [load_gguf(path, dtype, on_device=there) for there in (False, True)]
+        assert loaded[0][0] == loaded[1][0] == model_shape(path)
+        jax.tree.map(np.testing.assert_array_equal, loaded[0][1], loaded[1][1])
+        assert jax.tree.map(lambda x: x.dtype, loaded[0][1]) == jax.tree.map(lambda x: x.dtype, loaded[1][1])
+
+
+def test_every_kind_of_blocks_is_dequantised_to_the_same_bits() -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    rng = np.random.default_rng(0)
+    for name, (block_bytes, _) in dequantise._KINDS.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert block_bytes == gguf.GGML_QUANT_SIZES[kind][1]
+        data = rng.integers(0, 256, (8, 3 * block_bytes), dtype=np.uint8)
+        with np.errstate(all="ignore"):  # any bytes at all: infinities and NaN among them
+            want = gguf.quants.dequantize(data, kind)
+        got = np.asarray(dequantise.dequantise(name, jnp.asarray(data)), np.float32)
+        numbers = ~np.isnan(want)
+        assert np.array_equal(numbers, ~np.isnan(got)) and numbers.mean() > 0.5
+        np.testing.assert_array_equal(got[numbers].view(np.uint32), want[numbers].view(np.uint32), err_msg=name)
 
 
 def test_a_gguf_that_holds_the_tied_head_twice(tmp_path: Path) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from logitless.train import gguf_file
+from logitless.train.dequantise import dequantise, known
 from logitless.train.gguf_file import GGUFFile, Tensor
 from logitless.train.model import ModelConfig, ModelError, Params
-from logitless.train.weights import Rows, TensorNames, assemble, rows_at_once, threads
+from logitless.train.weights import Rows, TensorNames, assemble, check_tensors, rows_at_once, threads
 
 GGUF_NAMES = TensorNames(
     top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
@@ -45,11 +49,14 @@ _QWEN2_SPLIT = (
 )
 
 
-def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False) -> tuple[ModelConfig, Params]:
+def load_gguf(
+    path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False, *, on_device: bool | None = None
+) -> tuple[ModelConfig, Params]:
     """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype``.
 
     Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model. With
-    ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike.
+    ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike. ``on_device``:
+    dequantise there (dequantise.py) and not on the host; the same to the bit. ``None``: unless the device is a CPU.
     """
     file = _read(path)
     config = _config(path, file)
@@ -63,15 +70,28 @@ def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
     whole = set(GGUF_NAMES.top.values())
+    there = on_device if on_device is not None else jax.default_backend() != "cpu"
 
     def read(name: str) -> Rows:
-        if name in permuted:
-            return unpermute(_dequantised(path, tensors[name], dtype=dtype), permuted[name])
-        if name in whole or len(tensors[name].shape) != 2:
-            return _dequantised(path, tensors[name], dtype=dtype)
-        return _Dequantised(path, tensors[name])
+        if len(tensors[name].shape) == 2 and (there or not (name in permuted or name in whole)):
+            return _Dequantised(path, tensors[name], permuted.get(name, 0))
+        rows = _dequantised(path, tensors[name], dtype=dtype)
+        return unpermute(rows, permuted[name]) if name in permuted else rows
 
-    return config, assemble(str(path), config, GGUF_NAMES, tensors, read, dtype)
+    place = partial(_placed, dtype=dtype) if there else None
+    return config, assemble(str(path), config, GGUF_NAMES, _shapes(tensors), read, dtype, place)
+
+
+def gguf_shape(path: str | Path) -> ModelConfig:
+    """The shape of the model that :func:`load_gguf` would return; its tensors are checked and not read."""
+    file = _read(path)
+    config = _config(path, file)
+    check_tensors(str(path), config, GGUF_NAMES, _shapes(file.tensors))
+    return config
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
@@ -87,11 +107,45 @@ def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
 class _Dequantised:
     """A matrix that is dequantised by the rows that are asked for: nobody needs all of them at once."""
 
-    def __init__(self, path: str | Path, tensor: Tensor):
+    def __init__(self, path: str | Path, tensor: Tensor, permuted: int = 0):
         self.path, self.tensor, self.shape = path, tensor, tensor.shape
+        self.permuted = permuted
+        """Heads of a matrix whose rows are in another order; by rows it cannot be had."""
 
     def __getitem__(self, some: slice) -> np.ndarray:
+        assert not self.permuted
         return _dequantise(self.path, self.tensor, some)
+
+    def blocks(self) -> tuple[str, np.ndarray]:
+        """The rows as the device can take them: type and bytes, or no type and numbers."""
+        tensor = self.tensor
+        if known(tensor.kind.name):
+            return tensor.kind.name, tensor.data
+        return "", _dequantised(self.path, tensor)
+
+
+def _placed(matrices: list[Any], layered: bool, dtype: Any) -> Array:
+    """:func:`logitless.train.weights.assemble`'s ``on_device`` for :class:`_Dequantised` matrices."""
+    if not layered:
+        kind, data = matrices[0].blocks()
+        return _numbers(data, kind, matrices[0].permuted, dtype)
+    rows, columns = matrices[0].shape
+    out = jnp.zeros((len(matrices), columns, rows), dtype)
+    for i, matrix in enumerate(matrices):
+        kind, data = matrix.blocks()
+        out = _put_layer(out, np.int32(i), data, kind, matrix.permuted)
+    return out
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _numbers(data: Array, kind: str, permuted: int, dtype: Any) -> Array:
+    rows = (dequantise(kind, data) if kind else data).astype(dtype)
+    return unpermute(rows, permuted) if permuted else rows
+
+
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def _put_layer(out: Array, i: Array, data: Array, kind: str, permuted: int) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(out, _numbers(data, kind, permuted, out.dtype).T, i, 0)
 
 
 def _dequantise(path: str | Path, tensor: Tensor, some: slice = slice(None)) -> np.ndarray:
@@ -131,7 +185,7 @@ def _dequantised(path: str | Path, tensor: Tensor, rows: int | None = None, dtyp
     return out
 
 
-def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+def unpermute(rows: Any, heads: int) -> Any:
     """Rows ``[heads * hd, in]`` from the order of neighbouring pairs to that of halves."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 

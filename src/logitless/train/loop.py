@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,30 +97,38 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
     task = build_task(config)
     trainer = Trainer(config, task)
     open_folder(config, folder)
-    params = task.load_params()
-    if config.warm_start.steps:
-        progress.phase("warm start")
-        params = warm_start(config, task, params, folder, say)
-    parameters = num_params(params)
-    state, frozen = trainer.initial(params)
-    del params
-    start, skipped_in_a_row = 0, 0
-    saved = folder / "checkpoints"
-    if resume:
-        found = checkpoints.restore(saved, state, say)
-        if found is None:
-            say(f"--resume: no checkpoint in {saved}, starting from step 0")
+    # Compiling needs shapes alone and begins beside the loading, unless there may be nothing left to do.
+    early = not (resume and (folder / "summary.json").exists())
+    with ThreadPoolExecutor(1) as pool:
+        compiling = time.perf_counter()
+        compiled = pool.submit(trainer.compile, *trainer.like()) if early else None
+        params = task.load_params()
+        if config.warm_start.steps:
+            progress.phase("warm start")
+            params = warm_start(config, task, params, folder, say)
+        parameters = num_params(params)
+        state, frozen = trainer.initial(params)
+        del params
+        start, skipped_in_a_row = 0, 0
+        saved = folder / "checkpoints"
+        if resume:
+            found = checkpoints.restore(saved, state, say)
+            if found is None:
+                say(f"--resume: no checkpoint in {saved}, starting from step 0")
+            else:
+                start, state, notes = found
+                skipped_in_a_row = notes["skipped_in_a_row"]
+                say(f"resumed after step {start}")
+                if start >= steps and (folder / "summary.json").exists():
+                    say("the run is complete")
+                    return json.loads((folder / "summary.json").read_text())
+        progress.at(start)
+        progress.announce("compiling")
+        if compiled is None:
+            compiling = time.perf_counter()
+            trainer.compile(state, frozen)
         else:
-            start, state, notes = found
-            skipped_in_a_row = notes["skipped_in_a_row"]
-            say(f"resumed after step {start}")
-            if start >= steps and (folder / "summary.json").exists():
-                say("the run is complete")
-                return json.loads((folder / "summary.json").read_text())
-    progress.at(start)
-    progress.announce("compiling")
-    compiling = time.perf_counter()
-    trainer.compile(state, frozen)
+            compiled.result()
     compile_s = time.perf_counter() - compiling
     for name in ("metrics.jsonl", "samples.jsonl"):
         keep_records(folder / name, start if start else -1)

@@ -18,7 +18,7 @@ from logitless.train.model import ModelConfig, Params
 from logitless.train.reward import format_reward, load_reward, score
 from logitless.train.rollout import Completions
 from logitless.train.tokenizer import TextTokenizer, load_tokenizer
-from logitless.train.weights import load_model
+from logitless.train.weights import load_model, model_shape
 
 _INIT = 0  # what the seed's key is folded with
 
@@ -114,8 +114,9 @@ def _model(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[ModelC
     m = config.model
     dtype = jnp.dtype(m.master_dtype)
     if m.weights:
-        shape, params = load_model(m.weights, dtype, m.cache_dir or None)
-        load: Callable[[], Params] = lambda: params  # noqa: E731
+        # Not read before they are asked for, and nobody keeps them here: what is trained is a run's largest part.
+        shape = model_shape(m.weights, m.cache_dir or None)
+        load: Callable[[], Params] = lambda: load_model(m.weights, dtype, m.cache_dir or None)[1]  # noqa: E731
     else:
         own = tokenizer.vocab_size if tokenizer is not None and m.architecture == "tiny" else None
         shape = architectures.preset(m.architecture, own)

@@ -24,6 +24,7 @@ from logitless.train.collect import collect
 from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of
 from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
+from logitless.train.model import param_shapes
 from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
 from logitless.train.programs import Program
 from logitless.train.random_rollouts import random_rollouts
@@ -43,6 +44,7 @@ from logitless.train.update import (
     whole_policy,
 )
 
+_copies = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # one program: a compilation for each shape adds up
 _LORA = 2  # what the seed's key is folded with; collect.py has 1
 
 
@@ -127,11 +129,21 @@ class Trainer:
             frozen = Policy(sharding.place_weights(params, self.mesh), None)
         else:
             # A state is donated to its update: what is trained must not share memory with what is kept.
-            trained = Policy(jax.tree.map(jnp.copy, sharding.place_weights(params, self.mesh)), None)
+            trained = Policy(_copies(sharding.place_weights(params, self.mesh)), None)
             dtype = jnp.dtype(self.config.model.compute_dtype)
             reference = in_compute_dtype(params, dtype) if self._needs_ref else None
             frozen = Policy(None if reference is None else sharding.place_weights(reference, self.mesh), None)
         return State(trained, sharding.place_weights(self._init_optimizer(trained), self.mesh)), frozen
+
+    def like(self) -> tuple[State, Policy]:
+        """What :meth:`initial` returns, as shapes: enough to compile, before there are weights."""
+        dtype = jnp.dtype(self.config.model.master_dtype)
+        params = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+            param_shapes(self.task.model),
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        return jax.eval_shape(self.initial, params)
 
     def compile(self, state: State, frozen: Policy) -> None:
         """Compile every program of a step, side by side: what cannot be compiled fails before the first rollout.

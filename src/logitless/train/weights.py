@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,41 +93,65 @@ def assemble(
     source: str,
     config: ModelConfig,
     names: TensorNames,
-    available: Collection[str],
+    available: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Rows],
     dtype: Any = jnp.float32,
+    on_device: Callable[[list[Rows], bool], Any] | None = None,
 ) -> Params:
-    """The parameter tree from tensors that ``read`` returns by their names in the file ``source``."""
+    """The parameter tree from tensors that ``read`` returns by their names in the file ``source``, whose shapes are
+    ``available``.
+
+    ``on_device(matrices, layered)``, where it is given, makes an array of a stack of layers' matrices, transposed, or
+    of the one matrix in the list as it is, without the host.
+    """
     shapes = param_shapes(config)
     top = {name: names.top[name] for name in shapes if name != "layers"}
     layers = {name: [names.of_layer(name, i) for i in range(config.num_layers)] for name in layer_shapes(config)}
-    wanted = [*top.values(), *(one for all_ in layers.values() for one in all_)]
-    _check_names(source, wanted, available, ignored=_ignored(config, names))
+    check_tensors(source, config, names, available)
 
-    def checked(name: str, shape: tuple[int, ...]) -> Rows:
-        tensor = read(name)
-        if tensor.shape != shape:
-            raise ModelError(f"{source}: tensor {name!r} has shape {tensor.shape}, the configuration asks for {shape}.")
-        return tensor
+    def whole(name: str) -> Any:
+        tensor = read(top[name])
+        if on_device is not None and len(shapes[name]) == 2:
+            return on_device([tensor], False)
+        return jnp.asarray(np.asarray(tensor[:], dtype))
 
     def stacked(name: str, pool: ThreadPoolExecutor) -> Any:
         shape = shapes["layers"][name]
+        if on_device is not None and len(shape) == 3:
+            return on_device([read(one) for one in layers[name]], True)
         out = np.empty(shape, dtype)
 
         def fill(i: int) -> None:
-            transpose(checked(layers[name][i], shape[:0:-1]), out[i])
+            transpose(read(layers[name][i]), out[i])
 
         list(pool.map(fill, range(len(layers[name]))))  # which raises what a layer raised
         return jnp.asarray(out)
 
-    params: Params = {name: jnp.asarray(np.asarray(checked(top[name], shapes[name])[:], dtype)) for name in top}
+    params: Params = {name: whole(name) for name in top}
     head = names.top["lm_head"]
     if config.tie_word_embeddings and head in available and not np.array_equal(read(head)[:], read(top["embed"])[:]):
         # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
         raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
-    with ThreadPoolExecutor(threads()) as pool:
-        params["layers"] = {name: stacked(name, pool) for name in layers}
+    with ThreadPoolExecutor(threads()) as pool, ThreadPoolExecutor(1 if on_device is None else threads()) as outer:
+        # A stack at a time on the host, for its memory; on the device side by side, for its programs to compile.
+        params["layers"] = dict(zip(layers, outer.map(lambda name: stacked(name, pool), layers), strict=True))
     return params
+
+
+def check_tensors(
+    source: str, config: ModelConfig, names: TensorNames, available: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Whether the file has the model's tensors, in their shapes (``[out, in]``), and no others."""
+    shapes = param_shapes(config)
+    wanted = {names.top[name]: shape for name, shape in shapes.items() if name != "layers"}
+    for name, shape in layer_shapes(config).items():
+        wanted |= {names.of_layer(name, i): shape[::-1] for i in range(config.num_layers)}
+    _check_names(source, wanted, available, ignored=_ignored(config, names))
+    for name, shape in wanted.items():
+        if available[name] != shape:
+            raise ModelError(
+                f"{source}: tensor {name!r} has shape {available[name]}, the configuration asks for {shape}."
+            )
 
 
 def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
@@ -135,8 +159,12 @@ def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[Mode
     folder = Path(folder)
     config = ModelConfig.from_hf(read_json(folder / "config.json"))
     with _open_shards(folder) as tensors:
-        params = assemble(str(folder), config, HF_NAMES, tensors, lambda name: tensors[name].get_tensor(name), dtype)
-    return config, params
+        read = lambda name: tensors[name].get_tensor(name)  # noqa: E731
+        return config, assemble(str(folder), config, HF_NAMES, _shapes(tensors), read, dtype)
+
+
+def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
 
 
 def save_safetensors(
@@ -189,6 +217,21 @@ def load_model(
         raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
     with untrusted(path):
         return load_gguf(path, dtype, tie_head) if path.suffix == ".gguf" else load_safetensors(path, dtype)
+
+
+def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> ModelConfig:
+    """The shape of the model at ``source``, whose tensors are seen to be there but not read."""
+    from logitless.train.fetch import local_source
+    from logitless.train.gguf import gguf_shape
+
+    path = local_source(source, cache_dir)
+    with untrusted(path):
+        if path.suffix == ".gguf":
+            return gguf_shape(path)
+        config = ModelConfig.from_hf(read_json(path / "config.json"))
+        with _open_shards(path) as tensors:
+            check_tensors(str(path), config, HF_NAMES, _shapes(tensors))
+        return config
 
 
 @contextlib.contextmanager
