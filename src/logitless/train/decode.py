@@ -10,14 +10,16 @@ whole buffers, so that there is no inner loop. Layers are unrolled: compile time
 
 Stages. Slots come in at most ``STAGES`` parts: when a part is full, the buffers are copied into longer ones and the
 next loop begins, which reads no more than what is filled or about to be. (A slice of a longer buffer would be as few
-bytes, but XLA reads it beside the write and copies the whole buffer in every step.) Before a stage begins, rows that
-are done make room: if a quarter of the rows is left, the stage runs on these alone.
+bytes, but XLA reads it beside the write and copies the whole buffer in every step.) Rows that are done make room: as
+soon as a quarter of the rows is left, whatever the stage, these alone go on in buffers of all slots. Every stage, and
+the few rows' loop, is a copy of all layers to compile; the layer itself is traced once for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,11 +40,11 @@ from logitless.train.model import (
     rotary,
 )
 
-STAGES = 4
+STAGES = 3
 LEAST_STAGE = 128
 """Slots; shorter caches are read whole."""
 SHRINK = 4
-"""Rows go on in a batch this many times smaller when it can hold all that are left ..."""
+"""Rows go on in a batch this many times smaller as soon as it can hold all that are left ..."""
 LEAST_SHRUNK = 16
 """... and has at least so many rows."""
 
@@ -134,19 +136,39 @@ def decode_step(d: Decoder, s: DecodeState, slot: Array) -> tuple[Float[Array, "
     # A row that is done reads padding, which must not be able to hurt.
     x = d.embed.at[jnp.where(s.done, 0, s.token)].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)
     x = x[:, None].astype(d.dtype)
+    scaled = None if d.lora is None else dataclasses.replace(d.lora, layers={})
     for i, weights in enumerate(d.layers):
-
-        def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
-            start = (0, 0, slot, 0)
-            caches[i] = tuple(  # type: ignore[assignment]
-                jax.lax.dynamic_update_slice(a, jnp.swapaxes(b, 1, 2).astype(a.dtype), start)
-                for a, b in zip(caches[i], (k, v), strict=True)
-            )
-            return _attention(q, *caches[i], valid)
-
-        x = decoder_layer(c, weights, x, rotation, attend, d.adapters[i], d.lora)
+        x, caches[i] = _decode_layer(c, weights, x, rotation, slot, caches[i], valid, d.adapters[i], scaled)
     hidden = rms_norm(x, d.norm, c.rms_norm_eps)[:, 0]
     return hidden, dataclasses.replace(s, valid=valid, caches=caches)
+
+
+@partial(jax.jit, static_argnums=0)  # for its trace, which all layers of a step share; the compiler puts it in line
+def _decode_layer(
+    config: ModelConfig,
+    weights: Params,
+    x: Float[Array, "B 1 H"],
+    rotation: tuple[Array, Array],
+    slot: Array,
+    cache: tuple[Array, Array],
+    valid: Bool[Array, "B S"],
+    adapters: Params,
+    lora: LoRA | None,
+) -> tuple[Float[Array, "B 1 H"], tuple[Array, Array]]:
+    """``x`` after one layer, and the layer's cache with this token in its slot."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        nonlocal cache
+        old_k, old_v = cache
+        cache = _written(old_k, k, slot), _written(old_v, v, slot)
+        return _attention(q, *cache, valid)
+
+    x = decoder_layer(config, weights, x, rotation, attend, adapters, lora)
+    return x, cache
+
+
+def _written(cache: Float[Array, "B KV S hd"], new: Float[Array, "B 1 KV hd"], slot: Array) -> Array:
+    return jax.lax.dynamic_update_slice(cache, jnp.swapaxes(new, 1, 2).astype(cache.dtype), (0, 0, slot, 0))
 
 
 def _attention(q: Array, k: Array, v: Array, valid: Bool[Array, "B S"]) -> Float[Array, "B 1 N hd"]:
@@ -169,22 +191,19 @@ def run_stages(
 ) -> DecodeState:
     """``advance(state)`` until ``last`` tokens are drawn or all rows are done; ``state`` holds the prompt's slots."""
     rows, width = state.valid.shape
-    small = rows // SHRINK if rows // SHRINK >= LEAST_SHRUNK else 0
-    for n, filled in enumerate(stages(width, slots, most)):
+    parts = stages(width, slots, most)
+    # One stage is a small program, or few slots: not worth a second copy of the layers for few rows either.
+    small = rows // SHRINK if rows // SHRINK >= LEAST_SHRUNK and len(parts) > 1 else 0
 
-        def run(s: DecodeState, filled: int = filled) -> DecodeState:
-            def more(s: DecodeState) -> Array:
-                return (s.step < last) & (width + s.step <= filled) & ~jnp.all(s.done)
+    def run(s: DecodeState, filled: int, least: int) -> DecodeState:
+        def more(s: DecodeState) -> Array:
+            return (s.step < last) & (width + s.step <= filled) & (jnp.sum(~s.done) > least)
 
-            return jax.lax.while_loop(more, advance, s)
+        return jax.lax.while_loop(more, advance, s)
 
-        def run_few(s: DecodeState, run: Any = run) -> DecodeState:
-            take = jnp.argsort(s.done, stable=True)[:small]
-            return s.with_rows(take, run(s.rows(take)))
-
-        state = state.grown(filled)
-        if small and n:
-            state = jax.lax.cond(jnp.sum(~state.done) <= small, run_few, run, state)
-        else:
-            state = run(state)
-    return state
+    for filled in parts:
+        state = run(state.grown(filled), filled, small)
+    if not small:
+        return state
+    left = jnp.argsort(state.done, stable=True)[:small]
+    return state.with_rows(left, run(state.rows(left), slots, 0))

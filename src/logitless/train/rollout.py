@@ -40,7 +40,7 @@ class Sampling:
     eos_ids: tuple[int, ...]
     pad_id: int
     stages: int = STAGES
-    """At most; each is a copy of all layers to compile, and two where rows make room."""
+    """At most; each is a copy of all layers to compile, and another one where rows make room (not with one stage)."""
 
 
 @register
