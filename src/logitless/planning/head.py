@@ -171,18 +171,28 @@ def longest_context(
     room = chip_of(chip).hbm_bytes - reserved
     lm_head = jax.ShapeDtypeStruct((vocab, width), dtype)
 
-    def fits(blocks: int, peak: str) -> bool:
+    @functools.cache
+    def peaks(blocks: int) -> tuple[float, float]:
         hidden = jax.ShapeDtypeStruct((1, 128 * blocks, width), dtype)
-        return getattr(plan(hidden, lm_head, chip=chip, head_layout="vh", **options), peak) <= room
+        p = plan(hidden, lm_head, chip=chip, head_layout="vh", **options)
+        return p.peak, p.dense_peak
 
-    found = []
-    for peak in ("peak", "dense_peak"):
-        low, high = 0, 1 << 24
+    def most(which: int) -> int:
+        """Peaks grow with the blocks, nearly in proportion: from where a line says, in growing steps, then halving."""
+        start, end = 1 << 11, 1 << 12
+        slope = (peaks(end)[which] - peaks(start)[which]) / (end - start)
+        guess = start + int((room - peaks(start)[which]) / max(slope, 1.0))
+        low, high, step = 0, 1 << 24, 1
+        middle = min(max(guess, 1), high - 1)
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, peak) else (low, middle)
-        found.append(128 * low)
-    return found[0], found[1]
+            if peaks(middle)[which] <= room:
+                low, away = middle, middle + step
+            else:
+                high, away = middle, middle - step
+            middle, step = (away, 2 * step) if low < away < high else ((low + high) // 2, step)
+        return 128 * low
+
+    return most(0), most(1)
 
 
 def _way(w: Work, route: Route) -> Way:
