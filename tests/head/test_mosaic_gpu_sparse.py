@@ -4,7 +4,9 @@ CPU comes."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, met
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
 from logitless.head.mosaic_gpu import matmul, screen, sparse
-from logitless.head.mosaic_gpu.schedule import Tiles
+from logitless.head.mosaic_gpu.schedule import Tiles, tiles_for
 from logitless.transform import LogitTransform
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem
@@ -42,6 +44,20 @@ OBJECTIVES = {
 }
 SCREENED = dict(backend="mosaic_gpu", interpret=True)
 SMALL = Tiles(rows=64, columns=64, stages=2, group=2, blocks=3, delay=1)
+BLOCKS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_blocks() -> Iterator[None]:
+    """A GPU of four blocks with several tiles each: every block costs the interpreter threads, and half of its time."""
+
+    def tiles(*shape: int) -> Tiles:
+        t = tiles_for(*shape)
+        return dataclasses.replace(t, blocks=max(BLOCKS, t.group))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "tiles_for", tiles)
+        yield
 
 
 # -- the kernel ------------------------------------------------------------------------------------------------------
@@ -62,15 +78,16 @@ def test_bits_are_the_comparison_of_every_logit() -> None:
     The statistics are to the bit those without a screen."""
     p, live = ragged_problem(), 150
     screens = jnp.asarray(np.random.default_rng(1).normal(size=p.n) * 2 + 2, jnp.float32).at[7].set(jnp.inf)
-    stats, words = matmul.screened_stats(p, screens, n_live=live, tiles=SMALL)
+    run = jax.jit(lambda p, screens: matmul.screened_stats(p, screens, n_live=live, tiles=SMALL))
+    stats, words = run(p, screens)
     x = f64(p.h) @ f64(p.head.weight).T
     want = x > f64(screens)[:, None]
     want[np.arange(p.n), np.asarray(p.targets)] = False
     want[:, 330:] = want[live:] = False
-    got = np.stack([screen.passed(words[:, t], 333, SMALL.columns) for t in range(p.n)])
+    got = jax.jit(jax.vmap(lambda w: screen.passed(w, 333, SMALL.columns), in_axes=1))(words)
     assert 0.1 < want[:live].mean() < 0.9 and not want[7].any()
     np.testing.assert_array_equal(got, want)
-    assert_same_bits(stats, matmul.token_stats(p, n_live=live, tiles=SMALL))
+    assert_same_bits(stats, jax.jit(lambda p: matmul.token_stats(p, n_live=live, tiles=SMALL))(p))
 
 
 def test_it_lowers_for_cuda() -> None:
@@ -88,11 +105,14 @@ def test_it_lowers_for_cuda() -> None:
 # -- the screen ------------------------------------------------------------------------------------------------------
 
 
+guess = jax.jit(screen.guess)
+
+
 def guesses(case: Case, before: Any = None, rows: Any = True, **numbers: float) -> tuple[np.ndarray, Any]:
     t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
     h, y = case.hidden.reshape(-1, WIDTH), jnp.asarray(case.targets.reshape(-1), jnp.int32)
     p = head_problem(jnp.asarray(h), jnp.asarray(case.lm_head), y, transform=t, vocab_size=VOCAB, interpret=True)
-    b = screen.guess(p, jnp.broadcast_to(jnp.asarray(rows), y.shape), before)
+    b = guess(p, jnp.broadcast_to(jnp.asarray(rows), y.shape), before)
     s = oracle.linear_token_stats(h, case.lm_head, np.asarray(y), **numbers)
     return np.asarray(b, np.float64), s
 
