@@ -12,7 +12,7 @@ from logitless.tpu import aot, command
 from logitless.tpu.collectives import collectives_of
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-SMALL = ["--hidden", "128", "--vocab", "4096", "--tokens", "2048"]
+SMALL = ["--hidden", "128", "--vocab", "1024", "--tokens", "512"]
 
 
 @needs_libtpu
