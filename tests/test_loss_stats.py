@@ -96,8 +96,8 @@ def test_statistics_from_logits() -> None:
     d = batch()
     logits = d["hidden"] @ d["lm_head"].T
     rest = {k: d[k] for k in ("targets", "mask", "advantages")}
-    _, (_, stats) = logitless.with_stats(logitless.grpo_loss)(logits, **rest)
-    assert_same(stats, logitless.logprobs(logits, d["targets"], mask=d["mask"]))
+    _, (_, stats) = jax.jit(logitless.with_stats(logitless.grpo_loss))(logits, **rest)
+    assert_same(stats, jax.jit(logitless.logprobs)(logits, d["targets"], mask=d["mask"]))
 
 
 @pytest.mark.parametrize("how", ["with mesh", "set_mesh", "set_mesh, explicit", "given"])

@@ -142,7 +142,8 @@ def test_every_objective_is_the_same_of_packed_rows(policy: str, level: str, sha
             flat[p.slots[p.slots >= 0]] = a[p.slots >= 0]
             return flat.reshape(p.tokens.shape)
 
-        got = evaluate(o, spread(logp), spread(-entropy), **packed.loss_arrays(), **denominators(o, x))
+        arrays = dict(packed.loss_arrays(), **denominators(o, x))
+        got = evaluate(o, spread(logp), spread(-entropy), **arrays)
         np.testing.assert_allclose(got.loss, padded.loss, rtol=1e-5, atol=1e-6)
         close(padded.dlogp, unpack(packed, got.dlogp))
         close(padded.dentropy, unpack(packed, got.dentropy))

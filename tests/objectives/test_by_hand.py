@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import evaluate, random_batch, token_stats
+from conftest import evaluate, metrics_of, random_batch, token_stats
 from logitless import Objective, oracle
 
 
@@ -20,7 +20,7 @@ def both(objective: Objective, logp: Any, **inputs: Any) -> tuple[float, np.ndar
     """``(loss, dlogp)`` of the library, which the oracle's are equal to."""
     logp = np.asarray(logp, np.float32)
     inputs = {k: np.asarray(v, np.float32) for k, v in inputs.items()}
-    got = evaluate(objective, logp, np.zeros_like(logp), metrics=False, **inputs)
+    got = evaluate(objective, logp, np.zeros_like(logp), **inputs)
     loss, dlogp, _ = oracle.policy_loss_grad(logp, np.zeros_like(logp), objective=objective, **inputs)
     assert float(got.loss) == pytest.approx(loss, rel=1e-5, abs=0)
     np.testing.assert_allclose(got.dlogp, dlogp, rtol=1e-5, atol=1e-7)
@@ -55,7 +55,7 @@ def test_log_ratio_clamps() -> None:
     far = {"old_logp": [[-121.0, -1.0]], "advantages": [-1.0]}
     loss, dlogp = both(Objective(log_ratio_clamp=20.0), [[-1.0, -1.0]], **far)
     assert loss == pytest.approx((math.exp(20.0) + 1) / 2, rel=1e-5) and dlogp[0].tolist() == [0.0, 0.5]
-    assert not np.isfinite(evaluate(Objective(), [[-1.0, -1.0]], [[0.0, 0.0]], metrics=False, **_arrays(far)).loss)
+    assert not np.isfinite(evaluate(Objective(), [[-1.0, -1.0]], [[0.0, 0.0]], **_arrays(far)).loss)
     low = {"old_logp": [[29.0, -1.0]], "advantages": [1.0]}
     loss, dlogp = both(Objective(log_ratio_clamp=2.0), [[-1.0, -1.0]], **low)
     assert loss == pytest.approx(-(math.exp(-2.0) + 1) / 2, rel=1e-5) and dlogp[0].tolist() == [0.0, -0.5]
@@ -111,11 +111,11 @@ def test_token_weights_of_a_row_are_those_of_its_tokens() -> None:
     for fields in ({}, {"correction": "token"}, {"correction": "sequence", "off_policy_threshold": 0.1}):
         o = Objective(**fields)
         shapes = [rows, rows[:, None], np.broadcast_to(rows[:, None], (4, 6))]
-        losses = {float(evaluate(o, logp, entropy, token_weights=w, metrics=False, **inputs).loss) for w in shapes}
-        assert len(losses) == 1 and losses != {float(evaluate(o, logp, entropy, metrics=False, **inputs).loss)}
+        losses = {float(evaluate(o, logp, entropy, token_weights=w, **inputs).loss) for w in shapes}
+        assert len(losses) == 1 and losses != {float(evaluate(o, logp, entropy, **inputs).loss)}
         for old in (inputs["old_logp"], None):
             own = dict(inputs, old_logp=old, token_weights=rows)
-            got = evaluate(o, logp, entropy, metrics=False, **own)
+            got = evaluate(o, logp, entropy, **own)
             np.testing.assert_allclose(got.loss, oracle.policy_loss(logp, entropy, objective=o, **own), rtol=1e-5)
 
 
@@ -133,13 +133,13 @@ def test_vespo_folds_token_weights_in() -> None:
         for old in (inputs["old_logp"], None):
             own = dict(inputs, old_logp=old, token_weights=weights)
             o = Objective(policy="vespo", **fields)
-            got = evaluate(o, logp, entropy, metrics=False, **own).loss
+            got = evaluate(o, logp, entropy, **own).loss
             np.testing.assert_allclose(got, oracle.policy_loss(logp, entropy, objective=o, **own), rtol=1e-5)
 
 
 def test_a_token_weight_of_zero_drops_an_infinite_loss() -> None:
     inputs = _arrays({"old_logp": [[-200.0, -1.0]], "advantages": [-1.0], "token_weights": [[0.0, 1.0]]})
-    assert evaluate(Objective(), [[0.0, -1.0]], [[0.0, 0.0]], metrics=False, **inputs).loss == 0.5
+    assert evaluate(Objective(), [[0.0, -1.0]], [[0.0, 0.0]], **inputs).loss == 0.5
 
 
 def test_token_weights_are_checked() -> None:
@@ -193,7 +193,7 @@ def test_the_off_policy_mask_keeps_a_token_without_an_advantage() -> None:
     """Only negative advantages are dropped: of two rows that drifted, the one with A = 0 is counted as kept."""
     logp = np.float32([[-2.0], [-2.0]])
     inputs = {"advantages": np.float32([0.0, -1.0]), "rollout_logp": logp + 1, "old_logp": logp}
-    kept = evaluate(Objective(off_policy_threshold=0.5), logp, logp, **inputs).metrics["kept_tokens"]
+    kept = metrics_of(Objective(off_policy_threshold=0.5), logp, logp, **inputs)["kept_tokens"]
     assert (float(kept.sum), float(kept.count)) == (1, 2)
 
 
@@ -210,7 +210,7 @@ def test_the_entropy_denominator_replaces_the_kept_tokens_of_top_entropy() -> No
     entropy = np.float32([[1.0, 2.0, 3.0, 4.0]])
     for given, count in ((None, 2.0), (10.0, 10.0), (jnp.float32(0.5), 0.5)):
         inputs = {"advantages": np.zeros(1, np.float32), "entropy_denominator": given}
-        got = evaluate(o, np.zeros_like(entropy), entropy, metrics=False, **inputs)
+        got = evaluate(o, np.zeros_like(entropy), entropy, **inputs)
         assert float(got.loss) == pytest.approx(-0.7 / count, rel=1e-6)
         np.testing.assert_allclose(got.dentropy, [[0, 0, -0.1 / count, -0.1 / count]], rtol=1e-6)
         assert oracle.policy_loss(np.zeros_like(entropy), entropy, objective=o, **inputs) == pytest.approx(-0.7 / count)
@@ -235,7 +235,7 @@ def test_the_dual_clip_counts_negative_advantages_beyond_its_constant_before_del
     logp, ratio = np.full((2, 3), -1.0, np.float32), np.array([[2.0, 4.0, 6.0]] * 2)
     inputs = {"advantages": np.float32([-1.0, 1.0]), "old_logp": (logp - np.log(ratio)).astype(np.float32)}
     for fields in ({}, {"delta": 2.5}, {"delta": 2.5, "clip_metrics": "liger"}):
-        metric = evaluate(Objective(dual_clip=3.0, **fields), logp, logp, **inputs).metrics["clip_fraction_dual"]
+        metric = metrics_of(Objective(dual_clip=3.0, **fields), logp, logp, **inputs)["clip_fraction_dual"]
         assert (float(metric.sum), float(metric.count)) == (2, 6), fields
 
 
@@ -382,7 +382,7 @@ def test_k3_plus_has_the_gradient_of_an_unclamped_k2() -> None:
     o = Objective(beta=1.0, kl="k3+", kl_log_ratio_clamp=20.0, kl_clamp=10.0)
     for d, value in ((3.0, 10.0), (-25.0, 10.0), (0.5, math.exp(0.5) - 1.5)):
         inputs = {"advantages": np.float32([0.0]), "ref_logp": np.float32([[-30.0 + d]])}
-        got = evaluate(o, [[-30.0]], [[1.0]], metrics=False, **inputs)
+        got = evaluate(o, [[-30.0]], [[1.0]], **inputs)
         assert float(got.loss) == pytest.approx(value, rel=1e-5) and float(got.dlogp[0, 0]) == pytest.approx(-d)
         want, gradient, _ = oracle.policy_loss_grad([[-30.0]], None, objective=o, **inputs)
         assert want == pytest.approx(value) and gradient[0, 0] == pytest.approx(-d)

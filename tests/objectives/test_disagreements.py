@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import evaluate, random_batch
+from conftest import evaluate, metrics_of, random_batch
 from logitless import Objective, group_advantages, oracle
 from logitless.objectives.presets import GROUP_STD_EPS
 
@@ -23,7 +23,7 @@ def one_token(o: Objective, ratio: float, advantage: float, d: float | None = No
         "old_logp": np.float32([[-1.5 - math.log(ratio)]]),
         "ref_logp": None if d is None else np.float32([[-1.5 + d]]),
     }
-    got = evaluate(o, [[-1.5]], [[1.0]], metrics=False, **inputs)
+    got = evaluate(o, [[-1.5]], [[1.0]], **inputs)
     return float(got.loss), float(got.dlogp[0, 0])
 
 
@@ -45,7 +45,7 @@ def test_1_luspo_sums_a_sequence_and_divides_by_nothing_but_the_batch() -> None:
     }
     logp = np.where(mask, -1.0, np.nan)
     o = Objective.preset("trl", level="sequence", aggregation="luspo")
-    got = evaluate(o, logp, logp, metrics=False, **inputs)
+    got = evaluate(o, logp, logp, **inputs)
     right = (6 * -1.1 + 3 * 0.45 + 1 * -2.0) / 3
     divided_by_length = (36 * -1.1 + 9 * 0.45 + 1 * -2.0) / (3 * 6)
     padding_counted = (6 * -1.1 + 6 * 0.45 + 6 * -2.0) / 3
@@ -62,9 +62,7 @@ def test_2_dapo_denominator() -> None:
     assert float(trl) == 75.0 and float(liger) == 300.0
     logp, entropy, inputs = random_batch(0)
     o = Objective.preset("trl")
-    losses = [
-        float(evaluate(o, logp, entropy, metrics=False, denominator=d, **inputs).loss) for d in (trl, liger, None)
-    ]
+    losses = [float(evaluate(o, logp, entropy, denominator=d, **inputs).loss) for d in (trl, liger, None)]
     assert losses[0] == pytest.approx(4 * losses[1], rel=1e-6)
     assert losses[2] == pytest.approx(losses[1] * 300 / inputs["mask"].sum(), rel=1e-6)  # the default is sum m
 
@@ -115,7 +113,7 @@ def test_6_clip_metrics() -> None:
     }
 
     def high(o: Objective, **changes: np.ndarray) -> tuple[float, float]:
-        metric = evaluate(o, logp, logp, **inputs | changes).metrics["clip_fraction_high"]
+        metric = metrics_of(o, logp, logp, **inputs | changes)["clip_fraction_high"]
         return float(metric.sum), float(metric.count)
 
     trl, liger = (Objective.preset(name, beta=None) for name in ("trl", "liger"))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import AGGREGATIONS, evaluate, objective_of, random_batch
+from conftest import AGGREGATIONS, evaluate, metrics_of, objective_of, random_batch
+from interpreted import by_numpy
 from logitless import (
     AdaptiveEntropy,
     Metric,
@@ -61,7 +62,7 @@ def test_bonus_entropy_is_that_of_the_tokens_the_bonus_acts_on() -> None:
     inputs = {"advantages": np.float32([1.0]), "mask": np.array([[1, 1, 1, 1, 0]])}
     for top, want in ((None, (2.2, 4)), (0.5, (1.6, 2))):
         o = Objective(entropy_coef=0.1, top_entropy=top)
-        metrics = evaluate(o, -np.ones((1, 5)), entropy, **inputs).metrics
+        metrics = metrics_of(o, -np.ones((1, 5)), entropy, **inputs)
         assert tuple(map(float, metrics["bonus_entropy"])) == pytest.approx(want)
         assert float(entropy_denominator(o, inputs["mask"], entropy)) == want[1]
     with pytest.raises(ValueError, match="keeps tokens by their entropy"):
@@ -96,7 +97,7 @@ def test_the_parts_of_a_split_batch_add_up(aggregation: str, top_entropy: float 
 def test_statistics_of_log_probabilities_alone() -> None:
     logp, entropy, inputs = random_batch(1)
     o = Objective(beta=0.1, off_policy_threshold=0.2)
-    loss, metrics = policy_loss(TokenStats(logp=jnp.asarray(logp)), objective=o, **inputs)
+    loss, metrics = by_numpy(lambda lp: policy_loss(TokenStats(logp=lp), objective=o, **inputs), logp)
     full = evaluate(o, logp, entropy, **inputs)
     assert float(loss) == float(full.loss)
     assert set(full.metrics) - set(metrics) == {"entropy", "is_top1"}
@@ -106,7 +107,7 @@ def test_statistics_of_log_probabilities_alone() -> None:
     def of(lp: Any) -> Any:
         return policy_loss(TokenStats(logp=lp), objective=o, **inputs)[0]
 
-    np.testing.assert_array_equal(jax.grad(of)(jnp.asarray(logp)), full.dlogp)
+    np.testing.assert_array_equal(by_numpy(jax.grad(of), logp), full.dlogp)
     for name in ("entropy_coef", "top_entropy"):
         with pytest.raises(ValueError, match=rf"objective\.{name} reads the entropy, and stats\.entropy is None"):
             policy_loss(TokenStats(logp=jnp.asarray(logp)), objective=Objective(**{name: 0.5}), **inputs)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import POLICY_LEVELS, evaluate, objective_of, random_batch, token_stats
+from conftest import POLICY_LEVELS, evaluate, half, metrics_of, objective_of, random_batch, token_stats
 from logitless import Metric, Objective, metric_values, reduce_metrics
 
 EVERY_METRIC = {"beta": 0.1, "correction": "token", "off_policy_threshold": 0.1, "entropy_coef": 0.01}
@@ -31,7 +31,7 @@ def test_every_metric_by_hand() -> None:
     entropy = np.where(mask, np.arange(12).reshape(2, 6), np.nan)
     ref = np.full((2, 6), -1.5)
     rollout = np.where(mask, -1.0 - np.log(ratio), np.nan)
-    got = evaluate(
+    got = metrics_of(
         Objective(eps_low=0.2, eps_high=0.28, dual_clip=3.0, beta=0.1, correction="token", correction_max=1.25),
         logp,
         entropy,
@@ -40,7 +40,7 @@ def test_every_metric_by_hand() -> None:
         old_logp=(-1.0 - np.log(ratio)).astype(np.float32),
         ref_logp=ref.astype(np.float32),
         rollout_logp=(rollout - np.log(1.2)).astype(np.float32),
-    ).metrics
+    )
     live = ratio[mask]
     want: dict[str, tuple[float, float]] = {
         "entropy": (np.arange(11).sum(), 11),
@@ -76,9 +76,9 @@ def test_zero_gradient_tokens_counts_clipped_dropped_and_unrewarded_tokens() -> 
     ratio = np.array([[1.0, 2.0, 2.0, 0.5, 0.5, 1.0]] * 2)
     advantages = np.array([[1.0, 1.0, -1.0, 1.0, -1.0, 0.0], [0.0] * 6], np.float32)
     inputs = {"advantages": advantages, "old_logp": (logp - np.log(ratio)).astype(np.float32)}
-    got = evaluate(Objective(), logp, logp, **inputs).metrics
+    got = metrics_of(Objective(), logp, logp, **inputs)
     assert pair(got["zero_gradient_tokens"]) == (3 + 6, 12)  # held at 1.2, held at 0.8, A = 0; and the row of zeros
-    got = evaluate(Objective(entropy_coef=0.1), logp, logp, **inputs).metrics
+    got = metrics_of(Objective(entropy_coef=0.1), logp, logp, **inputs)
     assert pair(got["zero_gradient_tokens"]) == (0, 12)
 
 
@@ -88,23 +88,25 @@ def test_clip_fractions_of_cispo_and_gmpo() -> None:
     inputs = {"advantages": np.float32([1.0, -1.0]), "old_logp": (logp - np.log(ratio)).astype(np.float32)}
 
     def fractions(**fields: Any) -> tuple[float, float]:
-        got = evaluate(Objective(**fields), logp, logp, **inputs).metrics
+        got = metrics_of(Objective(**fields), logp, logp, **inputs)
         return float(got["clip_fraction_low"].sum), float(got["clip_fraction_high"].sum)
 
     assert fractions(policy="cispo", eps_high=5.0) == (0, 1)  # the raw bound has no lower side
     assert fractions(policy="cispo", cispo_bound="interval", eps_high=0.5) == (1, 2)
     assert fractions(policy="gmpo", eps_low=0.05, eps_high=0.5) == (2, 2)  # log 0.5, log 0.9; log 2, log 6
-    assert "clip_fraction_low" not in evaluate(Objective(policy="sapo"), logp, logp, **inputs).metrics
+    assert "clip_fraction_low" not in metrics_of(Objective(policy="sapo"), logp, logp, **inputs)
 
 
-@pytest.mark.parametrize("clip_metrics", ["trl", "liger"])
-@pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
+@pytest.mark.parametrize(
+    ("policy", "level", "clip_metrics"),
+    half((*pl, m) for i, pl in enumerate(POLICY_LEVELS) for m in ("trl", "liger")[:: 1 if i % 2 else -1]),
+)
 def test_metrics_of_micro_batches_reduce_to_those_of_the_batch(policy: str, level: str, clip_metrics: str) -> None:
     o = objective_of(policy, level, **EVERY_METRIC, clip_metrics=clip_metrics)
     logp, entropy, inputs = random_batch(3)
-    whole = evaluate(o, logp, entropy, **inputs).metrics
+    whole = metrics_of(o, logp, entropy, **inputs)
     parts = [
-        evaluate(o, logp[rows], entropy[rows], **{k: v[rows] for k, v in inputs.items()}).metrics
+        metrics_of(o, logp[rows], entropy[rows], **{k: v[rows] for k, v in inputs.items()})
         for rows in (slice(0, 2), slice(2, 4))
     ]
     reduced = reduce_metrics(parts)
@@ -117,8 +119,8 @@ def test_metrics_of_micro_batches_reduce_to_those_of_the_batch(policy: str, leve
 def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
     o = objective_of("clip", "sequence", "bnpo", **EVERY_METRIC, clip_metrics="liger")
     logp, entropy, inputs = random_batch(3)
-    whole = evaluate(o, logp, entropy, **inputs).metrics
-    nothing = evaluate(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))}).metrics
+    whole = metrics_of(o, logp, entropy, **inputs)
+    nothing = metrics_of(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))})
     assert metric_values(whole)["entropy_coef"] == pytest.approx(0.01)
     assert set(metric_values(nothing).values()) == {0.0}  # nothing was counted, and no NaN to log
     assert all(not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_tokens")
@@ -138,7 +140,7 @@ def test_sequence_level_metrics_as_trl_logs_them() -> None:
     old = (logp - np.log(ratio)).astype(np.float32)
 
     def of(o: Objective, advantages: Any) -> dict[str, tuple[float, float]]:
-        metrics = evaluate(o, logp, logp, advantages=np.float32(advantages), mask=mask, old_logp=old).metrics
+        metrics = metrics_of(o, logp, logp, advantages=np.float32(advantages), mask=mask, old_logp=old)
         return {k: pair(v) for k, v in metrics.items() if "clip" in k or k == "vespo_phi"}
 
     rows, trl = [1.0, 1.0, -1.0, -1.0], Objective(level="sequence")

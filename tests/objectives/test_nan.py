@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of, random_batch, token_stats
+from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch, token_stats
 from logitless import Objective, oracle
 from logitless.objectives import policy_terms
 
@@ -112,11 +112,11 @@ def test_a_nan_stays_in_the_quantile_and_on_the_right_side_of_every_bound() -> N
     assert np.isnan(got.loss)
     rest = dict(inputs, mask=inputs["mask"].copy())
     rest["mask"][b, t] = False
-    others = evaluate(Objective(top_entropy=0.5), logp, entropy, **rest).metrics["kept_tokens"]
+    others = metrics_of(Objective(top_entropy=0.5), logp, entropy, **rest)["kept_tokens"]
     assert float(kept.sum) == float(others.sum) + 1
     logp[b, t] = NAN
     inputs["advantages"] = np.full(4, -1.0, np.float32)
-    kept = evaluate(Objective(off_policy_threshold=-9.0), logp, entropy, **inputs).metrics["kept_tokens"]
+    kept = metrics_of(Objective(off_policy_threshold=-9.0), logp, entropy, **inputs)["kept_tokens"]
     assert float(kept.sum) == inputs["mask"][b].sum()  # its own sequence is not known to have drifted
 
 

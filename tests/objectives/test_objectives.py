@@ -21,6 +21,7 @@ from conftest import (
     Evaluation,
     evaluate,
     evaluate_all,
+    half,
     objective_of,
     random_batch,
     token_stats,
@@ -70,7 +71,7 @@ def check(objective: Objective, seed: int = 0, layout: str = "rows", **changes: 
     """As :func:`check_all`, with the objective's numbers as Python's."""
     logp, entropy, inputs = random_batch(seed, layout=layout)
     inputs = {**inputs, **changes}
-    got = evaluate(objective, logp, entropy, metrics=False, **inputs)
+    got = evaluate(objective, logp, entropy, **inputs)
     loss, dlogp, _ = agrees(got, objective, logp, entropy, **inputs)
     assert loss != 0.0 and np.any(dlogp != 0.0)  # there was something to compare
 
@@ -96,6 +97,29 @@ def test_all_options_at_once(policy: str, level: str) -> None:
     }
     for aggregation in AGGREGATIONS:
         check(objective_of(policy, level, aggregation, **everything), seed=1, layout="scattered")
+
+
+@pytest.mark.parametrize(
+    ("policy", "level", "layout"), [("clip", "sequence_token", "packed"), ("sapo", "token", "rows")]
+)
+def test_xla_computes_what_the_interpreter_does(policy: str, level: str, layout: str) -> None:
+    """These tests trace losses and leave most of their arithmetic to NumPy (``interpreted``): compiled, they are the
+    same but for the order of sums."""
+    o = objective_of(policy, level, beta=0.1, correction="sequence", top_entropy=0.75, entropy_coef=0.02)
+    logp, entropy, inputs = random_batch(1, layout=layout)
+    got = evaluate(o, logp, entropy, **inputs)
+
+    @jax.jit
+    def compiled(logp: Any, entropy: Any) -> Any:
+        def loss(lp: Any, h: Any) -> Any:
+            return logitless.policy_loss(token_stats(lp, h), objective=o, **inputs)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(logp, entropy)
+
+    (loss, metrics), (dlogp, dentropy) = compiled(logp, entropy)
+    found = (got.loss, got.dlogp, got.dentropy, got.metrics)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((loss, dlogp, dentropy, metrics)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(np.abs(b).max()))
 
 
 # dual_clip must lie above 1; eps_low = 0.05 with delta = 1.02 below 1 + eps_high makes delta decide for A > 0 as well.
@@ -237,11 +261,13 @@ def test_nan_rollout_has_weight_one() -> None:
     inputs["rollout_logp"][tuple(live.T)] = np.nan
     for correction in ("token", "sequence", "geometric"):
         o = objective_of("clip", correction=correction, correction_max=3.0)
-        agrees(evaluate(o, logp, entropy, metrics=False, **inputs), o, logp, entropy, **inputs)
+        agrees(evaluate(o, logp, entropy, **inputs), o, logp, entropy, **inputs)
 
 
-@pytest.mark.parametrize("sampler", ["rollout", "old"])
-@pytest.mark.parametrize(("policy", "level"), POLICY_LEVELS)
+@pytest.mark.parametrize(
+    ("policy", "level", "sampler"),
+    half((*pl, s) for i, pl in enumerate(POLICY_LEVELS) for s in ("rollout", "old")[:: 1 if i % 2 else -1]),
+)
 def test_off_policy_mask(policy: str, level: str, sampler: str) -> None:
     o = objective_of(policy, level, off_policy_threshold=0.05, beta=0.1)
     changes = {"rollout_logp": None} if sampler == "old" else {}
@@ -317,18 +343,19 @@ def test_given_denominators_are_used_as_they_are(aggregation: str) -> None:
         check(o, 11, denominator=denominator, entropy_denominator=denominator)
     logp, entropy, inputs = random_batch(11)
     o = o.replace(entropy_coef=None)
-    quarter, one = (evaluate(o, logp, entropy, metrics=False, denominator=d, **inputs).loss for d in (0.25, 1.0))
+    quarter, one = (evaluate(o, logp, entropy, denominator=d, **inputs).loss for d in (0.25, 1.0))
     assert quarter == 4 * one != 0
 
 
-@pytest.mark.parametrize("layout", ["rows", "tokens", "scattered"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("level", "aggregation", "layout"),
+    half(itertools.product(["token", "sequence"], AGGREGATIONS, ["rows", "tokens", "scattered"])),
+)
 def test_micro_batches_add_up(level: str, aggregation: str, layout: str) -> None:
     """Parts with the whole batch's denominators sum to the whole batch, gradients included."""
     o = objective_of("clip", level, aggregation, beta=0.1, entropy_coef=0.02, correction="sequence")
     logp, entropy, inputs = random_batch(12, layout=layout)
-    whole = evaluate(o, logp, entropy, metrics=False, **inputs)
+    whole = evaluate(o, logp, entropy, **inputs)
     mask = inputs["mask"]
     if aggregation in ("bnpo", "dapo"):
         denominator = mask.sum()
@@ -360,8 +387,8 @@ def test_segments_of_a_row_are_the_sequences_of_unpacked_rows() -> None:
     aggregations = itertools.cycle(AGGREGATIONS)
     for (policy, level), aggregation in zip(POLICY_LEVELS, aggregations, strict=False):
         o = objective_of(policy, level, aggregation, correction="sequence", off_policy_threshold=0.1)
-        a = evaluate(o, logp, entropy, metrics=False, **inputs)
-        b = evaluate(o, pack(logp), pack(entropy), metrics=False, **packed)
+        a = evaluate(o, logp, entropy, **inputs)
+        b = evaluate(o, pack(logp), pack(entropy), **packed)
         np.testing.assert_allclose(b.loss, a.loss, rtol=1e-6)
         np.testing.assert_allclose(b.dlogp, pack(a.dlogp), rtol=1e-5, atol=1e-8)
 
@@ -402,7 +429,7 @@ def test_on_policy_with_eps_zero_has_the_full_gradient(level: str) -> None:
     inputs.update(old_logp=None)
     for extra in ({}, {"delta": 1.0}):
         o = objective_of("clip", level, "luspo", eps_low=0.0, eps_high=0.0, **extra)
-        got = evaluate(o, logp, entropy, metrics=False, **inputs)
+        got = evaluate(o, logp, entropy, **inputs)
         want = -np.where(inputs["mask"], inputs["advantages"][:, None], 0.0) / 4
         np.testing.assert_allclose(got.dlogp, want, rtol=1e-6)
 
@@ -412,7 +439,6 @@ def one_token(objective: Objective, *, advantage: float, logp: float = -1.0, old
         objective,
         [[logp]],
         [[1.0]],
-        metrics=False,
         advantages=np.float32([advantage]),
         old_logp=None if old is None else np.float32([[old]]),
         **inputs,
@@ -496,7 +522,7 @@ def test_a_dropped_token_is_dropped_even_where_its_loss_is_infinite(
         "mask": np.ones((2, 6)),
         **inputs,
     }
-    assert not np.isfinite(evaluate(Objective(), logp, entropy, metrics=False, **inputs).loss)
+    assert not np.isfinite(evaluate(Objective(), logp, entropy, **inputs).loss)
     o = Objective(**fields)
     got = evaluate(o, logp, entropy, **inputs)
     loss, dlogp, _ = oracle.policy_loss_grad(logp, entropy, objective=o, **inputs)

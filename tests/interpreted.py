@@ -1,0 +1,151 @@
+"""Runs a JAX program on the host, operation by operation, without compiling most of them.
+
+JAX compiles every operation for every shape it meets. Here NumPy does what IEEE arithmetic determines (sums but for
+their order); functions such as ``exp``, sorts, gathers and scatters are JAX's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
+    """``f(*args)``, as arrays of NumPy."""
+    closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+    out = Interpreter().inner(closed, [np.asarray(x) for x in jax.tree.leaves(args)])
+    return jax.tree.unflatten(jax.tree.structure(shape), [np.asarray(x) for x in out])
+
+
+class Interpreter:
+    """A program's equations in order; loops and branches by their values."""
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = {}
+
+        def read(v: Any) -> Any:
+            return np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
+
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        with np.errstate(all="ignore"):
+            for eqn in jaxpr.eqns:
+                outs = self.step(eqn, [read(v) for v in eqn.invars])
+                env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def inner(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        if hasattr(closed, "consts"):
+            return self.run(closed.jaxpr, closed.consts, args)
+        return self.run(closed, (), args)
+
+    def step(self, eqn: Any, args: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "while":
+            return self.loop(params, args)
+        if name == "scan":
+            return self.scan(params, args)
+        if name == "cond":
+            index = min(max(int(args[0]), 0), len(params["branches"]) - 1)
+            return self.inner(params["branches"][index], args[1:])
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if key in params and name not in ("custom_vjp_call_jaxpr",):
+                return self.inner(params[key], args)
+        if name in _NUMPY:
+            return [np.asarray(_NUMPY[name](params, *args), eqn.outvars[0].aval.dtype)]
+        if "sharding" in params:  # of the mesh's devices, which nobody is here
+            params = dict(params, sharding=None)
+        out = eqn.primitive.bind(*args, **params)
+        # As NumPy's: an array of JAX remembers its mesh.
+        return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+
+    def loop(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
+        a, b = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body, carry = args[:a], args[a : a + b], args[a + b :]
+        while bool(self.inner(params["cond_jaxpr"], [*of_cond, *carry])[0]):
+            carry = self.inner(params["body_jaxpr"], [*of_body, *carry])
+        return carry
+
+    def scan(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
+        if "num_consts" in params:
+            consts, carried = params["num_consts"], params["num_carry"]
+        else:  # jax 0.12: flat trees of constants, carry and rows
+            consts, carried = (len(part) for part in params["ft_in"].unpack()[:2])
+        fixed, carry, rows = args[:consts], args[consts : consts + carried], args[consts + carried :]
+        found: list[list[Any]] = []
+        steps = range(params["length"])
+        for i in reversed(steps) if params["reverse"] else steps:
+            outs = self.inner(params["jaxpr"], [*fixed, *carry, *(x[i] for x in rows)])
+            carry = outs[:carried]
+            found.append(outs[carried:])
+        stacked = [np.stack(column) for column in zip(*(reversed(found) if params["reverse"] else found), strict=True)]
+        return [*carry, *stacked]
+
+
+def _broadcast(params: dict[str, Any], x: Any) -> Any:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    sizes = dict(zip(dims, np.shape(x), strict=True))
+    return np.broadcast_to(np.reshape(x, [sizes.get(d, 1) for d in range(len(shape))]), shape)
+
+
+def _dot(params: dict[str, Any], a: Any, b: Any) -> Any:
+    """In float32 as the programs here ask for it."""
+    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
+    of_a, of_b = list(range(a.ndim)), list(range(a.ndim, a.ndim + b.ndim))
+    for i, j in (*zip(contract_a, contract_b, strict=True), *zip(batch_a, batch_b, strict=True)):
+        of_b[j] = of_a[i]
+    free = [x for d, x in enumerate(of_a) if d not in (*contract_a, *batch_a)]
+    free += [x for d, x in enumerate(of_b) if d not in (*contract_b, *batch_b)]
+    return np.einsum(
+        np.asarray(a, np.float32), of_a, np.asarray(b, np.float32), of_b, [of_a[i] for i in batch_a] + free
+    )
+
+
+def _div(params: dict[str, Any], a: Any, b: Any) -> Any:
+    if np.issubdtype(a.dtype, np.integer):  # towards zero, not downwards
+        return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+    return np.divide(a, b)
+
+
+def _iota(params: dict[str, Any]) -> Any:
+    shape = [-1 if d == params["dimension"] else 1 for d in range(len(params["shape"]))]
+    return np.broadcast_to(np.arange(params["shape"][params["dimension"]]).reshape(shape), params["shape"])
+
+
+def _elementwise(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, *args: f(*args)
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    **{
+        name: _elementwise(f)
+        for name, f in {
+            "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil, "eq": np.equal,
+            "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
+            "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+            "ne": np.not_equal, "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "sub": np.subtract,
+        }.items()
+    },
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda params, *xs: np.concatenate(xs, axis=params["dimension"]),
+    "convert_element_type": lambda params, x: np.asarray(x).astype(params["new_dtype"]),
+    "div": _div,
+    "dot_general": _dot,
+    "iota": _iota,
+    "reduce_and": lambda params, x: np.all(x, axis=params["axes"]),
+    "reduce_max": lambda params, x: np.max(x, axis=params["axes"]),
+    "reduce_min": lambda params, x: np.min(x, axis=params["axes"]),
+    "reduce_or": lambda params, x: np.any(x, axis=params["axes"]),
+    "reduce_sum": lambda params, x: np.sum(x, axis=params["axes"]),
+    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
+    "select_n": lambda params, which, if_not, if_so: np.where(which, if_so, if_not),
+    "slice": lambda params, x: x[
+        tuple(map(slice, params["start_indices"], params["limit_indices"], params["strides"] or [None] * x.ndim))
+    ],
+    "squeeze": lambda params, x: np.squeeze(x, axis=params["dimensions"]),
+    "stop_gradient": lambda params, x: x,
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+}  # fmt: skip
