@@ -82,17 +82,18 @@ def test_transformations_agree_with_a_plain_loop(level: str, kind: str, backend:
         summed = (jnp.stack([g[0] for _, g in expected]), sum(g[1] for _, g in expected))
         axes = (0, None)
 
-    if kind != "sequence" and backend == "chunked":  # vmap of the gradient
+    # vmap of the gradient; the logits' statistics take it as their loss does, and the gradient of a vmap the other way
+    if backend == "chunked" and (level, kind) in (("head", "token"), ("head", "statistics"), ("logits", "token")):
         values, grads = jax.jit(jax.vmap(vg, in_axes=(axes, 0)))(params, batch)
         close(values, jnp.stack([v for v, _ in expected]))
         each = jnp.stack([g if level == "logits" else g[1] for _, g in expected])
         close(grads if level == "logits" else grads[1], each)
 
-    # the gradient of a vmap
-    close(
-        jax.jit(jax.value_and_grad(lambda p: jnp.sum(jax.vmap(f, in_axes=(axes, 0))(p, batch))))(params),
-        (total, summed),
-    )
+    if (level, kind) != ("logits", "token"):  # the gradient of a vmap
+        close(
+            jax.jit(jax.value_and_grad(lambda p: jnp.sum(jax.vmap(f, in_axes=(axes, 0))(p, batch))))(params),
+            (total, summed),
+        )
 
     # rematerialised, and as the body of a scan over micro-batches; each by itself for one of the losses
     body = jax.checkpoint(f)

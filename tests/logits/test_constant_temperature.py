@@ -93,13 +93,16 @@ def test_statistics_of_logits(backend: str, known: bool, vocab: int) -> None:
 
 @pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 def test_rounded_dlogits_of_the_hopper_row_kernel() -> None:
-    """What a head of 16-bit operands gets: 16-bit dlogits of float32 logits."""
+    """What a head of 16-bit operands gets: statistics, and 16-bit dlogits of float32 logits."""
     from logitless.logits.mosaic_gpu import backend as mosaic_gpu
 
     (x, y), t = logits(64), LogitTransform(temperature=jnp.asarray(TEMPERATURE))
     p = logits_problem(jnp.asarray(x), jnp.asarray(y), t, 64, interpret=True)
     plain = compiled(lambda t, x: plain_stats(x, y, temperature=t), known=True)
     stats = mosaic_gpu.token_stats(p)
+    truth = oracle.token_stats(x, y, temperature=TEMPERATURE)
+    for name, base in zip(STATS, plain(unit_cotangents()[0], x)[0], strict=True):
+        assert_contract(name, getattr(stats, name), base, getattr(truth, name))
     run = jax.jit(lambda *g: mosaic_gpu.dlogits(p, stats, StatCotangents(*g), dtype=jnp.bfloat16))
     for name, g in zip(STATS, unit_cotangents(), strict=True):
         base = plain(g, x)[1][0].astype(jnp.bfloat16)

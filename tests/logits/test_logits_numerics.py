@@ -381,7 +381,7 @@ def test_exponentials_on_a_cpu(level: str, most: int) -> None:
 @given(data=st.data())
 def test_statistics_property(data: st.DataObject) -> None:
     """Any shape, mask, dtype and kind of row."""
-    n, v = data.draw(st.sampled_from([(2, 1), (3, 2), (5, 17)]))
+    n, v = data.draw(st.sampled_from([(2, 1), (5, 17)]))
     dtype = data.draw(st.sampled_from(["f32", "bf16"]))
     kinds = data.draw(
         st.lists(st.sampled_from(["flat", "wide", "up", "down", "holes", "lead"]), min_size=n, max_size=n)

@@ -147,24 +147,34 @@ def assert_same(got: Any, expected: Any, rtol: float = RTOL) -> None:
         assert np.all(np.isfinite(b)) and error <= rtol * scale, (jax.tree_util.keystr(path), error, scale)
 
 
-def _options(backend: str, columns: int) -> dict[str, Any]:
-    return {"backend": backend, "interpret": backend == "pallas_tpu", "vocab_size": columns, "chunk_size": 3}
+def _options(backend: str) -> dict[str, Any]:
+    return {"backend": backend, "interpret": backend == "pallas_tpu", "vocab_size": COLUMNS, "chunk_size": 3}
+
+
+COLUMNS = 50
+"""A vocabulary that does not divide: of the shards of the padded 64 columns one is cut, and of eight one is empty."""
 
 
 @functools.cache
-def one_device(level: str, backend: str, columns: int) -> Any:
-    return evaluate(batch(columns=columns), OBJECTIVES[level], **_options(backend, columns))[0]
+def one_device(level: str) -> Any:
+    """What every layout and backend has to give."""
+    return evaluate(batch(columns=COLUMNS), OBJECTIVES[level], **_options("chunked"))[0]
 
 
 def _calls() -> Iterator[Any]:
     """Every layout and level. What a layout does is the same code around every backend, so the kernels are run by the
-    layouts that have all there is, coupled or vocabulary-parallel; and a loss of tokens does nothing under fully
-    sharded weights alone that a coupled one does not do. The others only repeat these."""
+    layouts that have all there is, coupled or vocabulary-parallel; a loss of tokens does nothing under fully sharded
+    weights alone that a coupled one does not do, and a coupled one nothing under cut tokens or a cut vocabulary alone
+    that it does not do under both. The others only repeat these."""
     enough = {
         ("pallas_tpu", "token"): ("vocabulary-parallel",),
         ("pallas_tpu", "sequence"): ("data x sequence x tensor, fsdp over data",),
-        ("chunked", "token"): [k for k, where in LAYOUTS.items() if "tensor" in where.axes or "replicated" in k],
-        ("chunked", "sequence"): LAYOUTS,
+        ("chunked", "token"): (
+            "data and sequence, head replicated",
+            "vocabulary-parallel",
+            "data x sequence x tensor, fsdp over data",
+        ),
+        ("chunked", "sequence"): LAYOUTS.keys() - {"data and sequence, head replicated", "vocabulary-parallel"},
     }
     for backend, layout, level in itertools.product(["chunked", "pallas_tpu"], LAYOUTS, OBJECTIVES):
         repeats = layout not in enough[backend, level]
@@ -174,12 +184,10 @@ def _calls() -> Iterator[Any]:
 @pytest.mark.parametrize("backend, layout, level", _calls())
 def test_equals_one_device(backend: str, layout: str, level: str) -> None:
     where = LAYOUTS[layout]
-    # A vocabulary of 50 does not divide: of the shards of the padded 64 columns one is cut, and of eight one is empty.
-    columns = 50 if "tensor" in where.axes else VOCAB
-    data = batch(columns=columns)
-    data["lm_head"][columns:] = 1e3  # what would dominate every softmax if it counted
-    got, program = evaluate(data, OBJECTIVES[level], where, **_options(backend, columns))
-    assert_same(got, one_device(level, backend, columns))
+    data = batch(columns=COLUMNS)
+    data["lm_head"][COLUMNS:] = 1e3  # what would dominate every softmax if it counted
+    got, program = evaluate(data, OBJECTIVES[level], where, **_options(backend))
+    assert_same(got, one_device(level))
 
     found = collectives(program)
     assert sorted(c for c in found if c[1] > 4 * STATISTICS) == sorted(where.collectives)

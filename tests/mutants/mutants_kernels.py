@@ -243,13 +243,13 @@ MUTANTS = [
         "logits/mosaic_gpu/tiles",
         "self.k = tr.times(tr.factor(transform), jnp.float32(self.power.unit))",
         "self.k = jnp.float32(self.power.unit)",
-        f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
+        f"{CONSTANT}::test_rounded_dlogits_of_the_hopper_row_kernel",
     ),
     m(
         "logits/mosaic_gpu/row_terms",
         "first, second = tr.times(k, first), tr.times(k, second)",
         "first, second = tr.times(k, first), second",
-        f"{CONSTANT}::test_statistics_of_logits[mosaic_gpu-known-64]",
+        f"{CONSTANT}::test_rounded_dlogits_of_the_hopper_row_kernel",
     ),
     m(
         "logits/mosaic_gpu/row_terms",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutant
 
 SETTINGS = "tests/train/test_train_settings.py"
+LOOP = "tests/train/test_train_loop.py"
 REPLAY = "tests/train/test_ab_replay.py"
 FREE = "tests/train/test_ab_free.py"
 
@@ -18,7 +19,7 @@ MUTANTS = [
         "trainer",
         "reference = frozen.params if frozen.params is not None else params",
         "reference = params",
-        f"{SETTINGS}::test_the_kl_is_measured_to_the_initial_policy",
+        f"{LOOP}::test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not",
     ),
     m(
         "collect",

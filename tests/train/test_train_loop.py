@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import CHILD_ENVIRONMENT
 from logitless import cli
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
@@ -24,7 +25,7 @@ from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
 from logitless.train.warm_start import warm_start
-from train_micro import MICRO, compile_cache, logitless, micro, micro_params  # noqa: F401
+from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 PARAMS = micro_params(1)
@@ -63,11 +64,12 @@ def test_rollout_log_probabilities_are_the_trainers(top_p: float) -> None:
 
 def test_padding_and_neighbours_do_not_change_a_completion() -> None:
     plain = sampled()
-    for other in (sampled(width=9), sampled(rows=slice(1, 3), first=2)):
-        skip = plain.tokens.shape[0] - other.tokens.shape[0]
-        np.testing.assert_array_equal(plain.tokens[skip:], other.tokens)
-        np.testing.assert_array_equal(plain.mask[skip:], other.mask)
-        np.testing.assert_allclose(plain.logp[skip:], other.logp, atol=1e-5)
+    other = sampled(width=9, rows=slice(1, 3), first=2)
+    skip = plain.tokens.shape[0] - other.tokens.shape[0]
+    assert skip == 2
+    np.testing.assert_array_equal(plain.tokens[skip:], other.tokens)
+    np.testing.assert_array_equal(plain.mask[skip:], other.mask)
+    np.testing.assert_allclose(plain.logp[skip:], other.logp, atol=1e-5)
     c = load(None, SETTINGS)
     score = jax.jit(make_score(c, MICRO, objective_of(c)))
     np.testing.assert_allclose(
@@ -179,20 +181,22 @@ def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(
     # The reference policy is the initial one: no distance at the first update, some at the second.
     assert abs(float(first["kl_k3"].sum)) < 1e-6 < record["train/kl"]
     assert record["rollout/logp_gap_max"] < 1e-4
+    # And it stays that: the policy before the second step is another one.
+    trainer.step(state, frozen, 2)
+    assert float(infos[2]["metrics"]["kl_k3"].sum) > 1e-5
 
 
 def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(
     micro: list[str],  # noqa: F811
 ) -> None:
-    # 5 problems, 4 at a time: two calls of one program.
-    settings = ["eval.every=1", "eval.problems=5", "train.prompts_per_step=1", "rollout.max_completion_tokens=4"]
-    trainer, state, frozen = make_trainer([*micro, *settings])
+    # 9 problems, 8 at a time: two calls of one program.
+    trainer, state, frozen = make_trainer([*micro, "eval.every=1", "eval.problems=9"])
     trainer.compile(state, frozen)
     compiled = trainer._compile_seconds()
     begin = time.perf_counter()
     record, rolled = trainer.evaluate(state, frozen)
     assert 0 < record["time/eval_s"] <= time.perf_counter() - begin
-    assert len(rolled.texts) == 5
+    assert len(rolled.texts) == 9
     trainer.step(state, frozen, 1)
     assert trainer._compile_seconds() == compiled
 
@@ -262,17 +266,16 @@ def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
 def test_ab_runs_both_arms_in_processes_of_their_own(
     tmp_path: Path,
     micro: list[str],  # noqa: F811
-    compile_cache: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name, value in CHILD_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     settings = [*micro, "train.steps=3", "checkpoint.every=0", f"run_dir={tmp_path / 'ab'}", "ab.parallel=true"]
-    done = logitless(compile_cache, "ab", *settings)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "the arms agree (decided by replay)" in done.stdout
-        and "baseline (reference)" in done.stdout
-        and "kernel (chunked)" in done.stdout
-    )
+    code, told = cli.main(["ab", *settings]), capsys.readouterr()
+    assert code == 0, told.err
+    for words in ("the arms agree (decided by replay)", "baseline (reference)", "kernel (chunked)"):
+        assert words in told.out
     result = json.loads((tmp_path / "ab" / "ab.json").read_text())
     assert result["kind"] == "ab" and set(result["arms"]) == {"baseline", "kernel"}
     for arm in result["arms"].values():
@@ -281,7 +284,7 @@ def test_ab_runs_both_arms_in_processes_of_their_own(
         assert not [k for k in (*arm["summary"], *arm["metrics"][0]) if k.startswith(("time/", "throughput/"))]
     own = json.loads((tmp_path / "ab" / "kernel" / "summary.json").read_text())
     assert own["time/train/step_avg_last10_s"] > 0
-    assert result["ratios"]["step_time"] is None and "times: not compared" in done.stdout
+    assert result["ratios"]["step_time"] is None and "times: not compared" in told.out
     assert result["agreement"]["agree"] and result["agreement"]["decided_by"] == "replay"
     assert cli.main(["ab", *settings]) == 2
     assert "holds an A/B already" in capsys.readouterr().err

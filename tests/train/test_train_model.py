@@ -158,8 +158,13 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("length", [6, 7])
 def test_cudnn_is_handed_even_lengths_and_no_mask(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, length, n, 8)) for i, n in enumerate((4, 2, 2)))
-    expected = attention.causal_attention(q, k, v, implementation="xla")
+    rng = np.random.default_rng(length)
+    q, k, v = (rng.standard_normal((2, length, n, 8)).astype(np.float32) for n in (4, 2, 2))
+
+    def attended(implementation: str) -> Any:
+        return jax.jit(functools.partial(attention.causal_attention, implementation=implementation))(q, k, v)
+
+    expected = attended("xla")
     plain = jax.nn.dot_product_attention
 
     def cudnn(q: jax.Array, *args: Any, **options: Any) -> Any:
@@ -168,7 +173,7 @@ def test_cudnn_is_handed_even_lengths_and_no_mask(length: int, monkeypatch: pyte
         return plain(q, *args, is_causal=True)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
-    np.testing.assert_allclose(attention.causal_attention(q, k, v, implementation="cudnn"), expected, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(attended("cudnn"), expected, atol=2e-6, rtol=0)
 
 
 def test_an_id_outside_the_vocabulary_is_not_taken_for_another() -> None:
