@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,11 @@ from logitless.train.model import ModelConfig, hidden_states, init, lm_head, pos
 
 MODEL = ModelConfig(23, 16, 24, 2, 2, 1, 8)
 B, P, C, LENGTH = 8, 5, 6, 24
-PARAMS = jax.tree.map(lambda x: x * 1.5, init(MODEL, jax.random.key(0)))
+
+
+@functools.cache
+def params() -> Any:
+    return jax.jit(lambda key: jax.tree.map(lambda x: x * 1.5, init(MODEL, key)))(jax.random.key(0))
 
 
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
@@ -104,7 +109,7 @@ def test_the_model_computes_the_same_of_packed_rows(shared: bool) -> None:
         x = batch(seed)
         packed = pack(**{k: v for k, v in x.items() if k not in LOSS}, length=LENGTH, rows=B, share_prompts=shared)
         direction = np.random.default_rng(seed).standard_normal((B, C, 16)).astype(np.float32)
-        (hidden, grads), (ours, our_grads) = both_hidden(PARAMS, x, packed, direction)
+        (hidden, grads), (ours, our_grads) = both_hidden(params(), x, packed, direction)
         assert np.abs(hidden).max() > 0.5 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads["layers"]))
         close(hidden, ours)
         close(grads, our_grads)
@@ -166,7 +171,7 @@ def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> lis
             packed_hidden(p, packed), lm_head(p, MODEL), packed.targets, head_layout="vh", objective=objective, **arrays
         )[0]
 
-    return [jax.jit(jax.value_and_grad(f))(PARAMS) for f in (padded_loss, packed_loss)]
+    return [jax.jit(jax.value_and_grad(f))(params()) for f in (padded_loss, packed_loss)]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from logitless.problem import Head
 from logitless.registry import backend_of
 from logitless.stats import finish
 from logitless.transform import LogitTransform
-from numerics import head_problem
+from numerics import f64, head_problem
 
 needs_mosaic = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 
@@ -30,15 +30,15 @@ FIELDS = ("logp", "entropy", "lse", "max_logit", "log_sum_p2")
 
 def batch(n, h, v, vocab, seed=0, dtype=jnp.bfloat16):
     rng = np.random.default_rng(seed)
-    hidden = jnp.asarray(rng.normal(size=(n, h)), dtype)
-    head = jnp.asarray(rng.normal(size=(v, h)) * 3 / h**0.5, dtype)
-    return hidden, head, jnp.asarray(rng.integers(0, vocab, n), jnp.int32)
+    hidden = jnp.asarray(rng.normal(size=(n, h)).astype(dtype))
+    head = jnp.asarray((rng.normal(size=(v, h)) * 3 / h**0.5).astype(dtype))
+    return hidden, head, jnp.asarray(rng.integers(0, vocab, n).astype(np.int32))
 
 
 def truth(hidden, head, targets, transform, **options):
     numbers = {k: np.asarray(x) for k, x in dataclasses.asdict(transform).items() if x is not None}
     return oracle.linear_token_stats(
-        np.asarray(hidden.astype(jnp.float32)), np.asarray(head.astype(jnp.float32)), np.asarray(targets),
+        f64(hidden), f64(head), np.asarray(targets),
         head_layout="vh", **numbers, **options,
     )  # fmt: skip
 

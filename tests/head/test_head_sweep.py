@@ -30,8 +30,8 @@ def visited(sweep: Sweep) -> tuple[list[int], list[int]]:
     positions += [(whole * sweep.chunk + i * sweep.small, sweep.small) for i in range(few)]
     for position, size in positions:
         visit = sweep.visit(jnp.asarray(position), size)
-        written += [int(r) for r in visit.write if r < sweep.n]
-        read += [int(r) for r in visit.read]
+        written += [int(r) for r in np.asarray(visit.write) if r < sweep.n]
+        read += [int(r) for r in np.asarray(visit.read)]
     return written, read
 
 

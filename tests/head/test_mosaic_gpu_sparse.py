@@ -66,9 +66,9 @@ def few_blocks() -> Iterator[None]:
 def ragged_problem(**numbers: float) -> Any:
     rng = np.random.default_rng(0)
     n, h, v = 200, 72, 333
-    hidden = jnp.asarray(rng.normal(size=(n, h)), jnp.bfloat16)
-    head = jnp.asarray(rng.normal(size=(v, h)) * 3 / h**0.5, jnp.bfloat16)
-    y = jnp.asarray(rng.integers(0, 330, n), jnp.int32)
+    hidden = jnp.asarray(rng.normal(size=(n, h)).astype(jnp.bfloat16))
+    head = jnp.asarray((rng.normal(size=(v, h)) * 3 / h**0.5).astype(jnp.bfloat16))
+    y = jnp.asarray(rng.integers(0, 330, n).astype(np.int32))
     t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
     return head_problem(hidden, head, y, transform=t, vocab_size=330, interpret=True)
 
@@ -77,7 +77,8 @@ def test_bits_are_the_comparison_of_every_logit() -> None:
     """Ragged tokens, columns and vocabulary; the target, what is dead and what lies beyond the vocabulary never pass.
     The statistics are to the bit those without a screen."""
     p, live = ragged_problem(), 150
-    screens = jnp.asarray(np.random.default_rng(1).normal(size=p.n) * 2 + 2, jnp.float32).at[7].set(jnp.inf)
+    screens = (np.random.default_rng(1).normal(size=p.n) * 2 + 2).astype(np.float32)
+    screens[7] = np.inf
     run = jax.jit(lambda p, screens: matmul.screened_stats(p, screens, n_live=live, tiles=SMALL))
     stats, words = run(p, screens)
     x = f64(p.h) @ f64(p.head.weight).T
@@ -135,10 +136,11 @@ def test_a_guess_from_known_log_probabilities_is_the_logsumexp() -> None:
 
 def test_rows_that_let_everything_through_choose_no_columns() -> None:
     p, rule = ragged_problem(), chunk_rule(333)
-    words = jnp.zeros((6, p.n, 8), jnp.int32).at[0, 0, 2].set(1)  # row 0: column 8 * 7 + 2
-    words = words.at[:, 1].set(-1)  # row 1: all of them
-    rows = jnp.arange(p.n) < 2
-    active = screen.active_columns(rule, words, rows, p, SMALL.columns)
+    words = np.zeros((6, p.n, 8), np.int32)
+    words[0, 0, 2] = 1  # row 0: column 8 * 7 + 2
+    words[:, 1] = -1  # row 1: all of them
+    rows = np.arange(p.n) < 2
+    active = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))(words, rows)
     assert set(np.flatnonzero(active)) == {58, *np.asarray(p.targets[:2]).tolist()}
 
 
