@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -49,6 +50,24 @@ def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> N
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (130, "logitless: stopped by SIGINT\n")
+
+
+def test_a_signal_while_the_module_is_imported_is_one_line(tmp_path: Path) -> None:
+    """``python -m logitless``, with a jax that takes for ever."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "logitless", "configs"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "logitless: stopped by SIGINT\n")
 
 
 @pytest.mark.slow

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitless` imports all this before its command
+    from logitless import signals
+
+    sys.excepthook = signals.one_line
 
 from logitless._version import __version__
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs

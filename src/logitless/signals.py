@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 GRACE = 2.0
@@ -47,6 +48,14 @@ def _receive(number: int, _: Any) -> None:
         print(f"stopping after this {_hold.what}; again to stop now", file=sys.stderr, flush=True)
         return
     raise Stop(number)
+
+
+def one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """``sys.excepthook`` while ``python -m logitless`` imports the package: Python itself then ends by the signal."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("logitless: stopped by SIGINT", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ SETTINGS = "tests/train/test_train_settings.py"
 LOOP = "tests/train/test_train_loop.py"
 REPLAY = "tests/train/test_ab_replay.py"
 FREE = "tests/train/test_ab_free.py"
+BACKWARD = "tests/train/test_train_backward.py"
+WEIGHTS = "tests/train/test_train_weights.py"
+DECODE = "tests/train/test_train_decode.py"
 
 
 def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
@@ -155,5 +158,42 @@ MUTANTS = [
         'judged = rows[: 1 if key == "logp" else 0] if forward_only else rows',
         "judged = rows[:0] if forward_only else rows",
         f"{REPLAY}::test_an_arm_that_is_approximate_by_design_is_judged_by_its_forward",
+    ),
+    m(
+        "backward",
+        "i = model.num_layers - 1 - n",
+        "i = n",
+        f"{BACKWARD}::test_gradients_are_those_of_plain_differentiation",
+    ),
+    m("backward", "s.at[i].add(d)", "s.at[i].set(d)", f"{BACKWARD}::test_gradients_are_those_of_plain_differentiation"),
+    m(
+        "backward",
+        "name: sums[name] + dhead",
+        "name: dhead",
+        f"{BACKWARD}::test_gradients_are_those_of_plain_differentiation",
+    ),
+    m(
+        "dequantise",
+        "(low & 15) | ((a >> 2) & 48)",
+        "(low & 15) | ((a >> 2) & 16)",
+        f"{WEIGHTS}::test_every_kind_of_blocks_is_dequantised_to_the_same_bits",
+    ),
+    m(
+        "dequantise",
+        "_bits(low, 64, (0, 4), 15)",
+        "_bits(low, 32, (0, 4), 15)",
+        f"{WEIGHTS}::test_every_kind_of_blocks_is_dequantised_to_the_same_bits",
+    ),
+    m(
+        "gguf",
+        "_numbers(data, kind, permuted, out.dtype).T, i, 0)",
+        "_numbers(data, kind, 0, out.dtype).T, i, 0)",
+        f"{WEIGHTS}::test_a_gguf_dequantised_on_the_device_is_the_same",
+    ),
+    m(
+        "decode",
+        "left = jnp.argsort(state.done, stable=True)[:small]",
+        "left = jnp.arange(small)",
+        f"{DECODE}::test_stages_and_rows_that_make_room_change_nothing",
     ),
 ]

@@ -15,18 +15,21 @@ from logitless.tools import compiled
 
 @pytest.fixture(autouse=True)
 def no_cache_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = jax.config.jax_compilation_cache_dir
+    before, least = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("LOGITLESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LOGITLESS_COMPILE_CACHE", raising=False)
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def test_on_by_default_in_the_users_cache(tmp_path: Path) -> None:
     compiled.keep()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "compiled")
     assert (tmp_path / "cache" / "compiled").is_dir()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == compiled.LEAST_SECONDS
 
 
 def test_turned_off_or_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

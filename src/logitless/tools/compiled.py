@@ -15,6 +15,8 @@ from pathlib import Path
 import jax
 
 MOST_BYTES = 4 << 30
+LEAST_SECONDS = 0.1
+"""What takes less to compile is not kept. JAX's own second would leave out dozens of small programs of a start."""
 
 
 def user_cache() -> Path:
@@ -43,6 +45,8 @@ def keep() -> None:
         print(f"compiled programs are not kept: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
 
 
 def _make_room(folder: Path, most: int = MOST_BYTES) -> None:

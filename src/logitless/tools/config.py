@@ -89,10 +89,19 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
         raise ConfigError(f"{path or 'configuration'}: {error}") from None
 
 
+def _nearest(given: str, known: list[str]) -> str | None:
+    """The key that was meant, by its whole name or by the last part of it: ``backend`` is ``kernel.backend``."""
+    names = {key.rpartition(".")[2]: key for key in reversed(known)} | {key: key for key in known}
+    close = difflib.get_close_matches(given, names, n=1) or difflib.get_close_matches(
+        given.rpartition(".")[2], names, n=1
+    )
+    return names[close[0]] if close else None
+
+
 def _explain(error: Any, schema: type) -> str:
     key = getattr(error, "full_key", None) or getattr(error, "key", None)
     first = str(error).splitlines()[0]
-    close = difflib.get_close_matches(str(key), _known_keys(schema), n=1) if key else []
-    if close and close[0] != str(key):
-        return f"{key!r} is not known. Did you mean {close[0]!r}?"
+    close = _nearest(str(key), _known_keys(schema)) if key else None
+    if close and close != str(key):
+        return f"{key!r} is not known. Did you mean {close!r}?"
     return f"{key!r}: {first}" if key else first

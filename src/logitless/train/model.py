@@ -206,58 +206,119 @@ def hidden_states(
     ``[B, T, H]`` between the layers lie on a mesh, and so do their gradients. Over a mesh it must be said: left to
     choose, XLA's partitioner has been seen to give other gradients (data x fsdp x tensor, one row a device).
     """
+    if cache is None:
+        parts = without_cache(
+            config, tokens, positions, valid, sees=sees, lora=lora, compute_dtype=compute_dtype, attention=attention,
+            layout=layout,
+        )  # fmt: skip
+        return parts.hidden(params, lora, remat), None
     _check(config, tokens, positions, valid, cache)
+    if sees is not None:
+        raise ModelError("hidden_states: sees is for packed rows, which have no cache; leave one of them out.")
+    tokens = jnp.where(valid, tokens, 0)
+    slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
+    rotation = rotary(config, positions)
+
+    def layer(carry: Any, wi: tuple[Params, Array]) -> tuple[Any, None]:
+        (x, *kv), (weights, index) = carry, wi
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            start = (index, 0, cache.length, 0, 0)
+            kv[:] = [
+                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
+                for old, new in zip(kv, (k, v), strict=True)
+            ]
+            k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
+            return cached_attention(q, k, v, slots_valid, cache.length)
+
+        base, adapters = (layer_in_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
+        x = decoder_layer(config, base, x, rotation, attend, adapters, lora)
+        return (x, *kv), None
+
+    # The cache is carried, not scanned over: a step writes its own slots in place and copies nothing else.
+    start = (_embedded(params["embed"], tokens, compute_dtype), cache.k, cache.v)
+    (x, k, v), _ = jax.lax.scan(layer, start, (stacked_layers(params, lora), jnp.arange(config.num_layers)))
+    x = rms_norm(x, params["norm"], config.rms_norm_eps)
+    return x, KVCache(k, v, valid=slots_valid, length=cache.length + tokens.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A pass without a cache, cut where its layers begin and end: ``x = embedded(..)``, ``x = layer(x, ..)`` for each,
+    ``hidden = finished(x, ..)``."""
+
+    tokens: Int[Array, "B T"]
+    """As they are embedded."""
+    embedded: Callable[[Array], Array]
+    """``x`` from the embedding ``[V, H]``."""
+    layer: Callable[[Array, Params], Array]
+    """``x`` after a layer, whose weights are one of :func:`stacked_layers`."""
+    finished: Callable[[Array, Array], Array]
+    """Hidden states from ``x`` and the final norm's weights."""
+
+    def hidden(self, params: Params, lora: LoRA | None, remat: bool) -> Array:
+        """All of it."""
+        layer = jax.checkpoint(self.layer) if remat else self.layer
+        stacked = stacked_layers(params, lora)
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), self.embedded(params["embed"]), stacked)
+        return self.finished(x, params["norm"])
+
+    def then(self, last: Callable[[Array], Array]) -> Parts:
+        """With a function of the hidden states behind them."""
+        return dataclasses.replace(self, finished=lambda x, norm: last(self.finished(x, norm)))
+
+
+def without_cache(
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    *,
+    sees: Bool[Array, "B T T"] | None = None,
+    lora: LoRA | None = None,
+    compute_dtype: Any = jnp.float32,
+    attention: str = "auto",
+    layout: jax.sharding.Sharding | None = None,
+) -> Parts:
+    """The parts of :func:`hidden_states` without a cache; of ``lora`` only the scale is read."""
+    _check(config, tokens, positions, valid, None)
     # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
     tokens = jnp.where(valid, tokens, 0)
-    if sees is not None:
-        if cache is not None or sees.shape != (*tokens.shape, tokens.shape[1]):
-            got, want = list(sees.shape), [*tokens.shape, tokens.shape[1]]
-            raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want} and no cache.")
-    elif cache is None:
+    front: Any = None
+    if sees is None:
         front = jnp.argsort(~valid, axis=1, stable=True)
         tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
-    else:
-        slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
+    elif sees.shape != (*tokens.shape, tokens.shape[1]):
+        got, want = list(sees.shape), [*tokens.shape, tokens.shape[1]]
+        raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want} and no cache.")
     rotation = rotary(config, positions)
 
     def laid_out(x: Array) -> Array:
         return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
 
-    def layer(x: Array, kv: tuple[Array, Array] | None, weights: Params, index: Array) -> tuple[Array, Any]:
-        base, adapters = layer_in_dtype(weights["base"], compute_dtype), layer_in_dtype(weights["lora"], compute_dtype)
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        if sees is not None:
+            return masked_attention(q, k, v, sees, implementation=attention)
+        return causal_attention(q, k, v, implementation=attention)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal kv
-            if sees is not None:
-                return masked_attention(q, k, v, sees, implementation=attention)
-            if cache is None or kv is None:
-                return causal_attention(q, k, v, implementation=attention)
-            start = (index, 0, cache.length, 0, 0)
-            kv = (
-                jax.lax.dynamic_update_slice(kv[0], k[None].astype(kv[0].dtype), start),
-                jax.lax.dynamic_update_slice(kv[1], v[None].astype(kv[1].dtype), start),
-            )
-            k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
-            return cached_attention(q, k, v, slots_valid, cache.length)
+    def layer(x: Array, weights: Params) -> Array:
+        base, adapters = (layer_in_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
+        return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora))
 
-        return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora)), kv
+    def finished(x: Array, norm: Array) -> Array:
+        x = rms_norm(x, norm, config.rms_norm_eps)
+        return x if front is None else jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1)
 
-    body = jax.checkpoint(layer) if remat else layer
-    x = params["embed"].at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)
-    stacked = {"base": params["layers"], "lora": {} if lora is None else lora.layers}
-    # The cache is carried, not scanned over: a step writes its own slots in place and copies nothing else.
-    kv = None if cache is None else (cache.k, cache.v)
-    (x, kv), _ = jax.lax.scan(
-        lambda carry, wi: (body(*carry, *wi), None),
-        (x.astype(compute_dtype), kv),
-        (stacked, jnp.arange(config.num_layers)),
-    )
-    x = rms_norm(x, params["norm"], config.rms_norm_eps)
-    if sees is not None:
-        return x, None
-    if cache is None or kv is None:
-        return jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1), None
-    return x, KVCache(*kv, valid=slots_valid, length=cache.length + tokens.shape[1])
+    return Parts(tokens, lambda embed: _embedded(embed, tokens, compute_dtype), layer, finished)
+
+
+def stacked_layers(params: Params, lora: LoRA | None) -> Params:
+    """What a scan over the layers takes: their weights and adapters."""
+    return {"base": params["layers"], "lora": {} if lora is None else lora.layers}
+
+
+def _embedded(embed: Float[Array, "V H"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T H"]:
+    return embed.at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan).astype(dtype)
 
 
 def layer_in_dtype(weights: Params, dtype: Any) -> Params:

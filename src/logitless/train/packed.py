@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from logitless.objectives.gradient_rows import rows_with_gradient
 from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
@@ -33,7 +33,7 @@ from logitless.packing import Packed, pack, unpack
 from logitless.pytree import register
 from logitless.train.config import TrainConfig
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, hidden_states
+from logitless.train.model import ModelConfig, Params, Parts, without_cache
 from logitless.train.update import (
     Batch,
     Policy,
@@ -125,21 +125,18 @@ def _joined(parts: list[Packed], starts: list[int], count: int) -> Packed:
     return dataclasses.replace(jax.tree.map(join, *map(_bare, parts)), slots=slots.astype(np.int32))
 
 
-def packed_hidden(
-    params: Params,
+def packed_parts(
     lora: LoRA | None,
     model: ModelConfig,
     rows: Packed,
     compute_dtype: Any,
-    remat: bool,
     layout: jax.sharding.Sharding | None = None,
-) -> Float[Array, "M L H"]:
+) -> Parts:
     """Hidden states of one micro-batch."""
-    hidden, _ = hidden_states(
-        params, model, rows.tokens, rows.positions, rows.segment_ids > 0, sees=rows.attention_mask(), lora=lora,
-        compute_dtype=compute_dtype, remat=remat, layout=layout,
+    return without_cache(
+        model, rows.tokens, rows.positions, rows.segment_ids > 0, sees=rows.attention_mask(), lora=lora,
+        compute_dtype=compute_dtype, layout=layout,
     )  # fmt: skip
-    return hidden
 
 
 def _micro_batch(rows: Packed, i: Array) -> Packed:
@@ -148,7 +145,7 @@ def _micro_batch(rows: Packed, i: Array) -> Packed:
 
 def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
     """``score(params, lora, packed)``: log-probabilities ``[B, C]`` as the packed loss computes them."""
-    logp_of = make_part_logp(config, model, objective, packed_hidden)
+    logp_of = make_part_logp(config, model, objective, packed_parts)
 
     def score(params: Params, lora: LoRA | None, batch: PackedBatch) -> Array:
         def one(i: Array, logp: Array) -> Array:
@@ -166,15 +163,14 @@ def make_packed_update(
     config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """``update(state, frozen, packed)``, as :func:`logitless.train.update.make_update` on padded rows."""
-    loss_of = make_part_loss(config, model, objective, packed_hidden)
-    gradient = jax.value_and_grad(loss_of, has_aux=True)
+    loss_of, add = make_part_loss(config, model, objective, packed_parts)
 
     def update(state: State, frozen: Policy, batch: PackedBatch) -> tuple[State, dict[str, Any]]:
         counts = whole_batch_counts(objective, batch.mask)
 
         def learn(i: Array, total: tuple[Array, Metrics, Policy]) -> tuple[Array, Metrics, Policy]:
-            (loss, metrics), grads = gradient(state.trained, frozen, _micro_batch(batch.rows, i), counts)
-            return total[0] + loss, reduce_metrics([total[1], metrics]), jax.tree.map(jnp.add, total[2], grads)
+            loss, metrics, grads = add(total[2], state.trained, frozen, _micro_batch(batch.rows, i), counts)
+            return total[0] + loss, reduce_metrics([total[1], metrics]), grads
 
         def report(i: Array, metrics: Metrics) -> Metrics:
             # A constant loss to all that asks: no gradient is taken, and the backward pass does not exist.

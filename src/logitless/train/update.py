@@ -26,10 +26,11 @@ from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.pytree import register
 from logitless.train import sharding
+from logitless.train.backward import add_gradients
 from logitless.train.config import TrainConfig
 from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, hidden_states, lm_head, positions_of
+from logitless.train.model import ModelConfig, Params, Parts, lm_head, positions_of, without_cache
 
 
 @register
@@ -117,30 +118,20 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def completion_hidden(
-    params: Params,
+def completion_parts(
     lora: LoRA | None,
     model: ModelConfig,
     batch: Batch,
     compute_dtype: Any,
-    remat: bool,
     layout: jax.sharding.Sharding | None = None,
-) -> Float[Array, "B C H"]:
+) -> Parts:
     """Hidden states that predict the completion's tokens: those of the last prompt token and of all but the last."""
     tokens = jnp.concatenate([batch.prompt, batch.completion[:, :-1]], axis=1)
     valid = jnp.concatenate([batch.prompt_valid, batch.mask[:, :-1]], axis=1)
-    hidden, _ = hidden_states(
-        params,
-        model,
-        tokens,
-        positions_of(valid),
-        valid,
-        lora=lora,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        layout=layout,
+    parts = without_cache(
+        model, tokens, positions_of(valid), valid, lora=lora, compute_dtype=compute_dtype, layout=layout
     )
-    return hidden[:, batch.prompt.shape[1] - 1 :]
+    return parts.then(lambda hidden: hidden[:, batch.prompt.shape[1] - 1 :])
 
 
 def needs_rollout(objective: Objective) -> bool:
@@ -176,14 +167,14 @@ def _micro_batches(config: TrainConfig, batch: Batch) -> tuple[int, Batch]:
 
 
 def make_part_logp(
-    config: TrainConfig, model: ModelConfig, objective: Objective, hidden_of: Callable[..., Array]
+    config: TrainConfig, model: ModelConfig, objective: Objective, parts_of: Callable[..., Parts]
 ) -> Callable[..., Array]:
-    """``logp(params, lora, part)`` of one micro-batch, padded or packed: ``hidden_of`` is the model's pass over it."""
+    """``logp(params, lora, part)`` of one micro-batch, padded or packed: ``parts_of`` is the model's pass over it."""
     head_logp = make_head_logp(config, objective)
     dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
 
     def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
-        hidden = hidden_of(params, lora, model, part, dtype, remat=False, layout=layout)
+        hidden = parts_of(lora, model, part, dtype, layout).hidden(params, lora, remat=False)
         logp = head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
         if objective.temperature_on == "logp" and objective.temperature is not None:
             logp = logp / objective.temperature
@@ -193,23 +184,40 @@ def make_part_logp(
 
 
 def make_part_loss(
-    config: TrainConfig, model: ModelConfig, objective: Objective, hidden_of: Callable[..., Array]
-) -> Callable[..., tuple[Array, Metrics]]:
-    """``loss(trained, frozen, part, counts)`` of one micro-batch, as :func:`make_part_logp`."""
+    config: TrainConfig, model: ModelConfig, objective: Objective, parts_of: Callable[..., Parts]
+) -> tuple[Callable[..., tuple[Array, Metrics]], Callable[..., tuple[Array, Metrics, Policy]]]:
+    """Of one micro-batch, as :func:`make_part_logp`: ``loss(trained, frozen, part, counts)`` with its metrics, and
+    ``add(total, trained, frozen, part, counts)``, which adds its gradients to ``total``."""
     head_loss = make_head_loss(config, objective)
     dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
 
+    def on_top(part: Any, counts: dict[str, Any]) -> Callable[[Array, Array], tuple[Array, Metrics]]:
+        arrays = {**part.loss_arrays(), **counts}
+        return lambda hidden, head: head_loss(hidden, head.astype(dtype), part.targets, **arrays)
+
     def loss_of(trained: Policy, frozen: Policy, part: Any, counts: dict[str, Any]) -> tuple[Array, Metrics]:
         params, lora = whole_policy(trained, frozen)
-        hidden = hidden_of(params, lora, model, part, dtype, config.model.remat, layout=layout)
-        return head_loss(hidden, lm_head(params, model).astype(dtype), part.targets, **part.loss_arrays(), **counts)
+        hidden = parts_of(lora, model, part, dtype, layout).hidden(params, lora, config.model.remat)
+        return on_top(part, counts)(hidden, lm_head(params, model))
 
-    return loss_of
+    def add(
+        total: Policy, trained: Policy, frozen: Policy, part: Any, counts: dict[str, Any]
+    ) -> tuple[Array, Metrics, Policy]:
+        if not config.model.remat:  # what the layers keep for their backward pass is kept by differentiating the scan
+            (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, frozen, part, counts)
+            return loss, metrics, jax.tree.map(jnp.add, total, grads)
+        params, lora = whole_policy(trained, frozen)
+        parts = parts_of(lora, model, part, dtype, layout)
+        sums = (total.params, total.lora)
+        loss, metrics, sums = add_gradients(sums, params, lora, model, parts, on_top(part, counts))
+        return loss, metrics, Policy(*sums)
+
+    return loss_of, add
 
 
 def make_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
     """``score(params, lora, batch)``: log-probabilities ``[B, C]`` of the completions, as the loss computes them."""
-    logp_of = make_part_logp(config, model, objective, completion_hidden)
+    logp_of = make_part_logp(config, model, objective, completion_parts)
 
     def score(params: Params, lora: LoRA | None, batch: Batch) -> Array:
         n, parts = _micro_batches(config, batch)
@@ -224,23 +232,23 @@ def make_update(
     config: TrainConfig, model: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """``update(state, frozen, batch)`` gives the new state, and loss, gradient norm, metrics and ``finite``."""
-    gradient = jax.value_and_grad(make_part_loss(config, model, objective, completion_hidden), has_aux=True)
+    _, add = make_part_loss(config, model, objective, completion_parts)
 
     def update(state: State, frozen: Policy, batch: Batch) -> tuple[State, dict[str, Any]]:
         counts = whole_batch_counts(objective, batch.mask)
         if not needs_rollout(objective):
             batch = batch.with_logp(rollout_logp=None)
         n, parts = _micro_batches(config, batch)
+        zero = jax.tree.map(jnp.zeros_like, state.trained)
         if n == 1:
-            (loss, metrics), grads = gradient(state.trained, frozen, batch, counts)
+            loss, metrics, grads = add(zero, state.trained, frozen, batch, counts)
         else:
 
-            def add(total: tuple[Array, Policy], part: Batch) -> tuple[tuple[Array, Policy], Metrics]:
-                (value, metrics), grads = gradient(state.trained, frozen, part, counts)
-                return (total[0] + value, jax.tree.map(jnp.add, total[1], grads)), metrics
+            def one(total: tuple[Array, Policy], part: Batch) -> tuple[tuple[Array, Policy], Metrics]:
+                loss, metrics, grads = add(total[1], state.trained, frozen, part, counts)
+                return (total[0] + loss, grads), metrics
 
-            zero = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.trained))
-            (loss, grads), stacked = jax.lax.scan(add, zero, parts)
+            (loss, grads), stacked = jax.lax.scan(one, (jnp.float32(0.0), zero), parts)
             metrics = reduce_metrics([jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(n)])
         return apply_gradients(optimizer, state, loss, grads, metrics)
 

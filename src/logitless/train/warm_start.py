@@ -23,7 +23,7 @@ from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.model import Params, lm_head
 from logitless.train.task import Task
-from logitless.train.update import Batch, completion_hidden
+from logitless.train.update import Batch, completion_parts
 
 _STREAM = 7  # keeps this use of the seed apart from the others
 
@@ -83,7 +83,7 @@ def _train(config: TrainConfig, task: Task, params: Params) -> tuple[Params, flo
     dtype = jnp.dtype(config.model.compute_dtype)
 
     def loss_of(params: Params, batch: Batch) -> jax.Array:
-        hidden = completion_hidden(params, None, task.model, batch, dtype, remat=False)
+        hidden = completion_parts(None, task.model, batch, dtype).hidden(params, None, remat=False)
         head = lm_head(params, task.model).astype(dtype)
         # The same dense call in both arms of an A/B: they must start from the same bits.
         stats = linear_logprobs(hidden, head, batch.completion, mask=batch.mask, head_layout="vh", backend="reference")
