@@ -91,16 +91,14 @@ def test_small_cases_compile(generation: str) -> None:
 def test_the_kernels_leave_xla_enough_inside_a_train_step(name: str) -> None:
     got = child(str(STEP), "--one", name, "fused")
     assert got.get("kernels", 0) >= 2, got
-    recorded = json.loads(TABLE.STEP.read_text())["slices"].get(name)
-    if recorded is not None:
-        assert got["peak_bytes"] <= 1.05 * recorded["fused"]["peak_bytes"], (got, recorded)
+    recorded = json.loads(TABLE.STEP.read_text())["slices"][name]
+    assert got["peak_bytes"] <= 1.05 * recorded["fused"]["peak_bytes"], (got, recorded)
 
 
 def test_recorded_train_steps() -> None:
-    """The kernels' step needs less than the one with the dense loss, or compiles where that does not."""
+    """Of both chips, one and eight of them: the kernels' step needs less than the one with the dense loss."""
     slices = json.loads(TABLE.STEP.read_text())["slices"]
-    assert {"v6e:1", "v6e:8", "v5p:1"} <= set(slices)
+    assert set(slices) == {"v6e:1", "v6e:8", "v5p:1", "v5p:8"}
     for name, row in slices.items():
         assert row["fused"]["kernels"] >= 2, name
-        dense = row.get("dense", {})
-        assert "peak_bytes" not in dense or row["fused"]["peak_bytes"] < dense["peak_bytes"], name
+        assert row["fused"]["peak_bytes"] < row["dense"]["peak_bytes"], name
