@@ -19,6 +19,7 @@ from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
 from logitless.head.mosaic_gpu import matmul, screen, sparse
 from logitless.head.mosaic_gpu.schedule import Tiles, tiles_for
+from logitless.problem import Problem
 from logitless.transform import LogitTransform
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem
@@ -34,6 +35,7 @@ from sparse_cases import (
     flat,
     loss_inputs,
     probabilities,
+    row_norms,
 )
 
 pytestmark = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
@@ -109,12 +111,17 @@ def test_it_lowers_for_cuda() -> None:
 guess = jax.jit(screen.guess)
 
 
-def guesses(case: Case, before: Any = None, rows: Any = True, **numbers: float) -> tuple[np.ndarray, Any]:
+def flattened(case: Case, **numbers: float) -> Problem:
     t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
     h, y = case.hidden.reshape(-1, WIDTH), jnp.asarray(case.targets.reshape(-1), jnp.int32)
-    p = head_problem(jnp.asarray(h), jnp.asarray(case.lm_head), y, transform=t, vocab_size=VOCAB, interpret=True)
-    b = guess(p, jnp.broadcast_to(jnp.asarray(rows), y.shape), before)
-    s = oracle.linear_token_stats(h, case.lm_head, np.asarray(y), **numbers)
+    arrays = jnp.asarray(h), jnp.asarray(case.lm_head), y
+    return head_problem(*arrays, transform=t, vocab_size=VOCAB, interpret=True, chunk=CHUNK)
+
+
+def guesses(case: Case, before: Any = None, rows: Any = True, **numbers: float) -> tuple[np.ndarray, Any]:
+    p = flattened(case, **numbers)
+    b = guess(p, jnp.broadcast_to(jnp.asarray(rows), p.targets.shape), before)
+    s = oracle.linear_token_stats(np.asarray(p.h), case.lm_head, np.asarray(p.targets), **numbers)
     return np.asarray(b, np.float64), s
 
 
@@ -123,6 +130,25 @@ def test_a_guess_from_a_few_columns_is_at_most_the_logsumexp() -> None:
         b, s = guesses(calibrated(jnp.bfloat16), **numbers)
         assert (b <= s.lse + 1e-4).all()
         assert numbers or np.median(s.lse - b) < 0.5  # a few columns have most of the mass; not under a softcap
+
+
+def test_guess_and_screen_by_the_definition() -> None:
+    """The guess is the logsumexp over the few columns, or the target's logit; the screen, times what scales a swept
+    logit, is that and the threshold, for every way to change logits."""
+    case, rows = calibrated(jnp.bfloat16), jnp.arange(calibrated(jnp.bfloat16).targets.size) % 4 != 1
+    x = f64(case.hidden).reshape(-1, WIDTH) @ f64(case.lm_head).T
+    for numbers in ({}, dict(temperature=0.7, softcap=8.0, scale=1.5)):
+        p = dataclasses.replace(flattened(case, **numbers), tolerance=jnp.float32(TOLERANCE))
+        few, y = np.asarray(screen.few_columns(p, rows)), np.asarray(p.targets)
+        assert np.isin(y[np.asarray(rows)], few).all() and len(set(few)) == len(few) == VOCAB // 8
+        z = x * numbers.get("scale", 1.0)
+        z = (8.0 * np.tanh(z / 8.0) if numbers else z) / numbers.get("temperature", 1.0)
+        lse = np.log(np.exp(z[:, few[few < VOCAB]]).sum(1))
+        want = np.maximum(np.where(rows, lse, -np.inf), z[np.arange(y.size), y])
+        np.testing.assert_allclose(guess(p, rows, None), want, atol=2e-5)
+        k = 8.0 / 0.7 if numbers else 1.0  # swept: tanh(x scale / softcap)
+        edge = np.where(rows, (want + np.log(TOLERANCE * screen.THRESHOLD)) / k, np.inf)
+        np.testing.assert_allclose(screen.screen_of(p, rows, None), edge, atol=2e-5)
 
 
 def test_a_guess_from_known_log_probabilities_is_the_logsumexp() -> None:
@@ -202,6 +228,8 @@ def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.Monkey
 
     for a, b in zip(again(*case.parameters(), jnp.asarray(case.targets), rest), (dh, dw), strict=True):
         assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-8 * np.linalg.norm(f64(b))
+        size = row_norms(b)
+        assert (row_norms(f64(a) - f64(b)) <= 2.0**-6 * size + 1e-6 * size.max()).all()  # those of few tokens, too
 
 
 def test_what_it_reports_is_true() -> None:

@@ -206,6 +206,16 @@ def probabilities(case: Case) -> np.ndarray:
     return np.exp(x) / np.exp(x).sum(1, keepdims=True)
 
 
+def cheapest(maxima: np.ndarray, p: np.ndarray, columns: Any = slice(None), tolerance: float = TOLERANCE) -> int:
+    """How many columns the threshold has that costs least, judged by the rows of ``p`` in some ``columns``."""
+    rule, share = one_pass_rule(VOCAB), VOCAB / p[:, columns].shape[1]
+    levels = [maxima > np.log(tolerance * e) for e in rule.thresholds]
+    left_out = [share * (p * ~level)[:, columns].sum(1) + slabs.MASS_ERROR for level in levels]
+    costs = [rule.cost(k.mean(), (mass > tolerance).mean()) for k, mass in zip(levels, left_out, strict=True)]
+    counts = [int(level.sum()) for level in levels]
+    return min((c, k) for c, k in zip(costs, counts, strict=True) if k <= rule.most)[1]
+
+
 def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() -> None:
     """Errors, the active set and the masses left out, in float64; dead rows hold NaN, a third have no advantage."""
     case = calibrated()
@@ -237,6 +247,8 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     best = (z - bound)[counts].max(0)
     best[y[counts]] = np.inf
     edges = np.log(TOLERANCE * np.array(one_pass_rule(VOCAB).thresholds))
+    few = np.asarray(sparse_columns.evenly_spaced(N, jnp.asarray(counts)))
+    assert int(report.active) == cheapest(best, p[few]), "another threshold costs less"
     (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
     assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
     mass = np.where(counts, p[:, inactive].sum(1), 0.0)
@@ -251,6 +263,10 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     dx = -g[:, None] * p
     dx[np.arange(N), y] += g
     dx[np.ix_(~hard, inactive)] = 0  # what easy rows leave out, and nothing else
+    mean = f64(clean.lm_head)[:: VOCAB // one_pass_rule(VOCAB).slab].mean(0)  # stands for what easy rows leave out
+    part = -(g * np.where(hard, 0, mass))[:, None] * mean
+    rest_of_dh = f64(grads[0]).reshape(N, -1) - dx @ f64(clean.lm_head)
+    assert abs(np.sum(rest_of_dh * part) / np.sum(part * part) - 1) < 0.2
     expected = dx.T @ f64(clean.hidden).reshape(N, -1)
     assert np.linalg.norm(f64(grads[1]) - expected) <= 1.1 * np.linalg.norm(f64(exact[1]) - truth_of(case, rest)[1])
     values = metric_values(metrics)
@@ -275,14 +291,20 @@ def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
 
 
 def test_collapsed_rows() -> None:
-    """Nearly everything is one column; hopeless targets are active all the same."""
+    """Nearly everything is one column; hopeless targets are active all the same. Few tokens are live. The others hold
+    NaN or are flat: they choose nothing, and are not looked at."""
     case = collapsed()
     rest = loss_inputs(case)
+    live = np.arange(N) % 11 == 0
+    rest["mask"] = live.reshape(SHAPE)
+    held = np.where(np.arange(N) % 19 == 1, np.nan, 0.0).astype(jnp.bfloat16).reshape(*SHAPE, 1)
+    case = dataclasses.replace(case, hidden=np.where(rest["mask"][..., None], case.hidden, held))
     _, metrics, _, grads = run(case, rest)
     _, _, _, ordinary = run(case, rest, None, "chunked")
     values = metric_values(metrics)
     assert values["dense_chunks"] == values["hard_rows"] == 0
-    assert values["active_columns"] == pytest.approx(17 / VOCAB)
+    columns = np.union1d(case.targets.reshape(-1)[live], (np.arange(N) % 16)[live])  # a hopeless target, and the leader
+    assert 100 in columns and values["active_columns"] == pytest.approx(len(columns) / VOCAB)
     assert values["left_out_mass_max"] < 1e-5
     for got, off, truth in zip(grads, ordinary, truth_of(case, rest), strict=True):
         assert_as_good("collapsed", got, off, truth)
@@ -337,6 +359,19 @@ def test_a_sample_of_the_columns_judges_as_all_do() -> None:
         np.testing.assert_allclose(whole.lse, true, rtol=1e-5)
         assert np.median(np.abs(np.asarray(some.lse) - true)) < 0.2
         assert hard.mean() <= bound if bound < 0.5 else hard.mean() >= bound
+        if bound < 0.5:
+            rows, y, everything = probabilities(case), case.targets.reshape(-1), jnp.ones(N, bool)
+            maxima = np.log(np.where(np.arange(VOCAB)[None] == y[:, None], 0, rows).max(0))
+            stats = kernels.token_stats(dataclasses.replace(some.p, call=dataclasses.replace(p.call, interpret=True)))
+            own = np.where(np.isin(np.arange(VOCAB), y), np.inf, maxima)
+            for tolerance in (2.0**-6, 2.0**-8, 2.0**-10):
+                q = dataclasses.replace(p, tolerance=jnp.float32(tolerance))
+                with mock.patch.object(look, "SAMPLE", 1024):
+                    found = look.choose_columns(
+                        rule, q, jnp.asarray(maxima, jnp.float32), everything, some, stats, None
+                    )
+                want = cheapest(own, rows[np.asarray(some.at)], np.asarray(some.columns), tolerance)
+                assert int(found.count) == want, tolerance
 
 
 # -- any cotangents ----------------------------------------------------------------------------------------------------
@@ -422,6 +457,32 @@ def test_the_gradient_over_a_frozen_head() -> None:
     _, _, _, (ordinary, _) = run(case, rest, None, "chunked")
     assert_as_good("dh", got, ordinary, truth_of(case, rest)[0])
     assert metric_values(metrics)["dense_chunks"] == 0
+
+
+@pytest.mark.slow
+def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
+    """Its gradient in the active columns is the slabs' alone, hard rows or not."""
+    case = calibrated()
+    rest, bias = loss_inputs(case), jnp.zeros((VOCAB,), jnp.float32)
+
+    def run(backend: str, sparse: Any) -> Any:
+        def loss(h: Any, bias: Any) -> Any:
+            return linear_grpo_loss(
+                h, case.parameters()[1], jnp.asarray(case.targets), objective=DAPO, bias=bias, backend=backend,
+                interpret=backend == "pallas_tpu", chunk_size=64, sparse_backward=sparse, **rest,
+            )  # fmt: skip
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(case.parameters()[0], bias)
+
+    (dh, dbias), metrics = run("pallas_tpu", TOLERANCE)
+    (dh_off, dbias_off), _ = run("chunked", "off")
+    values = metric_values(metrics)
+    assert values["dense_chunks"] == 0 < values["hard_rows"] < 0.5
+    _, true_h, _, true_bias = oracle.linear_grpo_loss(
+        case.hidden, case.lm_head, case.targets, objective=DAPO, head_layout="vh", bias=np.zeros(VOCAB), **rest
+    )
+    assert_as_good("dh", dh, dh_off, true_h)
+    assert_as_good("dbias", f64(dbias)[None], f64(dbias_off)[None], true_bias[None])
 
 
 # -- over a mesh -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ WIDTH, TILE = 128, 128
     [
         (656, 600, 256, "scattered"),  # padded columns, a ragged end
         (640, 640, 384, "last"),  # all at the vocabulary's end: where the rows themselves stand
-        (655, 655, 256, "dense"),  # an array of their own; a whole tile of them in parts
+        (655, 655, 384, "dense"),  # an array of their own; a whole tile of them in parts
     ],
 )
 def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, columns: str) -> None:
@@ -44,13 +44,14 @@ def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, c
     hidden, head = case.hidden.copy(), case.lm_head.copy()
     hidden[n_live:] = np.nan
     head[real:] = np.nan  # padding
+    bias = np.where(np.arange(vocab) < real, rng.standard_normal(vocab), np.nan).astype(np.float32)
     weights = rng.standard_normal(n).astype(np.float32) * (np.arange(n) % 3 != 1)
     size = room_for(vocab, slots)
     assert size == (vocab if vocab % 16 == 0 else slots) and slots % parts_of(slots) == 0
 
     @jax.jit
-    def run(h: Any, w: Any, y: Any, g: Any, own: Any, index: Any) -> Any:
-        p = head_problem(h, w, y, transform=LogitTransform(), vocab_size=real, interpret=True)
+    def run(h: Any, w: Any, y: Any, g: Any, own: Any, index: Any, n_live: Any) -> Any:
+        p = head_problem(h, w, y, bias=bias, transform=LogitTransform(), vocab_size=real, interpret=True)
         stats = kernels.token_stats(p, n_live)
         rows = blank_rows(size, WIDTH, jnp.bfloat16, True).at[size - count :].set(own)
         known = Ready(rows, index, jnp.int32(count))
@@ -61,8 +62,8 @@ def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, c
             return both, both.head.weight
         return both, dhead_around(p, n_live, stats, cotangents, known, tiles).head.weight
 
-    both, alone = run(hidden, head, y, weights, own, index)
-    z = f64(case.hidden) @ f64(case.lm_head)[:real].T
+    both, alone = run(hidden, head, y, weights, own, index, n_live)
+    z = f64(case.hidden) @ f64(case.lm_head)[:real].T + f64(bias)[:real]
     p = np.exp(z - z.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     dx = (np.eye(real)[y] - p) * np.where(np.arange(n) < n_live, weights, 0)[:, None]
@@ -74,4 +75,14 @@ def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, c
     np.testing.assert_array_equal(f64(both.head.weight)[chosen], f64(own))
     assert np.linalg.norm(f64(both.head.weight) - dw) <= 4e-3 * np.linalg.norm(dw)
     assert np.linalg.norm(f64(both.hidden) - dh) <= 4e-3 * np.linalg.norm(dh)
+    dbias = f64(both.head.bias)
+    assert not dbias[chosen].any() and not dbias[real:].any()
+    assert np.linalg.norm(dbias[:real] - dx.sum(0)) <= 1e-5 * np.linalg.norm(dx.sum(0))
     assert not f64(both.hidden)[n_live:].any() and not f64(both.hidden)[weights == 0].any()
+
+    none, same = run(np.full_like(hidden, np.nan), head, y, weights, own, index, 0)  # no token counts
+    dw[:] = 0
+    dw[chosen] = f64(own)
+    np.testing.assert_array_equal(f64(none.head.weight), dw)
+    np.testing.assert_array_equal(f64(same), dw)
+    assert not f64(none.hidden).any()
