@@ -236,10 +236,10 @@ def _product(axes: dict[str, int], names: list[str]) -> int:
     return int(np.prod([axes[n] for n in names], initial=1))
 
 
-def _kernel_program(data: dict[str, Any], objective: Objective, sharding: Sharding) -> Any:
+def _kernel_program(data: dict[str, Any], objective: Objective, sharding: Sharding, sums: str = "float32") -> Any:
     """Gradients of hidden states, head and bias by the kernels."""
     rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
-    options = {"backend": "pallas_tpu", "interpret": True, "sharding": sharding}
+    options = {"backend": "pallas_tpu", "interpret": True, "sharding": sharding, "head_grad_dtype": sums}
 
     def f(h: Any, w: Any, bias: Any) -> Any:
         return loss(h, w, rest, objective, bias=bias, **options)[0]
@@ -256,11 +256,18 @@ def _largest(program: str, gathers: bool) -> int:
     return max(n for kind, n in collectives(program) if (kind == "all-gather") == gathers)
 
 
-def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_head() -> None:
+    """The fewest, a power of two, that are at most 512 MiB in float32 and divide a device's columns."""
+    assert parts.number(151936 * 4096, 151936) == 8
+    assert parts.number(151936 * 4096, 151936 // 64) == 2 and parts.number(32768 * 1024, 32768) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("param", marks=pytest.mark.slow)])
+def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     data, where = _bfloat16(batch()), Sharding(mesh({"data": 4, "tensor": 2}), tokens=P("data"), head=P("tensor", None))
-    whole, program = _kernel_program(data, TOKEN, where)
+    whole, program = _kernel_program(data, TOKEN, where, dtype)
     monkeypatch.setattr(parts, "MOST_BYTES", 4 * 32 * 128 // 2)  # two parts
-    cut, cut_program = _kernel_program(data, TOKEN, where)
+    cut, cut_program = _kernel_program(data, TOKEN, where, dtype)
     for a, b in zip(cut, whole, strict=True):
         np.testing.assert_array_equal(a, b)
     assert 2 * _largest(cut_program, False) == _largest(program, False)

@@ -36,7 +36,7 @@ import pytest
 
 from mutation import ROOT, Mutant, lists
 
-COPIED = ("src", "tests", "pyproject.toml", "docs", "README.md", "configs")
+COPIED = ("src", "tests", "benchmarks", "pyproject.toml", "docs", "README.md", "configs")
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider")
 RECORD = ROOT / "tests" / "mutants" / "record.json"
 PATIENCE = 240

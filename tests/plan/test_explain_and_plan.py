@@ -1,6 +1,7 @@
 """Which way a call goes, whether it says so, and whether the plan agrees with the compiler."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import logitless
 from logitless import Objective, registry
 from logitless.planning import head as planner
+from logitless.planning.chips import as_if_on, chip_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -104,23 +106,28 @@ PLANS = {
     "default chunk": dict(chunk_size=None),
     "budget": dict(chunk_size=None, memory_budget=8 << 20),
     "dense": dict(backend="reference"),
+    "LoRA": dict(lora_rank=16, gradients=("hidden", "lora")),
+    "LoRA and the head": dict(lora_rank=16, tokens=1024),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_agrees_with_the_compiler(name: str) -> None:
-    o = dict(tokens=512, hidden=256, vocab=32000, chunk_size=64, gradients=("hidden", "lm_head"), objective=Objective())
+    o = dict(tokens=512, hidden=256, vocab=32000, chunk_size=64, gradients=None, lora_rank=None, objective=Objective())
     o.update(PLANS[name])
-    tokens, hidden, vocab, gradients = (o.pop(k) for k in ("tokens", "hidden", "vocab", "gradients"))
+    tokens, hidden, vocab, gradients, rank = (o.pop(k) for k in ("tokens", "hidden", "vocab", "gradients", "lora_rank"))
     h, w = struct(2, tokens // 2, hidden), struct(vocab, hidden)
-    expected = logitless.plan(h, w, gradients=gradients, **o)
+    lora = None if rank is None else (struct(vocab, rank), struct(rank, hidden))
+    expected = logitless.plan(h, w, gradients=gradients, lora_rank=rank, **o)
 
-    def loss(h: jax.Array, w: jax.Array, y: jax.Array, a: jax.Array) -> Any:
-        return logitless.linear_grpo_loss(h, w, y, advantages=a, **o)
+    def loss(h: jax.Array, w: jax.Array, lora: Any, y: jax.Array, a: jax.Array) -> Any:
+        return logitless.linear_grpo_loss(h, w, y, advantages=a, lora=lora, **o)
 
-    wrt = tuple(i for i, k in enumerate(("hidden", "lm_head")) if k in gradients)
+    names = ("hidden", "lm_head") if rank is None else ("hidden", "lm_head", "lora")
+    wrt = tuple(i for i, k in enumerate(names) if gradients is None or k in gradients)
     f = jax.value_and_grad(loss, argnums=wrt, has_aux=True) if wrt else loss
-    memory = jax.jit(f).lower(h, w, struct(2, tokens // 2, dtype=jnp.int32), struct(2)).compile().memory_analysis()
+    y = struct(2, tokens // 2, dtype=jnp.int32)
+    memory = jax.jit(f).lower(h, w, lora, y, struct(2)).compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert abs(expected.peak / peak - 1) < 0.05
     assert "TFLOP" in str(expected)
@@ -190,6 +197,29 @@ def test_plan_agrees_with_what_the_tpu_compiler_said(case: Any) -> None:
     assert abs(p.peak / peak - 1) < 0.05, p.peak / peak
 
 
+TPU_LORA_PEAKS = [
+    # tokens, hidden, vocab, rank, gradients, masked, entropy bonus, peak bytes that libtpu 0.0.50 reports for v6e
+    (8192, 4096, 151936, 16, ("hidden", "lora"), False, False, 1780488736),
+    (8192, 4096, 151936, 16, None, True, False, 3148606496),
+    (8192, 1536, 151936, 64, None, False, False, 1246934048),
+    (8192, 1536, 151936, 16, ("hidden", "lora"), False, False, 750720032),
+    (2048, 512, 32768, 16, ("hidden", "lora"), False, False, 71457824),
+    (2048, 512, 32768, 16, ("hidden", "lora"), False, True, 65656864),
+    (2048, 512, 32768, 16, None, False, False, 105012256),
+    (2048, 512, 32768, 16, ("hidden",), False, False, 57717280),
+]
+
+
+@pytest.mark.parametrize("case", TPU_LORA_PEAKS, ids=lambda c: f"{c[1]}-{c[3:7]}")
+def test_plan_agrees_with_what_the_tpu_compiler_said_of_lora(case: Any) -> None:
+    n, hidden, vocab, rank, gradients, masked, entropy, peak = case
+    p = logitless.plan(
+        struct(1, n, hidden, dtype=BF16), struct(vocab, hidden, dtype=BF16), gradients=gradients, lora_rank=rank,
+        chip="v6e", live_tokens=n if masked else None, objective=Objective(entropy_coef=0.01 if entropy else None),
+    )  # fmt: skip
+    assert abs(p.peak / peak - 1) < 0.05, p.peak / peak
+
+
 def test_the_dense_plan_agrees_with_the_tpu_compiler() -> None:
     h, w = struct(1, 8192, 4096, dtype=BF16), struct(151936, 4096, dtype=BF16)
     for dtype, peak in (("bfloat16", 5.113e9), ("float32", 10.092e9)):  # logitless tpu compile, v6e, jax 0.10 and 0.11
@@ -213,6 +243,46 @@ def test_plan_counts_the_matmuls_of_the_tpu_kernels() -> None:
     assert matmuls(objective=Objective(level="sequence")) == 4  # recompute is nothing new here
     assert matmuls(objective=None) == 4
     assert logitless.plan(h, w, chip="v6e", backend="chunked").matmuls == 3
+
+
+@pytest.mark.parametrize("chip", ["v6e", "h200", "b200"])  # TPU kernels, Hopper's, plain JAX
+@pytest.mark.parametrize("objective", [Objective(), Objective(level="sequence"), Objective(entropy_coef=0.1)])
+def test_plan_and_explain_agree_on_lora(chip: str, objective: Objective) -> None:
+    """The same backend by the same route, and the matmuls that ``explain`` says in words."""
+    n, hidden, vocab, rank = 2048, 512, 32000, 16
+    h, w = struct(1, n, hidden, dtype=BF16), struct(vocab, hidden, dtype=BF16)
+    lora = struct(vocab, rank, dtype=BF16), struct(rank, hidden, dtype=BF16)
+    own = dict(objective=objective, backend="chunked" if chip == "b200" else None)
+    with as_if_on(chip_of(chip)):
+        route = logitless.explain(logitless.linear_grpo_loss, h, w, lora=lora, **own)
+    numbers = [int(k) for k in re.findall(r"\d+", route.matmuls)]
+    if chip == "v6e":
+        both, trained, frozen, none = numbers
+        assert "LoRA's factors" in route.way
+    else:
+        both, frozen, none, *_ = numbers
+        trained = frozen  # no wide matmul is LoRA's alone
+    wanted = {None: both, ("hidden", "lora"): trained, ("hidden",): frozen, (): none}
+    for gradients, matmuls in wanted.items():
+        p = logitless.plan(h, w, lora_rank=rank, gradients=gradients, chip=chip, **own)
+        assert (p.backend, p.way, p.matmuls) == (route.backend, route.way, matmuls), gradients
+        # LoRA's own matmuls are rank / H of a wide one (whole lanes on a TPU), at least one and at most two of each.
+        more = p.flops / (2 * n * hidden * vocab) - p.matmuls
+        part = (128 if chip == "v6e" else rank) / hidden
+        assert part < more < 2.1 * max(matmuls, 1) * part, (gradients, more)
+        without = logitless.plan(h, w, gradients=tuple(g for g in gradients or () if g != "lora"), chip=chip, **own)
+        assert p.arguments - without.arguments >= 2 * rank * (vocab + hidden)
+        assert p.seconds > without.seconds or gradients == ()
+    alone = logitless.plan(h, w, lora_rank=rank, gradients=("lora",), chip=chip, **own)
+    assert alone.outputs >= 2 * rank * (vocab + hidden) and alone.outputs < 2 * hidden * vocab
+
+
+def test_what_plan_refuses_of_lora() -> None:
+    h, w = struct(1, 64, 128), struct(512, 128)
+    with pytest.raises(ValueError, match="gradients has 'lora', and lora_rank is not given"):
+        logitless.plan(h, w, gradients=("hidden", "lora"))
+    with pytest.raises(ValueError, match="lora_rank=0, expected a positive Python int"):
+        logitless.plan(h, w, lora_rank=0)
 
 
 def test_plan_for_a_chip_that_is_not_here() -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from logitless import plan
 from logitless.head.pallas_tpu.backend import describe
 from logitless.planning import head, sparse
 from logitless.planning.chips import CHIPS, as_if_on, chip_of, roofline_seconds
@@ -31,6 +32,26 @@ def test_traffic_of_the_dense_form() -> None:
     alone = dataclasses.replace(WORK, wants_head=False, wants_hidden=False)
     assert head._dense_traffic(alone) == 2 * 240 + 80 + 48
     assert [head._dense_passes(w) for w in (WORK, frozen, alone)] == [2 * 240 + 120, 2 * 240 + 120, 240]
+
+
+def test_matmuls_and_passes_of_lora() -> None:
+    """Rank 1 at H = 4, V = 10. Over the vocabulary (1/4 of a matmul each): low A^T for each time that logits are made,
+    dx A, dx^T low. Over the hidden size (1/10): low for each, (dx A) B for dH, (dx A)^T h."""
+    w = dataclasses.replace(WORK, rank=1, wants_lora=True)
+    assert w.factors == (10 + 4) * 2 and w.backward
+    assert w.narrow(1) == pytest.approx(3 / 4 + 3 / 10) and w.narrow(2) == pytest.approx(4 / 4 + 4 / 10)
+    frozen = dataclasses.replace(w, wants_lora=False, wants_head=False)
+    assert frozen.narrow(1) == pytest.approx(2 / 4 + 2 / 10)
+    alone = dataclasses.replace(w, wants_hidden=False, wants_head=False)
+    assert alone.backward and alone.narrow(1) == pytest.approx(3 / 4 + 2 / 10)
+    nothing = dataclasses.replace(frozen, wants_hidden=False)
+    assert not nothing.backward and nothing.narrow(1) == pytest.approx(1 / 4 + 1 / 10)
+    # Logits are added to (read and written in float32), and dlogits (2 B) read by two matmuls more.
+    h, head_ = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 128), (1024, 128)))
+    with_it, without = (
+        plan(h, head_, backend="chunked", lora_rank=r, gradients=("hidden", *("lora",) * bool(r))) for r in (8, None)
+    )
+    assert with_it.passes - without.passes == with_it.moved - without.moved == 64 * 1024 * (8 + 2 * 2)
 
 
 def test_passes_over_slabs() -> None:
@@ -58,6 +79,28 @@ def test_bytes_of_the_tpu_kernels(layout: str) -> None:
     assert dhead["hbm_bytes"] == tiles * rows * (1 if layout == "vh" else 2) + 2 * head_bytes
     assert (stats["matmuls"], both["matmuls"], dhead["matmuls"]) == (1, 2, 2)
     assert stats["flops"] == 2 * n * width * vocab and dhead["flops"] == 2 * stats["flops"]
+
+
+def test_flops_and_bytes_of_lora_on_tpu() -> None:
+    """At rank 16 every sweep is 128 wider. With the head frozen the sweep that would make dW makes dA ``[V, 128]``
+    float32: it reads the head and writes no dW."""
+    n, width, vocab = 4096, 256, 32768
+    shapes = dict(w=(vocab, width), a=(vocab, 16), b=(16, width), h=(n, width))
+    x = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
+    with as_if_on(chip_of("v6e")):
+        about = describe(Problem(x["h"], Head(x["w"], None, x["a"], x["b"]), None, None, call=Call("test", vocab)))  # type: ignore[arg-type]
+    both, dhead, lora = (about[k] for k in ("token_stats_and_direction", "dhead", "dhead_of_lora"))
+    assert both["flops"] == 2 * 2 * n * (width + 128) * vocab and lora["flops"] == 2 * n * (width + 2 * 128) * vocab
+    assert lora["matmuls"] == 1
+    assert lora["hbm_bytes"] == dhead["hbm_bytes"] - 2 * vocab * (width + 128) + 4 * vocab * 128
+    one = 2 * n * width * vocab
+    for gradients, wide, more in ((("hidden", "lora"), 3, 2), (("lora",), 3, 1)):
+        p = plan(
+            jax.ShapeDtypeStruct((1, n, width), jnp.bfloat16), x["w"], lora_rank=16, gradients=gradients, chip="v6e"
+        )
+        swept = both["flops"] + lora["flops"]
+        assert p.matmuls == wide
+        assert p.flops == pytest.approx(swept + one * 16 * (2 + more) / vocab, rel=1e-6)  # low twice, dH's part, dB
 
 
 PUBLIC = {  # GB, GB/s, dense bfloat16 TFLOP/s: the makers' data sheets

@@ -1,8 +1,9 @@
 """A head of the TPU kernels over a mesh, a part of the vocabulary at a time: dW leaves in parts, W arrives in parts.
 
 The kernel rounds dW to the parameter's dtype as it writes it; a sum over devices needs it in float32, which is twice
-the head beside the head and dW itself. So a large one leaves its device in parts: rows of dW depend on no other rows,
-and each part is made, reduced, rounded and put into place before the next is made.
+the head beside the head and dW itself, or in the parameter's dtype, which is once the head: no compiler sums in place.
+So a large one leaves its device in parts: rows of dW depend on no other rows, and each part is made, reduced, rounded
+and put into place before the next is made.
 
 With FSDP over F devices on the vocabulary a part is a run of *every* device's own columns, so that the reduce-scatter
 of a part gives each device what belongs to it:
@@ -48,14 +49,13 @@ from logitless.transform import factor as factor_of
 from logitless.transform import times
 
 MOST_BYTES = 512 << 20
-"""Of float32 dW on a device at a time."""
+"""Of float32 dW on a device at a time; where dW is summed in a parameter's 16 bits, of a part and its sum."""
 
 
 def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
-    """In how many parts dW leaves a device that has the whole head; 1 where it is small, not summed in float32, or not
-    made by one sweep over the vocabulary."""
-    summed = bool(place.token_axes) and p.call.sum_head_grad_in == "float32"
-    if not getattr(own, "head_in_parts", False) or not want.weight or not summed or _padded(place, p):
+    """In how many parts dW leaves a device that has the whole head; 1 where it is small, not summed over devices, or
+    not made by one sweep over the vocabulary."""
+    if not getattr(own, "head_in_parts", False) or not want.weight or not place.token_axes or _padded(place, p):
         return 1
     if p.head.lora_a is not None:  # a part of dW would need the whole of dlow
         return 1

@@ -1,6 +1,7 @@
 """What a call will need, from shapes alone: ``logitless.plan`` and the command of that name. Nothing compiles or runs.
 
     head          the plan of a head-level call on one chip
+    tpu           what its kernels need
     sparse        what a sparse backward costs for an assumed policy
     mesh          the same call on each chip of a mesh, and its collectives
     work          the numbers that bytes and FLOPs are made of

@@ -35,7 +35,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chunk-size", type=int, default=None)
     p.add_argument("--memory-budget", type=int, default=None, help="bytes of the chunk's buffers")
     p.add_argument("--backend", default=None, help="reference, chunked, mosaic_gpu or pallas_tpu (default: the best)")
-    p.add_argument("--frozen-head", action="store_true")
+    p.add_argument("--frozen-head", action="store_true", help="no gradient of the head itself; LoRA's has one")
+    p.add_argument("--lora-rank", type=int, default=None, help="the rank of LoRA on the head (default: none)")
     p.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO")
     p.add_argument("--entropy-bonus", action="store_true", help="an objective with a gradient of the entropy")
     p.add_argument("--sparse-backward", default="off", help="off, auto, or the mass that a row may leave out")
@@ -113,7 +114,8 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         objective=Objective(
             level="sequence" if args.sequence_level else "token", entropy_coef=0.01 if args.entropy_bonus else None
         ),
-        gradients=("hidden",) if args.frozen_head else ("hidden", "lm_head"),
+        gradients=("hidden",) + ("lm_head",) * (not args.frozen_head) + ("lora",) * (args.lora_rank is not None),
+        lora_rank=args.lora_rank,
         logits_dtype=args.logits_dtype,
         head_grad_dtype=args.head_grad_dtype,
         chunk_size=args.chunk_size,

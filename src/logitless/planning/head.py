@@ -14,11 +14,10 @@ from logitless import api
 from logitless.arguments import tolerance_of
 from logitless.explanation import call_arguments, route_of
 from logitless.objectives.objective import Objective
-from logitless.planning import sparse
+from logitless.planning import sparse, tpu
 from logitless.planning.chips import as_if_on, chip_of
 from logitless.planning.prediction import HeadPlan
 from logitless.planning.work import GEMM_WORKSPACE, Way, Work
-from logitless.problem import Head, Problem
 from logitless.registry import ANYWHERE, KERNELS
 from logitless.route import Route
 from logitless.tiles import MIB, column_tile, platform
@@ -32,7 +31,8 @@ def plan(
     lm_head: Any,
     *,
     objective: Objective | None = Objective(),  # noqa: B008  (frozen)
-    gradients: tuple[str, ...] = ("hidden", "lm_head"),
+    gradients: tuple[str, ...] | None = None,
+    lora_rank: int | None = None,
     live_tokens: int | None = None,
     logits_dtype: Any = "float32",
     head_grad_dtype: str = "float32",
@@ -50,11 +50,13 @@ def plan(
     """Predict the memory and the work of :func:`logitless.linear_grpo_loss` (``objective=None``: of
     :func:`logitless.linear_logprobs`) before anything runs.
 
-    ``hidden`` and ``lm_head`` are arrays or ``jax.ShapeDtypeStruct``; ``gradients`` names those that will be asked
-    for; ``live_tokens`` is the number of unmasked tokens (all, if not given). ``chip`` (``v5e``, ``v5p``, ``v6e``,
-    ``a100``, ``h100``, ``h200``, ``b200``) plans for that accelerator, wherever this runs, and gives a roofline time.
-    The peak agrees with the compiler's within 5 % for float32 on CPU, and for bfloat16 on Hopper GPUs and TPUs (where
-    the compiler of jax 0.10 needs less: it lets more arrays share their memory).
+    ``hidden`` and ``lm_head`` are arrays or ``jax.ShapeDtypeStruct``; ``lora_rank`` is that of the ``lora`` that the
+    call will be given; ``gradients`` names those that will be asked for, of ``"hidden"``, ``"lm_head"`` and ``"lora"``
+    (default: all that are there; a frozen head with LoRA is ``("hidden", "lora")``). ``live_tokens`` is the number of
+    unmasked tokens (all, if not given). ``chip`` (``v5e``, ``v5p``, ``v6e``, ``a100``, ``h100``, ``h200``, ``b200``)
+    plans for that accelerator, wherever this runs, and gives a roofline time. The peak agrees with the compiler's
+    within 5 % for float32 on CPU, and for bfloat16 on Hopper GPUs and TPUs (where the compiler of jax 0.10 needs less:
+    it lets more arrays share their memory).
 
     ``sparse_backward`` as the call would get it. What that saves depends on the policy: ``active_columns`` and
     ``hard_rows`` are the shares to assume, as the metrics of these names report them (default: those of a policy
@@ -71,9 +73,7 @@ def plan(
     >>> p.backend, p.matmuls, round(p.flops / 1e12, 1), round(p.seconds * 1e3, 1)
     ('pallas_tpu', 4, 40.8, 44.4)
     """
-    for name in gradients:
-        if name not in ("hidden", "lm_head"):
-            raise ValueError(f"plan: gradients has {name!r}, expected 'hidden' and 'lm_head'.")
+    gradients = asked_for(gradients, lora_rank)
     where = None if chip is None else chip_of(chip)
     without_kernels = where is not None and backend is None and not where.kernels
     if without_kernels:
@@ -103,6 +103,8 @@ def plan(
         wants_head="lm_head" in gradients,
         sum_item=item if head_grad_dtype == "param" else 4,
         masked=live_tokens is not None,
+        rank=lora_rank or 0,
+        wants_lora="lora" in gradients,
     )
     per_token = 4 * tokens  # targets; the loss's own [B, T] arrays are as small
     one = 2 * width * w.vocab
@@ -117,10 +119,15 @@ def plan(
         logits_dtype=logits_dtype,
         head_layout=head_layout,
     )
+    lora = None
+    if lora_rank is not None:
+        sizes = (lm_head.shape[0], lora_rank), (lora_rank, lm_head.shape[1])
+        lora = tuple(jax.ShapeDtypeStruct(size, lm_head.dtype) for size in sizes)
 
     def prediction(sparse_backward: Any, shares: sparse.Shares | None, exact: HeadPlan | None) -> HeadPlan:
         with as_if_on(where):
-            route = route_of("plan", call_arguments(call, shapes, dict(options, sparse_backward=sparse_backward)))
+            given = dict(options, lora=lora, sparse_backward=sparse_backward)
+            route = route_of("plan", call_arguments(call, shapes, given))
             way = _way(w, route)
             if shares is not None:
                 price: Any = functools.partial(sparse.sparse_way, shard=vocabulary_shard)
@@ -128,7 +135,8 @@ def plan(
                     price = functools.partial(sparse.tpu_sparse_way, shard=vocabulary_shard)
                 elif "visit" in route.tiles:
                     price = sparse.screened_way
-                way = price(w, shares, way, route)
+                sparser = price(w, shares, way, route)
+                way = dataclasses.replace(sparser, narrow=way.narrow * sparser.matmuls / way.matmuls)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(
             backend=route.backend,
@@ -136,13 +144,13 @@ def plan(
             chunk=None if route.backend == KERNELS["tpu"] else route.tiles.get("chunk", tokens),
             tiles=way.tiles,
             matmuls=way.matmuls,
-            flops=round(one * w.live * way.matmuls),
+            flops=round(one * w.live * (way.matmuls + way.narrow)),
             moved=way.moved,
             passes=way.passes,
-            arguments=w.rows + w.head + 3 * per_token,
-            outputs=w.wants_hidden * w.rows + w.wants_head * w.head,
+            arguments=w.rows + w.head + w.factors + 3 * per_token,
+            outputs=w.wants_hidden * w.rows + w.wants_head * w.head + w.wants_lora * w.factors,
             temporaries=way.temporaries,
-            dense_flops=one * tokens * (1 + w.gradients),
+            dense_flops=round(one * tokens * (1 + w.gradients + w.narrow(1))),
             dense_moved=_dense_traffic(w),
             dense_passes=_dense_passes(w),
             dense_temporaries=dense_temporaries,
@@ -161,6 +169,19 @@ def plan(
         **{k: v for k, v in options.items() if k != "objective"},
     )  # fmt: skip
     return own.after(first)
+
+
+def asked_for(gradients: tuple[str, ...] | None, lora_rank: Any) -> tuple[str, ...]:
+    """The gradients by name; what is not there has none."""
+    if lora_rank is not None and (not isinstance(lora_rank, int) or isinstance(lora_rank, bool) or lora_rank < 1):
+        raise ValueError(f"plan: lora_rank={lora_rank!r}, expected a positive Python int.")
+    there = ("hidden", "lm_head") if lora_rank is None else ("hidden", "lm_head", "lora")
+    for name in gradients or ():
+        if name == "lora" and lora_rank is None:
+            raise ValueError("plan: gradients has 'lora', and lora_rank is not given.")
+        if name not in there:
+            raise ValueError(f"plan: gradients has {name!r}, expected 'hidden', 'lm_head' and 'lora'.")
+    return there if gradients is None else gradients
 
 
 def longest_context(
@@ -198,96 +219,66 @@ def longest_context(
 def _way(w: Work, route: Route) -> Way:
     """What the way that a call takes costs, with an exact backward."""
     if route.dense:
-        return Way(1 + w.gradients, _dense_traffic(w), _dense_passes(w), _dense_temporaries(w), {})
+        dense = _dense_traffic(w), _dense_passes(w), _dense_temporaries(w)
+        return Way(1 + w.gradients, *dense, {}, w.narrow(1))
     if route.backend == KERNELS["tpu"]:
-        return _tpu_way(w, route)
-    again = 0 if route.in_forward or not w.gradients else 1
+        return tpu.way(w, route)
+    again = 0 if route.in_forward or not w.backward else 1
     matmuls = 1 + w.gradients + again
     chunk = route.tiles["chunk"]
     sweeps = -(-w.live // chunk)
     # Logits written and read (once more if made again), dlogits written and read by each gradient's matmul; the head
     # read by each matmul and the sum of dW read and written, for each chunk.
-    plane = w.live * w.vocab * (2 * w.logit * (1 + again) + (w.item * (1 + w.gradients) if w.gradients else 0))
+    plane = w.live * w.vocab * (2 * w.logit * (1 + again) + (w.item * (1 + w.gradients) if w.backward else 0))
     dw_sum = 2 * w.vocab * w.width * w.sum_item if w.wants_head else 0
     reads = matmuls - w.wants_head
-    if not w.gradients and route.fused_statistics:  # statistics alone, no logits in memory
+    if not w.backward and route.fused_statistics:  # statistics alone, no logits in memory
         moved = -(-w.live // _FUSED_ROWS) * w.head + w.rows
         return Way(1, moved, 0, w.masked * w.rows + _FUSED_SUMS, {})
-    moved = plane + sweeps * (reads * w.head + dw_sum) + matmuls * w.live * w.width * w.item
+    # LoRA's products are too narrow to hide what they read and write: logits are added to, dlogits read again.
+    lora = w.live * w.vocab * (8 * (1 + again) + w.item * (w.backward + w.wants_lora)) if w.rank else 0
+    moved = lora + plane + sweeps * (reads * w.head + dw_sum) + matmuls * w.live * w.width * w.item
     # Statistics and dlogits each read the logits, unless the row kernel does both at once or a matmul the statistics.
-    looks = 1 + (w.gradients > 0)
-    if (route.backend == KERNELS["gpu"] and w.gradients and not again) or route.fused_statistics:
+    looks = 1 + w.backward
+    if (route.backend == KERNELS["gpu"] and w.backward and not again) or route.fused_statistics:
         looks -= 1
-    passes = w.live * w.vocab * (looks * w.logit + (w.item if w.gradients else 0))
-    return Way(matmuls, moved, passes, _chunk_temporaries(w, chunk), {"chunk": chunk})
-
-
-def _tpu_way(w: Work, route: Route) -> Way:
-    """The kernels that run, of which the backend knows tiles and bytes."""
-    from logitless.head.pallas_tpu.backend import describe
-
-    dtype = "bfloat16" if w.item == 2 else "float32"
-    layout = route.tiles["layout"]
-    shape = (w.vocab, w.width) if layout == "vh" else (w.width, w.vocab)
-    head = Head(jax.ShapeDtypeStruct(shape, dtype), layout=layout)  # type: ignore[arg-type]
-    hidden = jax.ShapeDtypeStruct((max(w.live, 1), w.width), dtype)
-    carries = w.wants_hidden and not route.way_taken.entropy
-    keeps = route.static.kept if carries and w.wants_head else 0
-    call = dataclasses.replace(route.static, kept=keeps)
-    about = describe(Problem(hidden, head, None, None, call=call))  # type: ignore[arg-type]
-    used = ["token_stats_and_direction" if carries else "token_stats"]
-    used += ["dhidden"] * (w.wants_hidden and not carries) + ["dhead"] * w.wants_head
-    tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
-    return Way(
-        matmuls=sum(about[k]["matmuls"] for k in used),
-        moved=sum(about[k]["hbm_bytes"] for k in used),
-        passes=0,
-        temporaries=_tpu_temporaries(w, carries) + (keeps * w.vocab * w.item if keeps > w.width else 0),
-        tiles=tiles,
-    )
-
-
-def _tpu_temporaries(w: Work, carries: bool) -> int:
-    """Arrays ``[tokens, H]`` beside inputs and outputs, as libtpu 0.0.48 places them.
-
-    The float32 accumulator (once more where a mask puts its rows back into their places), and the hidden states
-    gathered for the sweep of dW; an entropy bonus has dH in float32 as well.
-    """
-    per_element = w.item if w.masked or w.wants_head else 0
-    if w.wants_hidden:
-        per_element = 4 * (1 + w.masked) + w.item * w.wants_head if carries else 8 + w.item
-    return w.tokens * w.width * per_element
+    passes = w.live * w.vocab * (looks * w.logit + (w.item if w.backward else 0))
+    return Way(matmuls, moved, passes + lora, _chunk_temporaries(w, chunk), {"chunk": chunk}, w.narrow(1 + again))
 
 
 def _dense_temporaries(w: Work) -> int:
     """Logits and dlogits; the TPU's compiler writes dlogits of the same dtype in the logits' place."""
     in_place = platform() == "tpu" and w.logit == w.item
-    return w.tokens * w.vocab * (w.logit + (w.item if w.gradients and not in_place else 0))
+    return w.tokens * w.vocab * (w.logit + (w.item if w.backward and not in_place else 0))
 
 
 def _dense_traffic(w: Work) -> int:
     """Logits written, read for the statistics and again for dlogits, which are written and read by each matmul."""
-    plane = w.tokens * w.vocab * (2 * w.logit + ((w.logit + w.item * (1 + w.gradients)) if w.gradients else 0))
+    plane = w.tokens * w.vocab * (2 * w.logit + ((w.logit + w.item * (1 + w.gradients)) if w.backward else 0))
     return plane + (1 + w.gradients) * (w.head + w.rows)
 
 
 def _dense_passes(w: Work) -> int:
     """The logits read for the statistics and again for dlogits, which are written: what no matmul of its does."""
-    return w.tokens * w.vocab * ((2 * w.logit + w.item) if w.gradients else w.logit)
+    return w.tokens * w.vocab * ((2 * w.logit + w.item) if w.backward else w.logit)
 
 
 def _chunk_temporaries(w: Work, chunk: int) -> int:
     """Buffers of one chunk, and the accumulator of dW where it is not the output itself."""
     logits = chunk * w.vocab * w.logit
-    dlogits = chunk * w.vocab * w.item if w.gradients and w.item != w.logit else 0
+    dlogits = chunk * w.vocab * w.item if w.backward and w.item != w.logit else 0
     rows = chunk * w.width * w.item
     tile = column_tile()
     if tile is not None:  # CPU: passes over slices of columns, dH and dW summed in slices
         tile = min(tile, w.vocab)
         slices = (tile * w.width * 4 if w.wants_head else 0) + (tile * w.width * w.item if w.wants_hidden else 0)
-        return logits + dlogits + 2 * chunk * tile * 4 + rows + slices
+        # LoRA's logits are added to the head's, and their gradient meets two matmuls more: planes of their own.
+        lora = 4 * chunk * w.vocab * (1 + w.backward) if w.rank else 0
+        return logits + dlogits + lora + 2 * chunk * tile * 4 + rows + slices
     small = rows * (1 + w.gradients) + (GEMM_WORKSPACE if platform() == "gpu" else 0)
     work = logits + max(dlogits + rows * w.wants_head, small) if dlogits else logits + small
+    if w.rank:  # the two products in float32, then their sum
+        work = max(work, 8 * chunk * w.vocab + small)
     if not w.wants_head or w.sum_item == w.item:
         return work
     # The float32 sum of dW; the output's own buffer is free until the end and takes the largest buffer that fits.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from logitless.mesh import parts
 from logitless.objectives.objective import Objective
 from logitless.planning.chips import Chip, chip_of
-from logitless.planning.head import HeadPlan, plan
+from logitless.planning.head import HeadPlan, asked_for, plan
 from logitless.registry import ANYWHERE, KERNELS
 
 AXES = ("data", "fsdp", "tensor")
@@ -169,6 +169,24 @@ def _collective(what: str, kind: str, axis: str, axes: dict[str, int], size: flo
     return Collective(what, axis, link, network, link / chip.link + network / chip.network)
 
 
+def _lora_collectives(
+    rank: int, columns: int, width: int, item: int, wanted: bool, axes: dict[str, int], chip: Chip
+) -> list[Collective]:
+    """The factor that meets the vocabulary is cut as the head is, the other one is whole; gradients in float32."""
+    outer, inner = rank * columns, rank * width
+    found = []
+    if rank and axes["fsdp"] > 1:
+        found.append(_collective("all-gather of LoRA's factor", "gather", "fsdp", axes, outer * item, chip))
+    if rank and wanted:
+        if axes["fsdp"] > 1:
+            found.append(_collective("reduce-scatter of LoRA's gradient", "gather", "fsdp", axes, 4 * outer, chip))
+        for axis in AXES:
+            size = inner + (outer / axes["fsdp"] if axis == "data" else 0)
+            if axes[axis] > 1:
+                found.append(_collective("all-reduce of LoRA's gradients", "reduce", axis, axes, 4 * size, chip))
+    return found
+
+
 def plan_mesh(
     width: int,
     vocab: int,
@@ -177,7 +195,8 @@ def plan_mesh(
     *,
     chip: str,
     dtype: Any = "bfloat16",
-    gradients: tuple[str, ...] = ("hidden", "lm_head"),
+    gradients: tuple[str, ...] | None = None,
+    lora_rank: int | None = None,
     live_tokens: int | None = None,
     head_grad_dtype: str = "float32",
     objective: Objective | None = Objective(),  # noqa: B008  (frozen)
@@ -211,6 +230,7 @@ def plan_mesh(
             jax.ShapeDtypeStruct((1, local, width), dtype),
             jax.ShapeDtypeStruct((columns, width), dtype),
             gradients=gradients,
+            lora_rank=lora_rank,
             live_tokens=live_tokens,
             head_grad_dtype=head_grad_dtype,
             objective=objective,
@@ -225,12 +245,17 @@ def plan_mesh(
         head = on_one_device(**{**options, "memory_budget": None})  # over a mesh its kernels keep no exponentials
     part = columns * width * item
     dw = columns * width * (item if head_grad_dtype == "param" else 4)
-    wants_head, wants_hidden = "lm_head" in gradients, "hidden" in gradients
+    wanted = asked_for(gradients, lora_rank)
+    wants_head, wants_hidden, wants_lora = (name in wanted for name in ("lm_head", "hidden", "lora"))
+    rank = lora_rank or 0
     found = []
     exact = options.get("sparse_backward", "off") == "off"
-    in_parts = 1
-    if axes["fsdp"] > 1 and shards == 1 and exact and head.backend == KERNELS["tpu"] and columns % axes["fsdp"] == 0:
-        in_parts = parts.number(columns * width, columns // axes["fsdp"])
+    in_parts = leaves_in = 1
+    # With LoRA a part of dW would need the whole of dlow.
+    if exact and head.backend == KERNELS["tpu"] and columns % axes["fsdp"] == 0 and not rank:
+        own = columns // axes["fsdp"]
+        in_parts = parts.number(columns * width, own) if axes["fsdp"] > 1 and shards == 1 else 1
+        leaves_in = parts.number(columns * width, own)
     if axes["fsdp"] > 1:
         passes = 2 if in_parts > 1 and wants_head else 1
         found.append(_collective("all-gather of the head", "gather", "fsdp", axes, passes * part, where))
@@ -243,13 +268,23 @@ def plan_mesh(
         found.append(_collective("all-reduce of per-token scalars", "reduce", "tensor", axes, scalars, where))
         if wants_hidden:
             found.append(_collective("all-reduce of dH", "reduce", "tensor", axes, 4 * local * width, where))
-    beside = part // axes["fsdp"] * (1 + wants_head) if axes["fsdp"] > 1 else 0
+    found += _lora_collectives(rank, columns, width, item, wants_lora, axes, where)
+    beside, reduced = part // axes["fsdp"] * (1 + wants_head) if axes["fsdp"] > 1 else 0, 0
     if rows > 1 and wants_head and head.backend == KERNELS["tpu"]:
-        # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole or only a shard.
-        beside += dw if axes["fsdp"] == 1 else dw - part
+        # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole, a part of it at a time,
+        # or only a shard. Of 16 bits a part and its sum.
+        reduced = 4 * columns * width // leaves_in if leaves_in > 1 else dw
+        reduced = reduced if axes["fsdp"] == 1 else dw - part
     if in_parts > 1:
-        # Neither the head nor dW is ever whole; a second accumulator of the direction, and the targets' head rows.
-        saved = part * (in_parts - 1) // in_parts
-        beside -= saved + (dw * (in_parts - 1) // in_parts if wants_head else 0)
-        beside += local * width * (4 + item)
+        # Neither the head nor dW is ever whole. Forward: a part of the head, two accumulators of the direction and the
+        # targets' head rows twice; backward: a part of dW beside that of the head, and the hidden states in order.
+        forward = local * width * (8 + 2 * item) if wants_hidden else 0
+        backward = dw // in_parts + local * width * item if wants_head else 0
+        shard = part // axes["fsdp"]
+        beside = (shard - part) * (1 + wants_head) + part // in_parts + max(forward, backward) - head.temporaries
+    elif shards > 1 and wants_hidden and head.backend == KERNELS["tpu"]:
+        # In the forward pass the sweep's accumulator, the direction and its sum over devices stand apart.
+        beside += max(reduced, 12 * local * width - head.temporaries)
+    else:
+        beside += reduced
     return MeshPlan(dict(axes), where, local, head, beside, tuple(found))

@@ -101,7 +101,7 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
     """The way of ``exact`` with a sparse backward in plain JAX; ``shard``: the head is a part of the vocabulary."""
     chunk, slab, by_recompute = min(route.tiles["chunk"], w.tokens), route.tiles["slab"], not route.in_forward
     b, plane = w.gradients, w.live * w.vocab
-    if not b:
+    if not w.backward:
         return exact
     temporaries = _temporaries(w, exact, chunk, slab)
     columns = backward_columns(w.vocab, slab, shares, b)
@@ -138,7 +138,7 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
-    if not b:
+    if not w.backward:
         return exact
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
@@ -177,14 +177,15 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
     late = shard or not route.in_forward  # cotangents are not known when the columns are found
     whole = 2 if shard else 1
     b = w.gradients
-    if not b:
+    if not w.backward:
         return exact
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
     most = most_columns(w.vocab, slab)
     # dH in float32 and dW of the active columns; a slab's buffers stand where the sweeps' have stood.
     kept = 4 * w.tokens * w.width * w.wants_hidden + most * w.width * w.item * w.wants_head
-    per_hard_row = 2 * b
+    # The exact kernels: dH, or what stands beside it for LoRA, two matmuls; dW two, LoRA's outer factor alone one.
+    per_hard_row = 2 * (w.wants_hidden or w.wants_lora) + (2 if w.wants_head else w.wants_lora)
     if "group" in route.tiles:  # in one pass (``one_pass.py``): dW of the active columns stands in dW's own place
         beside = most * w.width * w.item if w.wants_head and w.vocab % 16 else 0
         step = slab * w.width * (w.item + 4 * w.wants_head) + chunk * slab * (4 + w.item)

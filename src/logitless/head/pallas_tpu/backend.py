@@ -38,6 +38,12 @@ Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""
 
 
+_NOT_OVER_A_MESH = (
+    "over a mesh a large dW is made and summed in parts, which their array does not fit, and a shard of the vocabulary "
+    "is seldom of whole tiles"
+)
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Residual:
@@ -72,12 +78,17 @@ def describe(p: Problem) -> dict[str, Any]:
 
     both, stats = about("forward", kept > 0), about("forward")
     stats = dict(stats, matmuls=1, flops=one, hbm_bytes=stats["hbm_bytes"] - 4 * n * width)
-    return {
+    found = {
         "token_stats": stats,
         "token_stats_and_direction": both,
         "dhidden": about("dhidden"),
         "dhead": about("dhead", kept > 0),
     }
+    if p.head.rank:  # logits again, and in place of dW the outer factor's gradient, in float32
+        lanes, dhead = whole_lanes(p.head.rank), about("dhead")
+        moved = dhead["hbm_bytes"] - head + 4 * vocab * lanes
+        found["dhead_of_lora"] = dict(dhead, matmuls=1, flops=one + 2 * n * lanes * vocab, hbm_bytes=moved)
+    return found
 
 
 def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: Counts | None = None) -> Cost:
@@ -115,7 +126,7 @@ class PallasTpu:
             where = "where dW will stand" if kept <= p.h.shape[1] else f"{size:,} B"
             words += f"; for it the exponentials of {kept} of {p.n} tokens are kept ({where}), which saves a matmul"
         elif p.call.memory_budget is not None:
-            words += f"; no exponentials are kept for it: {nothing_kept_because(p) or 'not over a mesh'}"
+            words += f"; no exponentials are kept for it: {nothing_kept_because(p) or _NOT_OVER_A_MESH}"
         return _with_lora(p, cost_of(p, used, words, (4 - kept / p.n, 2, 1)))
 
     def tokens_kept(self, p: Problem) -> int:

@@ -54,7 +54,7 @@ def nothing_kept_because(p: Problem) -> str | None:
     """Why no exponentials are kept at a problem's shapes; ``None`` if they can be."""
     width, vocab = p.h.shape[1], p.head.vocab
     if p.head.lora_a is not None:
-        return "not with LoRA on the head"
+        return "LoRA's factor has its gradient from logits that are made again"
     forward, dhead = tiles_of("forward", p, True), tiles_of("dhead", p, True)
     if width < LEAST_WIDTH:
         return f"at a hidden size of {width} keeping them costs what it saves"
