@@ -60,7 +60,7 @@ def program(
         if kernel == "token_stats":
             return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":
-            stats, direction, kept = kernels.token_stats_and_direction(p, tiles=t, keep=n if kept_tile else 0)
+            stats, (direction, _), kept = kernels.token_stats_and_direction(p, tiles=t, keep=n if kept_tile else 0)
             return stats, (row[:, None] * direction).astype(h.dtype), kept
         stats = TokenStats(**{f.name: row for f in dataclasses.fields(TokenStats)})
         return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)

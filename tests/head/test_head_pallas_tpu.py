@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.head.pallas_tpu import backend, kernels
+from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
@@ -197,6 +198,27 @@ def test_contract(name: str) -> None:
     c = CASES[name]
     i = c.inputs()
     judge(c, i, run(c, i))
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel with loops over parts of its tiles, four of 32 tokens and two of 128 columns."""
+    monkeypatch.setattr(tiling, "LEAST", 32)
+    monkeypatch.setattr(tiling, "WORK", 1)
+    assert [tiling.parts_of(128, 16, 32), tiling.parts_of(256, 128, 32)] == [4, 2]
+    tiles = Tiles(128, 256, 33 * MIB)  # no other case has them, or its program would serve
+    c = Case(n=300, n_live=200, layout=layout, bias=True, temperature="token", softcap=8.0, vocab=515, vocab_size=461)
+    c = dataclasses.replace(c, tiles=tiles)
+    i = c.inputs()
+    judge(c, i, run(c, i))
+
+
+def test_parts_are_equal_whole_and_long_enough() -> None:
+    for rows in (8, 128, 384, 640, 896, 1000, 1024):
+        for unit in (16, 128):
+            n = tiling.parts_of(rows, unit, 256)
+            assert n == 1 or (rows % n == 0 and rows // n % unit == 0 and rows // n >= 256)
+    assert [tiling.parts_of(rows, 16, 256) for rows in (640, 896, 1024)] == [2, 2, 4]
 
 
 @pytest.mark.parametrize("layout", ["vh", "hv"])

@@ -138,8 +138,8 @@ MUTANTS = [
     # TPU
     m(
         "head/pallas_tpu/forward",
-        "(acc.total, acc.centred, acc.squares, acc.target, out.expected)",
-        "(acc.total, acc.centred, acc.target, out.expected)",
+        "(acc.total, acc.centred, acc.squares, acc.target)",
+        "(acc.total, acc.centred, acc.target)",
         f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
     ),
     m(
@@ -161,6 +161,18 @@ MUTANTS = [
         f"{TPU_HEAD}::test_contract[temperature and scale]",
     ),
     m(
+        "head/pallas_tpu/backward",
+        "refs.targets[...] - (j * vocab + part.first)",
+        "refs.targets[...] - j * vocab",
+        f"{TPU_HEAD}::test_contract_in_parts_of_a_tile[vh]",
+    ),
+    m(
+        "head/pallas_tpu/operands",
+        "axis) < kept - first",
+        "axis) < kept",
+        f"{TPU_HEAD}::test_contract_in_parts_of_a_tile[vh]",
+    ),
+    m(
         "head/pallas_tpu/kept",
         "own = jnp.where(own == 0, 0.0, own * bend)",
         "own = jnp.where(own == 0, 0.0, own)",
@@ -168,8 +180,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/forward",
-        "out.tops[...] = jnp.where(tile == j, sums.maximum, out.tops[...])",
-        "out.tops[...] = jnp.where(tile >= 0, sums.maximum, out.tops[...])",
+        "out.tops[rows, :] = jnp.where(tile == j, sums.maximum, out.tops[rows, :])",
+        "out.tops[rows, :] = jnp.where(tile >= 0, sums.maximum, out.tops[rows, :])",
         f"{KEPT}::test_contract[some, in dW's place]",
     ),
     m(

@@ -45,7 +45,7 @@ from logitless.head.pallas_tpu.operands import (
     outer_bytes,
     rounded,
 )
-from logitless.head.pallas_tpu.tiles import LANES, Spec
+from logitless.head.pallas_tpu.tiles import LANES, Part, Spec, fill_rows, over_parts, zero_rows
 from logitless.problem import Problem
 from logitless.pytree import register
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
@@ -107,7 +107,7 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
     @pl.when(i == 0)
     def _() -> None:
         for ref in jax.tree.leaves((acc, dbias, out.outer)):
-            ref[...] = jnp.zeros_like(ref)
+            zero_rows(ref)
 
     live, dead = spec.live(i, n_live), spec.dead_rows(i, n_live)
     kept_steps = spec.kept_steps
@@ -121,63 +121,73 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
                 if ref is not None:
                     clear_dead(ref, axis, dead[1])
 
-    def step(masked: bool) -> None:
-        h, w = refs.h[...], refs.weight[...]
+    def token(k: int) -> Array:
+        return refs.token[k : k + 1, :] if vh else refs.token[:, k : k + 1]
+
+    def at(part: Part) -> Any:
+        """The part's columns of the vocabulary in what has the head's layout."""
+        return (part.rows, slice(None)) if vh else (slice(None), part.rows)
+
+    def cotangent(part: Part) -> Array:
+        """Of the logits of a part's columns, unrounded."""
+        h, w = refs.h[...], refs.weight[at(part)]
         x = dot(w, h, (1, 1)) if vh else dot(h, w, (1, 0))
         if refs.low is not None:
-            low, outer = refs.low[...], refs.outer[...]
+            low, outer = refs.low[...], refs.outer[at(part)]
             x = x + refs.scalars[3] * (dot(outer, low, (1, 1)) if vh else dot(low, outer, (1, 0)))
         if refs.bias is not None:
             # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
-            x = x + (jnp.broadcast_to(refs.bias[...], (8, vocab)).T[:, :1] if vh else refs.bias[...])
+            bias = refs.bias[:, part.rows]
+            x = x + (jnp.broadcast_to(bias, (8, part.size)).T[:, :1] if vh else bias)
         x = rounded(spec, x)
-        column = column_ids(x, axis)
-        is_target = column == refs.targets[...] - j * vocab
-        token = (lambda k: refs.token[k : k + 1, :]) if vh else (lambda k: refs.token[:, k : k + 1])
-        d = cotangent_of_logits(spec, x, token, is_target, refs.scalars)
-        if masked:
-            d = jnp.where(column < spec.vocab_size - j * vocab, d, 0.0)
-        add(d, h)
+        return cotangent_of_logits(spec, x, token, is_target(x, part), refs.scalars)
 
-    def kept_step(masked: bool) -> None:
+    def kept_cotangent(part: Part) -> Array:
         if vh:
-            f, own = refs.factors[0], refs.token[AT_TARGET : AT_TARGET + 1, :]
+            f = refs.factors[0]
         else:
             mine = column_ids(refs.factors) == j * vocab // spec.kept_tile
             f = jnp.sum(jnp.where(mine, refs.factors[...], 0.0), axis=1, keepdims=True)
-            own = refs.token[:, AT_TARGET : AT_TARGET + 1]
-        e = refs.kept[...].astype(jnp.float32)
-        column = column_ids(e, axis)
+        e = refs.kept[at(part)].astype(jnp.float32)
         # A token without a gradient may have nothing in its place, or anything.
-        d = jnp.where(column == refs.targets[...] - j * vocab, own, jnp.where(f != 0, e * f, 0.0))
-        if masked:
-            d = jnp.where(column < spec.vocab_size - j * vocab, d, 0.0)
-        add(d, refs.h[...])
+        return jnp.where(is_target(e, part), token(AT_TARGET), jnp.where(f != 0, e * f, 0.0))
 
-    def add(d: Array, h: Array) -> None:
+    def is_target(x: Array, part: Part) -> Array:
+        return column_ids(x, axis) == refs.targets[...] - (j * vocab + part.first)
+
+    def add(cotangents: Callable[[Part], Array], masked: bool, part: Part) -> None:
+        d = cotangents(part)
+        if masked:
+            d = jnp.where(column_ids(d, axis) < spec.vocab_size - (j * vocab + part.first), d, 0.0)
         if dbias is not None:
-            dbias[...] += jnp.sum(d, axis=1 - axis, keepdims=True)
+            dbias[at(part)] += jnp.sum(d, axis=1 - axis, keepdims=True)
+        h = refs.h[...]
         d = d.astype(h.dtype)
         if acc is not None:
-            acc[...] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
+            acc[at(part)] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
         if out.outer is not None:
-            out.outer[...] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
+            out.outer[at(part)] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
+
+    def step(cotangents: Callable[[Part], Array], masked: bool) -> None:
+        matmuls = (acc is not None) + (cotangents is cotangent)
+        work = matmuls * spec.tiles.tokens * refs.h.shape[1]
+        over_parts(vocab, work, LANES, functools.partial(add, cotangents, masked))
 
     # Columns beyond the array's end produce rows of dW that are never written, so only padding columns need a mask.
     whole = spec.vocab_size // vocab if spec.vocab_size < spec.vocab else pl.cdiv(spec.vocab, vocab)
-    ways = [] if refs.weight is None else [(live, step)]
+    ways = [] if refs.weight is None else [(live, cotangent)]
     if spec.kept:
-        ways.append(((i < kept_steps) & (n_live[1 + kept_steps + jnp.minimum(i, kept_steps - 1)] != 0), kept_step))
+        ways.append(((i < kept_steps) & (n_live[1 + kept_steps + jnp.minimum(i, kept_steps - 1)] != 0), kept_cotangent))
     for taken, way in ways:
         if whole > 0:
-            pl.when(taken & (j < whole))(functools.partial(way, False))
+            pl.when(taken & (j < whole))(functools.partial(step, way, False))
         if spec.vocab_size < spec.vocab and spec.vocab_size % vocab:
-            pl.when(taken & (j == whole))(functools.partial(way, True))
+            pl.when(taken & (j == whole))(functools.partial(step, way, True))
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
         if scratch.weight is not None:
-            out.weight[...] = acc[...].astype(out.weight.dtype)
+            fill_rows(out.weight, lambda part: acc[part.rows, :].astype(out.weight.dtype))
         if dbias is not None:
             total = dbias[...]
             out.bias[...] = jnp.broadcast_to(total, (vocab, LANES)).T[:1, :] if vh else total
@@ -234,15 +244,6 @@ def _dhead_blocks(k: Launch) -> Operands:
         low_t=lanes(k.rank),
         outer=_weight_block(spec, k.rank),
     )
-
-
-def schedule(k: Launch, moves: Array) -> Array:
-    """What the sweep's steps are told: ``[how many tokens count, the kept tile to read at each step, whether it has a
-    token that moves]``; a kept tile without one is neither read nor worked on."""
-    steps = k.spec.kept_steps
-    active = jnp.any(moves[: k.spec.kept].reshape(steps, -1), axis=1)
-    at = jax.lax.cummax(jnp.where(active, jnp.arange(steps, dtype=jnp.int32), 0))
-    return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])
 
 
 def dhead_sweep(k: Launch, out_dtype: Any, has_weight: bool = True) -> HeadSums:

@@ -31,7 +31,7 @@ from logitless.head.pallas_tpu.operands import (
     raw_logits,
     sweep_blocks,
 )
-from logitless.head.pallas_tpu.tiles import Spec
+from logitless.head.pallas_tpu.tiles import SUBLANES, Spec, over_parts, zero_rows
 
 
 def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> None:
@@ -40,19 +40,23 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> No
 
     @pl.when(live & (j == 0))
     def _() -> None:
-        out_ref[...] = jnp.zeros_like(out_ref)
+        zero_rows(out_ref)
 
     def step(width: int, masked: bool) -> None:
         if masked:
             clear_outside(spec, refs, width)
+        work = 2 * spec.tiles.vocab * refs.h.shape[1]
+        over_parts(spec.tiles.tokens, work, SUBLANES, lambda part: rows_of(part.rows, width, masked))
+
+    def rows_of(rows: Any, width: int, masked: bool) -> None:
         w = head_tile(spec, refs.weight, width)
-        x = raw_logits(spec, refs, w)
+        x = raw_logits(spec, refs, w, rows)
         column = column_ids(x)
-        is_target = column == refs.targets[...] - j * spec.tiles.vocab
-        d = cotangent_of_logits(spec, x, lambda k: refs.token[:, k : k + 1], is_target, refs.scalars)
+        is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab
+        d = cotangent_of_logits(spec, x, lambda k: refs.token[rows, k : k + 1], is_target, refs.scalars)
         if masked:
             d = jnp.where(column < spec.tail, d, 0.0)
-        add_head_rows(spec, refs, out_ref, None, d.astype(w.dtype), w)
+        add_head_rows(spec, refs, out_ref, rows, None, d.astype(w.dtype), w)
 
     over_vocabulary(spec, live, step)
 

@@ -54,10 +54,10 @@ from logitless.head.pallas_tpu.operands import (
     raw_logits,
     sweep_blocks,
 )
-from logitless.head.pallas_tpu.tiles import Spec
+from logitless.head.pallas_tpu.tiles import LANES, SUBLANES, Spec, over_parts, zero_rows
 from logitless.pytree import register
 from logitless.stats import NEG_INF, RowSums
-from logitless.transform import factor, slope, swept, times
+from logitless.transform import LogitTransform, factor, slope, swept, times
 
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
@@ -123,14 +123,17 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
     output block carries ``E``. ``keeping``: two buffers of exponentials on their way out, and their semaphores."""
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
-    transform = spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[...])
-    k = factor(transform)
+
+    def transform_of(rows: Any) -> LogitTransform:
+        return spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[rows, :])
 
     @pl.when(live & (j == 0))
     def _() -> None:
         acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
-        for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target, out.expected)):
+        for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
             ref[...] = jnp.zeros_like(ref)
+        if out.expected is not None:
+            zero_rows(out.expected)
 
     dead = spec.dead_rows(i, n_live)
     if out.maxima is not None and dead is not None:
@@ -152,21 +155,33 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             pl.when(keeps & (j >= 2))(lambda: copy(j - 2, spec.tiles.vocab).wait())
         if masked and out.expected is not None:
             clear_outside(spec, refs, width)
+        if out.maxima is not None:
+            out.maxima[0, :, :width] = jnp.full((1, width), NEG_INF, jnp.float32)
+        work = spec.tiles.vocab * refs.h.shape[1] * (1 if out.expected is None else 2)
+        unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
+        over_parts(spec.tiles.tokens, work, unit, lambda part: rows_of(part.rows, width, masked))
+        if spec.kept:
+            pl.when(keeps)(lambda: copy(j, width).start())
+
+    def rows_of(rows: Any, width: int, masked: bool) -> None:
+        transform = transform_of(rows)
+        k = factor(transform)
         w = head_tile(spec, refs.weight, width)
-        x = raw_logits(spec, refs, w)
+        x = raw_logits(spec, refs, w, rows)
         u = swept(x, transform)
         column = column_ids(x)
         if masked:
             u = jnp.where(column < spec.tail, u, NEG_INF)
-        is_target = column == refs.targets[...] - j * spec.tiles.vocab
-        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[...], acc), u, is_target, k)
-        acc.maximum[...], acc.total[...] = sums.maximum, sums.total
-        acc.centred[...], acc.squares[...] = sums.centred, sums.squares
-        acc.target[...] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
+        is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab
+        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[rows, :], acc), u, is_target, k)
+        acc.maximum[rows, :], acc.total[rows, :] = sums.maximum, sums.total
+        acc.centred[rows, :], acc.squares[rows, :] = sums.centred, sums.squares
+        acc.target[rows, :] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
         if out.maxima is not None:
             top = times(k, sums.maximum)
-            bound = jnp.maximum(refs.floor[...], top + jnp.log(sums.total))
-            out.maxima[0, :, :width] = jnp.max(shifted + (top - bound), axis=0, keepdims=True)
+            bound = jnp.maximum(refs.floor[rows, :], top + jnp.log(sums.total))
+            found = jnp.max(shifted + (top - bound), axis=0, keepdims=True)
+            out.maxima[0, :, :width] = jnp.maximum(out.maxima[0, :, :width], found)
         if out.expected is None:
             return
         if spec.has_softcap:
@@ -175,19 +190,18 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             assert bend is not None
             e = jnp.where(e > 0, e * bend, 0.0)
         e = e.astype(w.dtype)
-        add_head_rows(spec, refs, out.expected, a, e, w)
+        add_head_rows(spec, refs, out.expected, rows, a, e, w)
         if spec.kept:
-            keep(e, width)
-            tile = lax.broadcasted_iota(jnp.int32, out.tops.shape, 1)
-            out.tops[...] = jnp.where(tile == j, sums.maximum, out.tops[...])
+            keep(e, rows, width)
+            tile = lax.broadcasted_iota(jnp.int32, (rows.size, out.tops.shape[1]), 1)
+            out.tops[rows, :] = jnp.where(tile == j, sums.maximum, out.tops[rows, :])
 
-    def keep(e: Array, width: int) -> None:
+    def keep(e: Array, rows: Any, width: int) -> None:
         buffer = keeping[0]
         if spec.layout == "vh":
-            buffer[j % 2, :width, :] = e.T
+            buffer[j % 2, :width, rows] = e.T
         else:
-            buffer[j % 2, :, :width] = e
-        pl.when(keeps)(lambda: copy(j, width).start())
+            buffer[j % 2, rows, :width] = e
 
     over_vocabulary(spec, live, step)
 
@@ -203,7 +217,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
     def _() -> None:
         s = jax.tree.map(lambda ref: ref[...], acc)
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
-        for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform), x_y)):
+        for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
             out.sums[:, i : i + 1] = value
 
 

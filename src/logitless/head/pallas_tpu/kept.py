@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.pallas_tpu.operands import tiles_of
+from logitless.head.pallas_tpu.operands import Launch, tiles_of
 from logitless.head.pallas_tpu.tiles import LANES
 from logitless.problem import Problem
 from logitless.pytree import register, static
@@ -99,3 +99,12 @@ def factors(p: Problem, kept: Kept, stats: TokenStats, g: StatCotangents) -> tup
     if bend is not None:
         own = jnp.where(own == 0, 0.0, own * bend)
     return f if p.transform.softcap is not None else times(column, f), own
+
+
+def schedule(k: Launch, moves: Array) -> Array:
+    """What dW's sweep is told: ``[how many tokens count, the kept tile to read at each step, whether it has a token
+    that moves]``; a kept tile without one is neither read nor worked on."""
+    steps = k.spec.kept_steps
+    active = jnp.any(moves[: k.spec.kept].reshape(steps, -1), axis=1)
+    at = jax.lax.cummax(jnp.where(active, jnp.arange(steps, dtype=jnp.int32), 0))
+    return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])

@@ -30,11 +30,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.head.pallas_tpu import lora
-from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep, schedule
+from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
-from logitless.head.pallas_tpu.kept import Kept, factors, room_for
+from logitless.head.pallas_tpu.kept import Kept, factors, room_for, schedule
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import Tiles
 from logitless.problem import Problem

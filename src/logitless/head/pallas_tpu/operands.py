@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
 from logitless.head.pallas_tpu import lora
-from logitless.head.pallas_tpu.tiles import LANES, Kernel, Spec, Tiles, choose, whole_lanes
+from logitless.head.pallas_tpu.tiles import LANES, Kernel, Part, Spec, Tiles, choose, fill_rows, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
 
@@ -218,8 +218,8 @@ def rounded(spec: Spec, x: Array) -> Array:
     return x if spec.logits_dtype == jnp.float32 else x.astype(spec.logits_dtype).astype(jnp.float32)
 
 
-def raw_logits(spec: Spec, refs: Operands, w: Array, rows: Any = slice(None)) -> Array:
-    """``x [tokens, width]`` of the columns ``w`` from the block's first on."""
+def raw_logits(spec: Spec, refs: Operands, w: Array, rows: Any) -> Array:
+    """``x [rows, width]`` of a tile's tokens ``rows`` and the columns ``w`` from the block's first on."""
     x = dot(refs.h[rows, :], w, (1, 1 - spec.axis))
     if refs.low is not None:
         outer = head_tile(spec, refs.outer, x.shape[1])
@@ -248,13 +248,15 @@ def clear_outside(spec: Spec, refs: Operands, width: int) -> None:
             ref[:, :width] = cleared
 
 
-def add_head_rows(spec: Spec, refs: Operands, total: Any, before: Array | None, d: Array, w: Array) -> None:
-    """``total [tokens, H + R] = before total + d [W, outer]`` for the columns ``w`` from the block's first on;
-    ``before [tokens, 1]``, ``None``: 1."""
+def add_head_rows(
+    spec: Spec, refs: Operands, total: Any, tokens: Any, before: Array | None, d: Array, w: Array
+) -> None:
+    """``total [tokens, H + R] = before total + d [W, outer]`` for a tile's ``tokens`` and the columns ``w`` from the
+    block's first on; ``before [tokens, 1]``, ``None``: 1."""
 
     def add(at: Any, rows: Array) -> None:
-        old = total[:, at]
-        total[:, at] = (old if before is None else before * old) + dot(d, rows, (1, spec.axis))
+        old = total[tokens, at]
+        total[tokens, at] = (old if before is None else before * old) + dot(d, rows, (1, spec.axis))
 
     width = refs.h.shape[1]
     if refs.outer is None:
@@ -271,8 +273,13 @@ def outer_bytes(k: Launch) -> int:
 
 def clear_dead(ref: Any, axis: int, kept: Any) -> None:
     """Zero the tokens of a block from ``kept`` on: dead ones may hold anything, and a block may end after the array."""
-    inside = lax.broadcasted_iota(jnp.int32, ref.shape, axis) < kept
-    ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
+
+    def cleared(part: Part) -> Array:
+        first = part.first if axis == 0 else 0
+        inside = lax.broadcasted_iota(jnp.int32, (part.size, ref.shape[1]), axis) < kept - first
+        return jnp.where(inside, ref[part.rows, :], jnp.zeros((), ref.dtype))
+
+    fill_rows(ref, cleared)
 
 
 def over_vocabulary(spec: Spec, live: Any, step: Any) -> None:

@@ -12,15 +12,24 @@ and with 64 MiB (v5p) 512 x 1024 (dhead: 512 x 512).
 
 The vocabulary tile fixes the order of every sum over the vocabulary, so it depends on H, V, dtype and chip, not on the
 number of tokens: statistics of a token are the same bits whatever it is batched with.
+
+Loops over parts of a tile (:func:`over_parts`) keep a kernel's program small. A matmul on whole tiles is compiled into
+straight-line code, an instruction word a cycle: 7 MB for the forward sweep with tiles of 1024 x 2048 at H = 4096, and
+the compiler's time goes with it. The rows of a tile (tokens in a sweep over the vocabulary, columns of a ``[V, H]``
+head in dW's) do not know of each other, so that a loop does the same work with the code of one part. Every turn fills
+and drains the matrix unit, 300 to 400 cycles on a v6e (the simulator's estimate), so a turn has ``WORK`` to do, about
+16,000 cycles; small hidden sizes need no loop. A part shorter than the matrix unit is wide would halve its speed: each
+tile of the other operand is loaded for the part alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from logitless.transform import LogitTransform
@@ -38,6 +47,14 @@ VMEM_SHARE, VMEM_MOST, SLACK = 0.85, 0.88, 1.1
 of the VMEM: its spilled registers (18 MiB were seen) and small operands do not count against the grant."""
 FLOAT32_SHARE = 0.85
 """Of that, for float32: full-precision matmuls spill more."""
+SUBLANES = 16
+"""Rows of which references are cut: a tile's of 16-bit elements in VMEM."""
+LEAST = 256
+"""Rows of a part, at least: as many as the matrix unit of a v6e is wide."""
+WORK = 1 << 32
+"""Multiplications of a part, at least."""
+_FILLED = 64
+"""Rows at a time of what is written without a matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,3 +194,51 @@ class Spec:
             softcap=scalars[1] if self.has_softcap else None,
             scale=scalars[2] if self.has_scale else None,
         )
+
+
+# -- inside a kernel ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of a tile."""
+
+    first: Any
+    size: int
+
+    @property
+    def rows(self) -> Any:
+        """Their place, as an index of a reference."""
+        return pl.ds(self.first, self.size)
+
+
+def parts_of(rows: int, unit: int, least: int) -> int:
+    """Into how many equal parts ``rows`` are cut: as many as leave ``least`` rows each, and whole ``unit``."""
+    return next(n for n in range(max(rows // least, 1), 0, -1) if n == 1 or rows % (n * unit) == 0)
+
+
+def over_parts(rows: int, work: int, unit: int, body: Callable[[Part], None]) -> None:
+    """``body`` for each part of ``rows``, of ``work`` multiplications each; a part is of whole ``unit``, or all."""
+    _loop(rows, parts_of(rows, unit, max(LEAST, -(-WORK // work))), body)
+
+
+def fill_rows(ref: Any, value: Callable[[Part], Any]) -> None:
+    """Write all rows of a two-dimensional reference, a part at a time."""
+
+    def fill(part: Part) -> None:
+        ref[part.rows, :] = value(part)
+
+    _loop(ref.shape[0], parts_of(ref.shape[0], SUBLANES, _FILLED), fill)
+
+
+def zero_rows(ref: Any) -> None:
+    """Zeros in a two-dimensional reference."""
+    fill_rows(ref, lambda part: jnp.zeros((part.size, ref.shape[1]), ref.dtype))
+
+
+def _loop(rows: int, parts: int, body: Callable[[Part], None]) -> None:
+    size = rows // parts
+    if parts == 1:
+        body(Part(0, rows))
+    else:
+        lax.fori_loop(0, parts, lambda t, _: body(Part(pl.multiple_of(t * size, size), size)), None)
