@@ -2,11 +2,13 @@
 
     python benchmarks/sparse_real_weights.py --fit benchmarks/results/realistic_fit.json
     python benchmarks/sparse_real_weights.py --states qwen.npz --model qwen.gguf --gsm8k test.jsonl
+    python benchmarks/sparse_real_weights.py --states own.npz --model qwen.gguf --rollouts runs/gsm8k/dense
     python benchmarks/sparse_real_weights.py --real benchmarks/results/sparse_real_weights.json NAME=qwen.npz...
 
 The first records the table of ``logitless.bench.realistic`` at the full vocabulary; the second runs a model over GSM8K
 questions with their solutions and keeps ``h`` (final hidden states that predict the solutions' tokens), ``y`` (those
-tokens) and ``head``; the third records the same table for such states, and the errors of dH and dW with cotangent 1 at
+tokens) and ``head``; the third takes a run's recorded completions of its first step instead, which this model itself
+has sampled; the fourth records the same table for such states, and the errors of dH and dW with cotangent 1 at
 every log-probability: of the ordinary path (float32 logits, bfloat16 operands and dlogits), and with all but the K
 columns of largest column maximum left out, once plainly and once with the mean head row in their place, as the library
 does. Rows that would leave out more than 2^-8 go through all columns. Truth is float32 from the same bfloat16 inputs.
@@ -146,6 +148,33 @@ def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, 
     return dict(h=np.concatenate(hidden)[:tokens], y=np.asarray(targets)[:tokens], head=head)
 
 
+def own_states(model: str, run: str, tokens: int, rows: int = 8) -> dict[str, np.ndarray]:
+    """The same over completions that a run's sampler drew in its first step (``rollout.record``)."""
+    import jax
+
+    from logitless.train import model as models
+    from logitless.train import weights
+
+    config, params = weights.load_model(model)
+    with np.load(Path(run) / "rollouts" / "step_00000001.npz") as f:
+        prompt, valid, done, mask = (f[k] for k in ("prompt", "prompt_valid", "completion", "mask"))
+    compute = jax.jit(lambda p, *args: models.hidden_states(p, config, *args)[0])
+    hidden: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    for begin in range(0, len(done), rows):
+        some = slice(begin, begin + rows)
+        alive = np.concatenate([valid[some], mask[some]], axis=1)
+        at = np.maximum(np.cumsum(alive, axis=1) - 1, 0)
+        h = compute(params, np.concatenate([prompt[some], done[some]], axis=1), at, alive)
+        predicting = np.asarray(h[:, prompt.shape[1] - 1 : -1], np.float32)
+        hidden.append(predicting[mask[some]])
+        targets.append(done[some][mask[some]])
+        if sum(map(len, targets)) >= tokens:
+            break
+    head = np.asarray(models.lm_head(params, config)).astype(np.float16)
+    return dict(h=np.concatenate(hidden)[:tokens], y=np.concatenate(targets)[:tokens], head=head)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("npz", nargs="*", metavar="NAME=FILE", help="states to measure, for --real")
@@ -154,15 +183,17 @@ def main() -> None:
     p.add_argument("--states", help=".npz file for a model's states")
     p.add_argument("--model", help="a folder (config.json, safetensors) or a .gguf file, for --states")
     p.add_argument("--gsm8k", help="JSONL file of GSM8K, for --states")
+    p.add_argument("--rollouts", help="a run's folder with recorded completions, for --states")
     p.add_argument("--tokens", type=int, default=1024)
     p.add_argument("--hidden", type=int, default=1536, help="width of the generator's hidden states")
     args = p.parse_args()
     if not (args.fit or args.real or args.states):
         p.error("nothing to do: give --fit, --real or --states")
     if args.states:
-        if not args.model or not args.gsm8k:
-            p.error("--states needs --model and --gsm8k")
-        np.savez(args.states, **states(args.model, args.gsm8k, args.tokens))  # type: ignore[arg-type]
+        if not args.model or bool(args.gsm8k) == bool(args.rollouts):
+            p.error("--states needs --model, and --gsm8k or --rollouts")
+        found = (states, args.gsm8k) if args.gsm8k else (own_states, args.rollouts)
+        np.savez(args.states, **found[0](args.model, found[1], args.tokens))  # type: ignore[arg-type]
     environment = timing.environment()
     if args.fit:
         Path(args.fit).write_text(json.dumps(dict(environment=environment, **fit(args.hidden)), indent=1))

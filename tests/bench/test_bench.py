@@ -395,6 +395,8 @@ def test_the_rl_batch_is_mostly_dead_weight() -> None:
     assert 0.2 < live < 0.7
     assert not b["mask"][:, :64].any()
     assert (b["advantages"] == 0).mean() == pytest.approx(1 / 3)
+    quarter = shapes.rl_batch(12 * 512, 100, np.random.default_rng(0), 12, 0.25)
+    assert quarter["mask"].mean() == pytest.approx(0.25, abs=0.005)
     b = shapes.uniform_batch(4096, 100, np.random.default_rng(0), 4, 0.5, 0.25)
     assert b["mask"].mean() == pytest.approx(0.5, abs=0.05)
     assert (b["advantages"] != 0).mean() == pytest.approx(0.25, abs=0.05)

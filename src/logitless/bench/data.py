@@ -100,7 +100,7 @@ class Data:
 def tokens_of(c: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """Targets (for their shape), mask and advantages, on the host."""
     if c["batch_kind"] == "rl":
-        return shapes.rl_batch(c["tokens"], c["vocab"], rng, c["rows"])
+        return shapes.rl_batch(c["tokens"], c["vocab"], rng, c["rows"], c["live"])
     return shapes.uniform_batch(c["tokens"], c["vocab"], rng, c["rows"], c["live"], c["moving"])
 
 

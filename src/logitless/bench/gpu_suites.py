@@ -69,7 +69,7 @@ def gpu_sparse() -> list[Case]:
     asked: dict[str, Any] = dict(of="default", options=dict(sparse_backward="auto"))
     few: dict[str, Any] = {
         own: asked,
-        f"{own}, RL batch": dict(asked, batch=dict(batch_kind="rl", rows=32), against="strong"),
+        f"{own}, RL batch": dict(asked, batch=dict(batch_kind="rl", rows=32, live=0.25), against="strong"),
     }
     more: dict[str, Any] = {
         **few,

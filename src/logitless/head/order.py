@@ -8,9 +8,11 @@ one of dH at the end.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from logitless.problem import Problem
 
@@ -23,7 +25,12 @@ class Ordered:
     order: Array  # [tokens of p]: where each stands in the call
     count: Array  # of the tokens that come first
     live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
-    n: int  # tokens of the call
+    given: Problem  # the call's own, in its order
+
+    @property
+    def n(self) -> int:
+        """Tokens of the call."""
+        return self.given.n
 
     def take(self, x: Array) -> Array:
         """``[N]`` of the call in this order; zero behind the live tokens."""
@@ -34,6 +41,28 @@ class Ordered:
         """``[tokens of p, ...]`` in the order of the call."""
         place = jnp.zeros((self.n,), jnp.int32).at[self.order[: self.n]].set(jnp.arange(self.n, dtype=jnp.int32))
         return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
+
+    def hidden_of(self, rows: Array) -> Array:
+        """``[R, H]`` of the positions ``rows [R]``, from the call's own: those of ``p`` need not stand in memory."""
+        h = self.given.h.at[self.order.at[rows].get(mode="promise_in_bounds")].get(mode="promise_in_bounds")
+        return jnp.where((rows < self.live)[:, None], h, jnp.zeros((), h.dtype))
+
+    def part(self, begin: Array, size: int) -> Ordered:
+        """``size`` of the tokens, from ``begin`` on; in the order of their own."""
+        rows = begin + jnp.arange(size, dtype=jnp.int32)
+        q = some(dataclasses.replace(self.p, h=self.p.targets), begin, size)
+        q = dataclasses.replace(q, h=self.hidden_of(rows))
+        count, live = (jnp.clip(x - begin, 0, size) for x in (self.count, self.live))
+        return Ordered(q, jnp.arange(size, dtype=jnp.int32), count, live, q)
+
+
+def some(tree: Any, begin: Array | int, size: int) -> Any:
+    """``size`` tokens of a problem, or of the arrays of a tree, from ``begin`` on."""
+
+    def cut(x: Array) -> Array:
+        return x if x.shape[0] == size else lax.dynamic_slice_in_dim(x, begin, size)
+
+    return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
 
 
 def in_order(p: Problem, first: Array, visit: int) -> Ordered:
@@ -48,4 +77,4 @@ def in_order(p: Problem, first: Array, visit: int) -> Ordered:
     alive = jnp.sum(live, dtype=jnp.int32)
     h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))
     count = jnp.sum(first, dtype=jnp.int32)
-    return Ordered(dataclasses.replace(ordered, h=h), order, count, alive, p.n)
+    return Ordered(dataclasses.replace(ordered, h=h), order, count, alive, p)

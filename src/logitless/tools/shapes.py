@@ -46,12 +46,20 @@ def uniform_batch(
     return out
 
 
-def rl_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int) -> dict[str, Any]:
+def rl_batch(tokens: int, vocab: int, rng: np.random.Generator, rows: int, live: float = 1.0) -> dict[str, Any]:
     """A batch as RL makes it: prompts masked, completions of lognormal length, a third of the groups (of four rows)
-    with equal rewards and so without advantage."""
+    with equal rewards and so without advantage. About a third of the tokens are live, or the share ``live``."""
     width = tokens // rows
     prompt = width // 8
-    lengths = np.clip(rng.lognormal(np.log(width * 0.35), 0.6, rows).astype(int), 1, width - prompt)
+    drawn = rng.lognormal(np.log(width * 0.35), 0.6, rows)
+
+    def cut(scale: float) -> np.ndarray:
+        return np.clip((scale * drawn).astype(int), 1, width - prompt)
+
+    scale = 1.0
+    for _ in range(30 if live < 1 else 0):  # what is cut at the row's end is made up for by the others
+        scale *= live * tokens / int(cut(scale).sum())
+    lengths = cut(scale)
     position = np.arange(width)
     advantages = rng.standard_normal(rows).astype(np.float32)
     groups = np.arange(rows) // 4

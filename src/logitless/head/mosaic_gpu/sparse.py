@@ -33,11 +33,11 @@ from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import matmul, screen
+from logitless.head.mosaic_gpu import at_once, matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
 from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
-from logitless.head.order import Ordered, in_order
+from logitless.head.order import Ordered, in_order, some
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.head.sparse import Sparse, in_words
@@ -213,7 +213,7 @@ def _over_slabs(
 
     def add(begin: Array | int, size: int, own: Array, part: Head, c: _Sums) -> _Sums:
         """``c``, whose rows are those of a visit, with what these tokens have in a slab."""
-        q, at = _some(p, begin, size), Known(*_some((known.stats, known.g), begin, size))
+        q, at = some(p, begin, size), Known(*some((known.stats, known.g), begin, size))
         x = raw_logits(q.h, part, p.call.logits_dtype)
         kept = c.kept + jnp.sum(probabilities(x, q, at.stats, own[None, :]), axis=1)
         if not wanted:
@@ -225,22 +225,12 @@ def _over_slabs(
     def put(head: HeadGrads, own: Array, part: HeadGrads) -> HeadGrads:
         return columns_of.put_head_columns(head, own, part, p.head.layout) if wanted else head
 
-    def at_once(size: int, trips: Array, start: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-        """The first ``size`` tokens in one visit: dW needs no sum over visits."""
-        total, kept = start
-
-        def slab(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-            total, kept = carry
-            own, part = columns(i)
-            c = _Sums(total.hidden, columns_of.no_head_columns(total.head, part), kept)
-            c = add(0, size, own, part, c)
-            return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
-
-        few = Gradients(_some(total.hidden, 0, size), total.head), kept[:size]
-        done, few_kept = lax.fori_loop(0, trips, slab, few)
-        if size == p.n:
-            return done, few_kept
-        return Gradients(_put(total.hidden, done.hidden, 0), done.head), _put(kept, few_kept, 0)
+    def one_visit(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
+        """A slab for all tokens: dW needs no sum over visits."""
+        total, kept = carry
+        own, part = columns(i)
+        c = add(0, p.n, own, part, _Sums(total.hidden, columns_of.no_head_columns(total.head, part), kept))
+        return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
 
     def by_visits(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
         """A slab over several visits; its part of dW is their sum, in float32."""
@@ -249,7 +239,7 @@ def _over_slabs(
 
         def body(j: Array, c: _Sums) -> _Sums:
             begin = j * visit
-            rows = dataclasses.replace(c, hidden=_some(c.hidden, begin, visit), kept=_some(c.kept, begin, visit))
+            rows = dataclasses.replace(c, hidden=some(c.hidden, begin, visit), kept=some(c.kept, begin, visit))
             new = add(begin, visit, own, part, rows)
             return _Sums(_put(c.hidden, new.hidden, begin), new.part, _put(c.kept, new.kept, begin))
 
@@ -257,21 +247,7 @@ def _over_slabs(
         c = lax.fori_loop(0, (f.count + (visit - 1)) // visit, body, _Sums(total.hidden, blank, kept))
         return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
 
-    if p.n > visit:
-        return lax.fori_loop(0, trips, by_visits, start)
-    quarter = p.n // 4
-    fits = f.count <= quarter
-    start = at_once(quarter, jnp.where(fits, trips, 0), start)
-    return at_once(p.n, jnp.where(fits, 0, trips), start)
-
-
-def _some(tree: Any, begin: Array | int, size: int) -> Any:
-    """``size`` tokens of a problem, or of the arrays of a tree, from ``begin`` on."""
-
-    def cut(x: Array) -> Array:
-        return x if x.shape[0] == size else lax.dynamic_slice_in_dim(x, begin, size)
-
-    return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
+    return lax.fori_loop(0, trips, by_visits if p.n > visit else one_visit, start)
 
 
 def _put(whole: Any, rows: Any, begin: Array | int) -> Any:
@@ -298,12 +274,28 @@ def _through_all_columns(p: Problem, sweep: Sweep, known: Known, active: Array, 
 def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
     """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
     hard rows. ``known`` is in the order of ``f``."""
+    p, rule = f.p, _rule(f.p, want)
+
+    def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array]:
+        return _by_slabs(f, want, known, found, head)
+
+    if p.n <= visit_of(p) and at_once.sizes(p, rule):
+        total, left_out = at_once.gradients(f, want, known, found, rule, by_slabs)
+    else:
+        total, left_out = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
+    hidden = None if total.hidden is None else f.put_back(total.hidden)
+    return finished(p, Gradients(hidden, total.head)), f.put_back(left_out)
+
+
+def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: HeadGrads) -> tuple[Gradients, Array]:
+    """:func:`_gradients` in the order of ``f``, those of the head added to ``head``: loops over slabs of columns and
+    over groups of hard rows."""
     p, rule, c = f.p, _rule(f.p, want), found.columns
     moving = known.g.any_nonzero()
     hidden = jnp.zeros(p.h.shape, jnp.float32) if want.hidden else None
-    start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype))
     nothing = jnp.zeros((p.n,), jnp.float32)
-    total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), (start, nothing))
+    start = Gradients(hidden, head), nothing
+    total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), start)
     left_out = jnp.where(moving, _rest(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
@@ -319,8 +311,8 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     if total.hidden is not None:
         easy = without(known.g, hard | ~moving)
         dh = total.hidden + in_their_place(mean_row(rule, p), left_out, easy, p.transform)
-        dh = f.put_back(dh.astype(p.h.dtype))
-    return finished(p, Gradients(dh, total.head)), f.put_back(left_out)
+        dh = dh.astype(p.h.dtype)
+    return Gradients(dh, total.head), left_out
 
 
 def _report(
