@@ -39,7 +39,7 @@ from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.order import Ordered, in_order, some
 from logitless.head.report import SparseReport, blank_report, chunk_report
-from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
+from logitless.head.slabs import Known, in_their_place, mean_row, misses, once, slab_dx, without
 from logitless.head.sparse import Sparse, in_words
 from logitless.problem import Gradients, Head, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
@@ -200,7 +200,7 @@ class _Sums:
 
 
 def _over_slabs(
-    f: Ordered, rule: Rule, known: Known, index: Array, trips: Array, start: tuple[Gradients, Array]
+    f: Ordered, rule: Rule, known: Known, index: Array, trips: Array | int, start: tuple[Gradients, Array]
 ) -> tuple[Gradients, Array]:
     """``start`` (gradients, kept mass ``[N]``) plus what the tokens that come first have in ``trips`` slabs of the
     columns ``index``, none of which has a row of dW yet."""
@@ -300,13 +300,19 @@ def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: Hea
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
     rest = live_sweep(hard, _group(p))
-    many = rest.count > _GROUPS * rest.chunk
+    many = jnp.asarray(rest.count > _GROUPS * rest.chunk)
     few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
     total = _through_all_columns(p, few, known, found.active, total)
     wide = _wide(rule)
-    others = columns_of.compacted(~found.active, -(-p.head.vocab // wide.slab) * wide.slab)
-    trips = jnp.where(many, wide.slabs(p.head.vocab - c.count), 0)
-    total, _ = _over_slabs(f, wide, Known(known.stats, without(known.g, ~hard)), others, trips, (total, nothing))
+    slabs = -(-p.head.vocab // wide.slab)
+    others = columns_of.compacted(~found.active, slabs * wide.slab)
+    left = Known(known.stats, without(known.g, ~hard))
+
+    def all_others(total: Gradients) -> Gradients:
+        # As many turns as there are slabs, used or not: a loop whose length the compiler knows asks the host nothing.
+        return _over_slabs(f, wide, left, others, slabs, (total, nothing))[0]
+
+    total = once(many, all_others, total)
     dh = None
     if total.hidden is not None:
         easy = without(known.g, hard | ~moving)
