@@ -17,7 +17,7 @@ import pytest
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, plan
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
-from logitless.head.mosaic_gpu import matmul, screen, sparse
+from logitless.head.mosaic_gpu import at_once, matmul, screen, sparse
 from logitless.head.mosaic_gpu.schedule import Tiles, tiles_for
 from logitless.problem import Problem
 from logitless.transform import LogitTransform
@@ -210,18 +210,15 @@ def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None
         assert_as_good(f"{name} {label}", a, b, t)
 
 
-@pytest.mark.parametrize("name", ["adversarial", "calibrated"])
-def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four visits of tokens for a slab, and hard rows by slabs of the other columns: the same gradients but for the
-    order of sums."""
+def gradients_again(name: str, **options: Any) -> None:
+    """The gradients of :func:`outcome` once more, traced anew: the same but for the order of sums."""
     case, rest, (_, metrics, (dh, dw)), _ = outcome("clip", name)
     assert float(metric_values(metrics)["hard_rows"]) > 0
-    monkeypatch.setattr(sparse, "_GROUPS", 0)
 
     @jax.jit
     def again(h: Any, w: Any, y: Any, rest: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
-            where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=16)
+            where = dict(SCREENED, sparse_backward=TOLERANCE, **options)
             return linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)[0]
 
         return jax.grad(loss, (0, 1))(h, w)
@@ -230,6 +227,28 @@ def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.Monkey
         assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-8 * np.linalg.norm(f64(b))
         size = row_norms(b)
         assert (row_norms(f64(a) - f64(b)) <= 2.0**-6 * size + 1e-6 * size.max()).all()  # those of few tokens, too
+
+
+@pytest.mark.parametrize("name", ["adversarial", "calibrated"])
+def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
+    monkeypatch.setattr(sparse, "_GROUPS", 0)
+    monkeypatch.setattr(at_once, "sizes", lambda p, rule: ())
+    gradients_again(name, chunk_size=16)
+
+
+def test_hard_rows_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All active columns at once, with more hard rows than the first group has: further ones are added."""
+    rule, (case, rest, (_, metrics, _), _) = sparse.slab_rule(VOCAB), outcome("clip", "calibrated")
+    m = {k: float(v) for k, v in metric_values(metrics).items()}
+    h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
+    p = head_problem(h, jnp.asarray(case.lm_head), y, transform=LogitTransform(), vocab_size=VOCAB)
+    columns, hard = m["active_columns"] * VOCAB, m["hard_rows"] * rest["mask"].sum()
+    assert columns < at_once.sizes(p, rule)[-1].columns  # they do go at once
+    few = int(hard) // 4
+    assert few >= 1
+    monkeypatch.setattr(at_once, "GROUPS", (few, few + 1))
+    gradients_again("calibrated", chunk_size=CHUNK)
 
 
 def test_what_it_reports_is_true() -> None:

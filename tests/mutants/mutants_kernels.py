@@ -13,6 +13,7 @@ TPU_LORA = "tests/head/test_pallas_tpu_lora.py"
 TPU_SPARSE_HEADS = "tests/head/test_pallas_tpu_sparse_heads.py"
 TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
 GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
+GPU_SPARSE = "tests/head/test_mosaic_gpu_sparse.py"
 GPU_LOGITS = "tests/logits/test_logits_mosaic_gpu.py"
 MESH = "tests/mesh/test_sharding_calls.py"
 NEVER = "tests/test_never.py"
@@ -298,6 +299,43 @@ MUTANTS = [
         "seen = written & ~(m <= LOW)",
         "seen = ~(m <= LOW)",
         f"{GPU_HEAD}::test_the_merge_of_runs",
+    ),
+    # all active columns at once
+    m(
+        "head/mosaic_gpu/at_once",
+        "jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx)",
+        "dx",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "visit.take(hidden).astype(jnp.float32) + rows)",
+        "visit.take(hidden).astype(jnp.float32))",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "without(at.g, hard), q.transform)",
+        "without(at.g, ~hard), q.transform)",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "begin = jnp.where(is_few, few, many)",
+        "begin = jnp.where(is_few, few, few)",
+        f"{GPU_SPARSE}::test_hard_rows_of_several_groups",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "return Gradients(hidden, add_dhead(total.head, dx, q.h, head))",
+        "return Gradients(hidden, total.head)",
+        f"{GPU_SPARSE}::test_hard_rows_of_several_groups",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "        begin = i * half\n",
+        "        begin = 0 * i\n",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-flat]",
     ),
     # a mesh
     m(

@@ -134,6 +134,10 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
     )
 
 
+_WORKSPACE = 32 << 20
+"""What XLA gives a matmul of NVIDIA's library beside its operands."""
+
+
 def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
@@ -148,7 +152,11 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     # to all steps, that of dW to the bits.
     kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab + _SCREEN_SUMS
     steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
-    temporaries = max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)
+    temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
+    if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
+        part = w.rows + route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
+        half = w.rows // 2 + dh // 2 + group * w.vocab * (4 + w.item) + _WORKSPACE
+        temporaries[1:] = [part + route.tiles["first_group"] * w.vocab * w.item, half]
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
         return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries), tiles)

@@ -41,8 +41,10 @@ from logitless.rows import Sweep, Visit, live_sweep, probabilities
 FEW_TOKENS = (5,)
 """Slabs of columns that a quarter of the tokens may take at once."""
 
-ALL_TOKENS = (7, 10)
-"""And all of them."""
+ALL_TOKENS = (7, 11)
+"""And all of them; fewer where their part of the head would take more than :data:`PART` bytes."""
+
+PART = 80 << 20
 
 GROUPS = (104, 256)
 """Hard rows that go through all columns at a time: as many as cost no more than reading the head does; or, if there are
@@ -72,9 +74,13 @@ class Size:
 
 
 def sizes(p: Any, rule: Rule) -> tuple[Size, ...]:
-    """From the smallest on; none where a quarter of the vocabulary is no such size."""
-    few = () if p.n % 4 else tuple(Size(p.n // 4, k * rule.slab) for k in FEW_TOKENS)
-    return tuple(s for s in (*few, *(Size(p.n, k * rule.slab) for k in ALL_TOKENS)) if s.columns <= rule.most)
+    """From the smallest on; none where a quarter of the vocabulary is no such size, or where dW has no room for dx."""
+    width = p.h.shape[1]
+    most = PART // (rule.slab * width * jnp.dtype(p.h.dtype).itemsize)
+    few = () if p.n % 4 else tuple(Size(p.n // 4, min(k, most) * rule.slab) for k in FEW_TOKENS)
+    all_of_them = sorted({Size(p.n, min(k, most) * rule.slab) for k in ALL_TOKENS}, key=lambda s: s.columns)
+    room = p.head.vocab * width
+    return tuple(s for s in (*few, *all_of_them) if 0 < s.columns <= rule.most and s.tokens * s.columns <= room)
 
 
 def groups(p: Any) -> tuple[int, int]:

@@ -116,6 +116,9 @@ class ScreenedSparse(Sparse):
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
         tiles = {"chunk": p.call.chunk, "slab": rule.slab, "wide_slab": _wide(rule).slab}
         tiles |= {"visit": visit_of(p), "group": _group(p)}
+        held = at_once.sizes(p, rule)
+        if held:
+            tiles |= {"columns_at_once": held[-1].columns, "first_group": at_once.groups(p)[1]}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -279,7 +282,7 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array]:
         return _by_slabs(f, want, known, found, head)
 
-    if p.n <= visit_of(p) and at_once.sizes(p, rule):
+    if at_once.sizes(p, rule):
         total, left_out = at_once.gradients(f, want, known, found, rule, by_slabs)
     else:
         total, left_out = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
