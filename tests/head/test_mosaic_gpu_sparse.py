@@ -211,7 +211,7 @@ def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None
 
 
 def gradients_again(name: str, **options: Any) -> None:
-    """The gradients of :func:`outcome` once more, traced anew: the same but for the order of sums."""
+    """The gradients of :func:`outcome`, which is there already, once more: the same but for the order of sums."""
     case, rest, (_, metrics, (dh, dw)), _ = outcome("clip", name)
     assert float(metric_values(metrics)["hard_rows"]) > 0
 
@@ -232,6 +232,7 @@ def gradients_again(name: str, **options: Any) -> None:
 @pytest.mark.parametrize("name", ["adversarial", "calibrated"])
 def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
+    outcome("clip", name)  # as it is
     monkeypatch.setattr(sparse, "_GROUPS", 0)
     monkeypatch.setattr(at_once, "sizes", lambda p, rule: ())
     gradients_again(name, chunk_size=16)
@@ -248,6 +249,13 @@ def test_hard_rows_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     few = int(hard) // 4
     assert few >= 1
     monkeypatch.setattr(at_once, "GROUPS", (few, few + 1))
+    gradients_again("calibrated", chunk_size=CHUNK)
+
+
+def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no size holds them: by slabs, half of the tokens at a time."""
+    outcome("clip", "calibrated")  # as it is
+    monkeypatch.setattr(at_once, "sizes", lambda p, rule: (at_once.Size(p.n, 8),))
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
