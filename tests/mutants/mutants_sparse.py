@@ -223,8 +223,8 @@ MUTANTS = [
     # TPU: the other form, and the exact kernel
     m(
         "head/pallas_tpu/dhidden",
-        "is_target = column == refs.targets[...] - j * spec.tiles.vocab",
-        "is_target = column == refs.targets[...]",
+        "is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab",
+        "is_target = column == refs.targets[rows, :]",
         f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
     ),
     m(
