@@ -14,6 +14,7 @@ import pytest
 from logitless.objectives.metrics import metric_values
 from logitless.train import sharding
 from logitless.train.config import ConfigError, load, objective_of
+from logitless.train.model import Params
 from logitless.train.packed import make_packed_score, make_packed_update, pack_batch
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
@@ -56,16 +57,24 @@ def batch(seed: int = 0) -> Batch:
 
 
 @functools.cache
-def programs(*overrides: str) -> Any:
+def weights(layers: int) -> Params:
+    """The micro model with its layer so many times, each time a little different."""
+    deep = jax.tree.map(lambda x: jnp.concatenate([x * (1 + 0.1 * i) for i in range(layers)]), PARAMS["layers"])
+    return {**PARAMS, "layers": deep}
+
+
+@functools.cache
+def programs(*overrides: str, layers: int = 1) -> Any:
     c = load(None, [*SETTINGS, *overrides])
+    model = dataclasses.replace(MICRO, num_layers=layers)
     optimizer, objective = make_optimizer(c), objective_of(c)
     update, score = (make_update, make_score) if c.train.packing == "off" else (make_packed_update, make_packed_score)
-    return c, objective, optimizer, jax.jit(update(c, MICRO, objective, optimizer)), jax.jit(score(c, MICRO, objective))
+    return c, objective, optimizer, jax.jit(update(c, model, objective, optimizer)), jax.jit(score(c, model, objective))
 
 
-def updated(x: Batch, *overrides: str) -> tuple[State, dict[str, Any]]:
-    c, objective, optimizer, update, _ = programs(*overrides)
-    trained = Policy(PARAMS, None)
+def updated(x: Batch, *overrides: str, layers: int = 1) -> tuple[State, dict[str, Any]]:
+    c, objective, optimizer, update, _ = programs(*overrides, layers=layers)
+    trained = Policy(weights(layers), None)
     given: Any = x if c.train.packing == "off" else pack_batch(c, objective, x, c.train.skip_rows)
     return update(State(trained, optimizer.init(trained)), Policy(None, None), given)
 
@@ -203,11 +212,11 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
     assert plain[0]["train/grad_norm"] > 0
 
 
-def over_a_mesh(x: Batch, *overrides: str) -> tuple[State, dict[str, Any], Any]:
+def over_a_mesh(x: Batch, *overrides: str, layers: int = 1) -> tuple[State, dict[str, Any], Any]:
     """An update and the log-probabilities, with weights and rows laid out as the trainer does."""
-    c, objective, optimizer, update, score = programs(*overrides)
+    c, objective, optimizer, update, score = programs(*overrides, layers=layers)
     mesh = sharding.make_mesh(c)
-    trained = sharding.place_weights(Policy(PARAMS, None), mesh)
+    trained = sharding.place_weights(Policy(weights(layers), None), mesh)
     state = State(trained, sharding.place_weights(optimizer.init(trained), mesh))
     if c.train.packing == "off":
         rows = sharding.place_rows(x, mesh)
@@ -219,17 +228,25 @@ def over_a_mesh(x: Batch, *overrides: str) -> tuple[State, dict[str, Any], Any]:
 
 
 @pytest.mark.parametrize(
-    "mesh, name, packing",
+    "mesh, name, packing, remat",
     [
-        ((2, 2, 2), "dapo", "shared"),
+        ((2, 2, 2), "dapo", "shared", False),
         *(
-            pytest.param(mesh, name, packing, marks=pytest.mark.slow)
+            pytest.param(mesh, name, packing, remat, marks=pytest.mark.slow)
             for mesh in ((2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 2, 4), (2, 2, 1))
-            for name, packing in (("dapo", "off"), ("gspo", "sequences"), ("entropy", "shared"))
+            for name, packing, remat in (
+                ("dapo", "off", False),
+                ("gspo", "sequences", False),
+                ("entropy", "shared", False),
+                ("dapo", "off", True),
+                ("entropy", "shared", True),
+            )
         ),
     ],
 )
-def test_an_update_over_a_mesh_is_that_of_one_device(mesh: tuple[int, ...], name: str, packing: str) -> None:
+def test_an_update_over_a_mesh_is_that_of_one_device(
+    mesh: tuple[int, ...], name: str, packing: str, remat: bool
+) -> None:
     """Also with one row a device (2 x 2 x 2, 4 rows), where XLA once gave other gradients: the model has a layout."""
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 (virtual) devices")
@@ -238,9 +255,10 @@ def test_an_update_over_a_mesh_is_that_of_one_device(mesh: tuple[int, ...], name
         settings += ["train.pack_length=12", "train.skip_rows=true"]
     x = batch()
     axes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)]
-    *ours, logp = over_a_mesh(x, *settings, *axes)
-    assert_same_update(updated(x, *settings[:1]), ours)  # padded, whole
-    plain = programs(*settings[:1])[-1](PARAMS, None, x)
+    layers = 2 if remat else 1  # whose gradients are taken one by one
+    *ours, logp = over_a_mesh(x, *settings, *axes, f"model.remat={str(remat).lower()}", layers=layers)
+    assert_same_update(updated(x, *settings[:1], layers=layers), ours)  # padded, whole
+    plain = programs(*settings[:1], layers=layers)[-1](weights(layers), None, x)
     np.testing.assert_allclose(np.where(x.mask, logp, 0), np.where(x.mask, plain, 0), rtol=1e-5, atol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import jax
 
 from logitless.tools.timing import compiled_memory
+
+_lowering = threading.Lock()
+"""Tracing is Python's work: programs take turns, so that the compiler has the first of them as early as it can."""
 
 
 class Program:
@@ -26,8 +30,10 @@ class Program:
         leaves, tree = jax.tree.flatten(args)
         kind = (tree, tuple((tuple(x.shape), str(x.dtype)) for x in leaves))
         if kind not in self._compiled:
-            start = time.perf_counter()
-            self._compiled[kind] = self._jitted.lower(*args).compile()
+            with _lowering:
+                start = time.perf_counter()
+                lowered = self._jitted.lower(*args)
+            self._compiled[kind] = lowered.compile()
             self.compile_s += time.perf_counter() - start
             self.memory.append(compiled_memory(self._compiled[kind]))
         return self._compiled[kind]
