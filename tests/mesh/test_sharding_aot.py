@@ -102,8 +102,8 @@ def test_recorded_slices() -> None:
         check(layout, eight[layout]["fused"], eight[layout]["dense, naive"]["peak_bytes"])
     for layout in LAYOUTS:
         fused = eight[layout]["fused"]["peak_bytes"]
-        # Against the strong form too, but for the vocabulary-parallel one, whose inputs and outputs are 0.42 of it and
+        # Against the strong form too, but for the vocabulary-parallel one, whose inputs and outputs are 0.37 of it and
         # which libtpu 0.0.50 gives two more [tokens, H] in float32 than 0.0.42 did.
-        assert fused <= (0.80 if layout == "tensor" else 0.35) * eight[layout]["dense, strong"]["peak_bytes"]
+        assert fused <= (0.72 if layout == "tensor" else 0.35) * eight[layout]["dense, strong"]["peak_bytes"]
     for slice_name in ("v6e:16x16", "v5p:4x4x4"):
         assert all(RECORD["slices"][slice_name][k]["fused"]["kernels"] == 2 for k in LAYOUTS)
