@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from logitless.backend import Cost, Counts, Way
@@ -164,7 +164,11 @@ class PallasTpu:
             def times_g(d: Array) -> Array:
                 return jnp.where((g.logp != 0)[:, None], g.logp[:, None] * d, 0.0)
 
-            dh = times_g(residual.direction) if want.hidden else None
+            if want.hidden:
+                # dH before dW: the float32 direction need not live beside dW.
+                dh = times_g(residual.direction)
+                dh = dh if p.call.partial_hidden else dh.astype(p.h.dtype)
+                dh, g = lax.optimization_barrier((dh, g))
             low = times_g(residual.low) if want.lora and residual.low is not None else None
         if kept is not None and want.weight:
             head = self._dhead_of_kept(p, out, g, kept)
