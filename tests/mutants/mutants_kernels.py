@@ -141,25 +141,25 @@ MUTANTS = [
         "head/pallas_tpu/forward",
         "(acc.total, acc.centred, acc.squares, acc.target)",
         "(acc.total, acc.centred, acc.target)",
-        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/forward",
         "step = times(k, sums.maximum - m)",
         "step = sums.maximum - m",
-        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/forward",
         "u = jnp.where(column < spec.tail, u, NEG_INF)",
         "u = jnp.where(column <= spec.tail, u, NEG_INF)",
-        f"{TPU_HEAD}::test_contract[padding fills whole tiles]",
+        f"{TPU_HEAD}::test_contract[dead tiles, padding fills whole tiles]",
     ),
     m(
         "head/pallas_tpu/backward",
         "values = [times(k, v) for v in values]",
         "values = [v for v in values]",
-        f"{TPU_HEAD}::test_contract[temperature and scale]",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/backward",
@@ -189,7 +189,7 @@ MUTANTS = [
         "head/pallas_tpu/kernels",
         "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",
         "others = jnp.exp(log_probability(sums.maximum, None, stats))",
-        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/lora",

@@ -225,13 +225,13 @@ MUTANTS = [
         "head/pallas_tpu/dhidden",
         "is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab",
         "is_target = column == refs.targets[rows, :]",
-        f"{TPU_HEAD}::test_contract[per-token temperature, bias]",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/dhidden",
         "d = jnp.where(column < spec.tail, d, 0.0)",
         "d = d",
-        f"{TPU_HEAD}::test_contract[padding fills whole tiles]",
+        f"{TPU_HEAD}::test_contract[dead tiles, padding fills whole tiles]",
         survives="a second guard: the head's rows there are zeros by then",
     ),
     m(
