@@ -10,7 +10,8 @@ one is added to its place in the sums before the next begins:
     backward    dx, dw[i] = vjp(layer at x[i], w[i])(dx);  sum[i] += dw[i]      for i = L - 1 .. 0
     embedding   sum[tokens] += dx
 
-Each ``dw`` is what differentiation gives, to the bit; sums of the embedding are taken in another order.
+The operations are those of differentiation, one layer at a time; only sums of the embedding are in another order. In
+float32 the gradients are the same within 1e-5 of the largest (tested), not promised to the bit.
 """
 
 from __future__ import annotations
