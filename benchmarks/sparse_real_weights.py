@@ -144,8 +144,7 @@ def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, 
         print(f"{len(targets)} tokens", flush=True)
         if len(targets) >= tokens:
             break
-    head = np.asarray(models.lm_head(params, config)).astype(np.float16)
-    return dict(h=np.concatenate(hidden)[:tokens], y=np.asarray(targets)[:tokens], head=head)
+    return _arrays(hidden, targets, models.lm_head(params, config), tokens)
 
 
 def own_states(model: str, run: str, tokens: int, rows: int = 8) -> dict[str, np.ndarray]:
@@ -153,26 +152,30 @@ def own_states(model: str, run: str, tokens: int, rows: int = 8) -> dict[str, np
     import jax
 
     from logitless.train import model as models
-    from logitless.train import weights
+    from logitless.train import recorded, weights
+    from logitless.train.update import Batch, completion_parts
 
     config, params = weights.load_model(model)
-    with np.load(Path(run) / "rollouts" / "step_00000001.npz") as f:
-        prompt, valid, done, mask = (f[k] for k in ("prompt", "prompt_valid", "completion", "mask"))
-    compute = jax.jit(lambda p, *args: models.hidden_states(p, config, *args)[0])
+    rolled = recorded.read_rollouts(Path(run), 1)
+    done = rolled.completions
+    whole = Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, np.asarray(rolled.rewards))  # type: ignore[arg-type]
+    compute = jax.jit(lambda p, b: completion_parts(None, config, b, jnp.float32).hidden(p, None, remat=False))
     hidden: list[np.ndarray] = []
     targets: list[np.ndarray] = []
-    for begin in range(0, len(done), rows):
-        some = slice(begin, begin + rows)
-        alive = np.concatenate([valid[some], mask[some]], axis=1)
-        at = np.maximum(np.cumsum(alive, axis=1) - 1, 0)
-        h = compute(params, np.concatenate([prompt[some], done[some]], axis=1), at, alive)
-        predicting = np.asarray(h[:, prompt.shape[1] - 1 : -1], np.float32)
-        hidden.append(predicting[mask[some]])
-        targets.append(done[some][mask[some]])
+    for begin in range(0, len(done.tokens), rows):
+        batch = jax.tree.map(lambda x, begin=begin: x[begin : begin + rows], whole)
+        mask = np.asarray(batch.mask)
+        hidden.append(np.asarray(compute(params, batch))[mask])
+        targets.append(np.asarray(batch.completion)[mask])
         if sum(map(len, targets)) >= tokens:
             break
-    head = np.asarray(models.lm_head(params, config)).astype(np.float16)
-    return dict(h=np.concatenate(hidden)[:tokens], y=np.concatenate(targets)[:tokens], head=head)
+    return _arrays(hidden, np.concatenate(targets), models.lm_head(params, config), tokens)
+
+
+def _arrays(hidden: list[np.ndarray], targets: Any, head: Any, tokens: int) -> dict[str, np.ndarray]:
+    """What the file of a model's states holds."""
+    y = np.asarray(targets)[:tokens]
+    return dict(h=np.concatenate(hidden)[:tokens], y=y, head=np.asarray(head).astype(np.float16))
 
 
 def main() -> None:

@@ -164,7 +164,50 @@ def benchmark_tables() -> list[str]:
         "",
         *verdicts(result),
         "",
+        *_update(),
+        *_start_up(),
     ]
+
+
+def _update() -> list[str]:
+    """Padded and packed updates of the same completions."""
+    result = read("train_gsm8k_update.json")
+    if result is None:
+        return []
+    seconds, apart = result["median"], result["gradient_distance"]
+    return [
+        f"The update phase on {len(result['seconds']['packed'])} recorded steps, in turns: "
+        f"{seconds['packed']:.3f} s packed, {seconds['padded']:.3f} s padded, "
+        f"{result['ratio']:.3f} of it (aimed at 0.45). The first gradients are "
+        f"{apart['packed']:.1e} of their norm apart; another split of the padded rows, {apart['control']:.1e}.",
+        "",
+        "    python benchmarks/train_gsm8k.py update --out benchmarks/results --rollouts runs/gsm8k/dense --steps 12",
+        "",
+    ]  # fmt: skip
+
+
+def _start_up() -> list[str]:
+    """Seconds before step 1."""
+    result = read("startup.json")
+    if result is None:
+        return []
+    where, size = result["environment"], result["file_bytes"] / 1e9
+    out = [
+        "## Start-up",
+        "",
+        f"Seconds before step 1 of the same run, with a GGUF file of {size:.1f} GB: {where['device']}, "
+        f"{result['cores']} cores, jax {where['jax']}. Loading and compiling go side by side.",
+        "",
+        "    python benchmarks/startup.py --weights FILE.gguf data.path=GSM8K_FOLDER",
+        "",
+        "| | in all | at most | imports | device | data, tokenizer | loading | compiling |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, bar in result["bars"].items():
+        run = result["runs"][name]
+        parts = " | ".join(f"{run[k]:.1f}" for k in ("imports_s", "device_s", "task_s", "load_s", "compile_s"))
+        out.append(f"| {name} | {bar['value']:.1f} | {bar['at_most']:.0f} | {parts} |")
+    return [*out, ""]
 
 
 def readme_part() -> str:

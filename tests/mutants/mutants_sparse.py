@@ -291,12 +291,6 @@ MUTANTS = [
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
     # Hopper: gradients over its columns
-    m(
-        "head/mosaic_gpu/sparse",
-        "dx = jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx)",
-        "dx = dx",
-        GRADIENTS,
-    ),
     m("head/mosaic_gpu/sparse", "easy = without(known.g, hard | ~moving)", "easy = known.g", GRADIENTS),
     m("head/mosaic_gpu/sparse", "Known(known.stats, without(known.g, ~hard))", "Known(known.stats, known.g)", VISITS),
     m(

@@ -68,6 +68,11 @@ class Known:
     g: StatCotangents
 
 
+def mass_beside(kept: Array) -> Array:
+    """``[N]``: the mass of a row beside what it keeps; NaN where the row is."""
+    return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
+
+
 def slab_dx(x: Array, index: Array, p: Problem, known: Known) -> Array:
     """dx of the gathered columns ``index``; zero in unused slots, which lie beyond the vocabulary."""
     t = p.transform.column()

@@ -95,14 +95,21 @@ def save_rollouts(folder: Path, step: int, rolled: Rollouts) -> None:
 
 def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int]) -> Rollouts:
     """A step's completions from another run; ``rows`` and the ``widths`` of prompt and completion must be its own."""
-    file = _file(folder, "rollouts", step)
-    found = _read(file)
-    given, expected = (found["prompt"].shape, found["completion"].shape), ((rows, widths[0]), (rows, widths[1]))
+    found = read_rollouts(folder, step)
+    given = np.shape(found.prompts.tokens), np.shape(found.completions.tokens)
+    expected = (rows, widths[0]), (rows, widths[1])
     if given != expected:
         raise ConfigError(
-            f"rollout.replay: {file} has prompts and completions of {given[0]} and {given[1]} tokens, expected "
-            f"{expected[0]} and {expected[1]}; replay with the configuration of the run that recorded them"
+            f"rollout.replay: {_file(folder, 'rollouts', step)} has prompts and completions of {given[0]} and "
+            f"{given[1]} tokens, expected {expected[0]} and {expected[1]}; replay with the configuration of the run "
+            "that recorded them"
         )
+    return found
+
+
+def read_rollouts(folder: Path, step: int) -> Rollouts:
+    """A step's completions, of whatever shape they were."""
+    found = _read(_file(folder, "rollouts", step))
     return Rollouts(
         Prompts(found["prompt"], found["prompt_valid"]),
         Completions(found["completion"], found["mask"], found["logp"]),  # type: ignore[arg-type]

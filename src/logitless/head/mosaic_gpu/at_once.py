@@ -33,10 +33,10 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dot, raw_logits, zero_grads
 from logitless.head.order import Ordered, some
-from logitless.head.slabs import Known, in_their_place, mean_row, misses, once, slab_dx, without
+from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Sweep, Visit, live_sweep, probabilities
+from logitless.rows import Visit, live_sweep, probabilities
 
 FEW_TOKENS = (5,)
 """Slabs of columns that a quarter of the tokens may take at once."""
@@ -147,8 +147,11 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, by
 
     def rest(carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
         total, left_out = carry
-        groups = jnp.where(missed, 0, more)
-        total = lax.fori_loop(0, groups, _added(f, sweep, begin, known, found.active), total)
+
+        def group(i: Array, total: Gradients) -> Gradients:
+            return add_group(f, sweep.visit(begin + i * few, few), known, found.active, total)
+
+        total = lax.fori_loop(0, jnp.where(missed, 0, more), group, total)
         return once(missed, lambda c: _in_halves(f, want, known, by_slabs, c), (total, left_out))
 
     return once(missed | (more > 0), rest, (Gradients(hidden, head), left_out))
@@ -170,7 +173,7 @@ def _columnwise(
         part = dataclasses.replace(part, weight=lax.optimization_barrier(weight))
     q, at = some(p, 0, size.tokens), Known(*some((known.stats, known.g), 0, size.tokens))
     dx, kept = _dx(q, at, own, part)
-    left_out = jnp.where(kept > 1.0, 0.0, 1.0 - kept)  # NaN where the row is
+    left_out = mass_beside(kept)
     hidden = None
     if mean is not None:
         hard = misses(p.tolerance, at.stats, at.g, p.call.vocab_size)(left_out)
@@ -240,22 +243,15 @@ def _written(f: Ordered, visit: Visit, known: Known, active: Array, want: Wanted
     return HeadGrads(weight, jnp.sum(dx, axis=0, dtype=jnp.float32) if want.bias else None), rows
 
 
-def _added(
-    f: Ordered, sweep: Sweep, begin: Array, known: Known, active: Array
-) -> Callable[[Array, Gradients], Gradients]:
-    """A turn of the loop over the groups of ``sweep`` from position ``begin`` on."""
+def add_group(f: Ordered, visit: Visit, known: Known, active: Array, total: Gradients) -> Gradients:
+    """``total`` plus what the tokens of ``visit`` have in the columns that are not ``active [V]``: one matmul each for
+    the logits of a group of rows over the whole head, its dH and its dW, and no copy of any part of the head."""
     head = f.p.head
-
-    def group(i: Array, total: Gradients) -> Gradients:
-        visit = sweep.visit(begin + i * sweep.chunk, sweep.chunk)
-        q, dx = _group_dx(f, visit, known, active)
-        hidden = total.hidden
-        if hidden is not None:
-            new = visit.take(hidden).astype(jnp.float32) + dot(dx, head.weight, (1, head.axis))
-            hidden = visit.put(hidden, new)
-        return Gradients(hidden, add_dhead(total.head, dx, q.h, head))
-
-    return group
+    q, dx = _group_dx(f, visit, known, active)
+    hidden = total.hidden
+    if hidden is not None:
+        hidden = visit.put(hidden, visit.take(hidden).astype(jnp.float32) + dot(dx, head.weight, (1, head.axis)))
+    return Gradients(hidden, add_dhead(total.head, dx, q.h, head))
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------

@@ -39,11 +39,11 @@ from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.order import Ordered, in_order, some
 from logitless.head.report import SparseReport, blank_report, chunk_report
-from logitless.head.slabs import Known, in_their_place, mean_row, misses, once, slab_dx, without
+from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
 from logitless.head.sparse import Sparse, in_words
 from logitless.problem import Gradients, Head, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Sweep, Visit, live_sweep, probabilities
+from logitless.rows import live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 _LEAST_TOLERANCE = 2.0**-12
@@ -153,7 +153,7 @@ class ScreenedSparse(Sparse):
         unmoved = Known(stats, StatCotangents(*(jnp.zeros((f.p.n,), jnp.float32),) * 3))
         rule, c = _rule(p, want), found.columns
         _, kept = _over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
-        columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(_rest(kept)), 0.0))
+        columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
         return out, _report(p, want, out, None, columns, live), Screened(columns, found.active)
 
     def backward(
@@ -166,11 +166,6 @@ class ScreenedSparse(Sparse):
             g = without(g, ~p.live)
         f = in_order(p, g.any_nonzero(), visit_of(p))
         return _gradients(f, want, Known(*jax.tree.map(f.take, (out, g))), residual)[0]
-
-
-def _rest(kept: Array) -> Array:
-    """``[N]``: the mass of a row beside what it keeps; NaN where the row is."""
-    return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
 
 
 def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
@@ -258,22 +253,6 @@ def _put(whole: Any, rows: Any, begin: Array | int) -> Any:
     return None if whole is None else lax.dynamic_update_slice_in_dim(whole, rows, begin, 0)
 
 
-def _through_all_columns(p: Problem, sweep: Sweep, known: Known, active: Array, start: Gradients) -> Gradients:
-    """``start`` plus what the tokens of ``sweep`` have in the columns that are not ``active [V]``: one matmul each for
-    the logits of a group of rows over the whole head, its dH and its dW, and no copy of any part of the head."""
-    ids = jnp.arange(p.head.vocab, dtype=jnp.int32)
-
-    def group(visit: Visit, total: Gradients) -> Gradients:
-        q = visit.problem(p)
-        x = raw_logits(q.h, p.head, p.call.logits_dtype)
-        dx = slab_dx(x, ids, q, Known(*visit.known(known.stats, known.g, p.n)))
-        dx = jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx)
-        dh = None if total.hidden is None else visit.put(total.hidden, visit.take(total.hidden) + dhidden(dx, p.head))
-        return Gradients(dh, add_dhead(total.head, dx, q.h, p.head))
-
-    return sweep.run(group, start)
-
-
 def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
     """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
     hard rows. ``known`` is in the order of ``f``."""
@@ -299,13 +278,13 @@ def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: Hea
     nothing = jnp.zeros((p.n,), jnp.float32)
     start = Gradients(hidden, head), nothing
     total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), start)
-    left_out = jnp.where(moving, _rest(kept), 0.0)
+    left_out = jnp.where(moving, mass_beside(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
     rest = live_sweep(hard, _group(p))
     many = jnp.asarray(rest.count > _GROUPS * rest.chunk)
     few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
-    total = _through_all_columns(p, few, known, found.active, total)
+    total = few.run(lambda visit, total: at_once.add_group(f, visit, known, found.active, total), total)
     wide = _wide(rule)
     slabs = -(-p.head.vocab // wide.slab)
     others = columns_of.compacted(~found.active, slabs * wide.slab)
