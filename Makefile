@@ -16,13 +16,9 @@ unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first im
 
 install: $(STAMP)
 
-# uv installs in a tenth of pip's time; where it cannot be had, pip does it alone.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "logitless needs Python 3.11 or later: make PYTHON=/path/to/python $(MAKECMDGOALS)"; exit 2; }
-	"$(PYTHON)" -m venv --clear $(VENV)
-	{ $(BIN)/python -m pip install --quiet --disable-pip-version-check uv \
-	  && $(BIN)/uv pip install --quiet --python $(BIN)/python -e '$(EXTRAS)'; } 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '$(EXTRAS)'
+	"$(PYTHON)" scripts/install.py $(VENV) -e '$(EXTRAS)'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -56,10 +52,7 @@ test-slow: $(STAMP)
 # Tunix brings about a hundred packages, so it has an environment of its own. Its losses are compiled by the dozen,
 # and run on one core each.
 $(TUNIX)/.installed: pyproject.toml
-	"$(PYTHON)" -m venv --clear $(TUNIX)
-	{ $(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check uv \
-	  && $(TUNIX)/bin/uv pip install --quiet --python $(TUNIX)/bin/python -e '.[tunix]' $(TUNIX_TESTS); } 2>/dev/null \
-	  || $(TUNIX)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[tunix]' $(TUNIX_TESTS)
+	"$(PYTHON)" scripts/install.py $(TUNIX) -e '.[tunix]' $(TUNIX_TESTS)
 	touch $@
 
 test-tunix: $(TUNIX)/.installed

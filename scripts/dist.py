@@ -14,7 +14,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,14 +57,8 @@ def build(out: Path) -> tuple[Path, Path]:
 
 def installed(folder: Path, what: str) -> Path:
     """The Python of an empty environment with ``what`` in it."""
-    venv.create(folder, with_pip=True, clear=True)
-    python = folder / "bin" / "python"
-    uv = Path(sys.executable).with_name("uv")
-    pip = (
-        [uv, "pip", "install", "--quiet", "--python", python] if uv.exists() else [python, "-m", "pip", "install", "-q"]
-    )
-    run(*pip, what, cwd=folder)
-    return python
+    run(sys.executable, ROOT / "scripts" / "install.py", folder, what, cwd=folder.parent)
+    return folder / "bin" / "python"
 
 
 def try_core(python: Path, folder: Path) -> None:

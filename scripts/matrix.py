@@ -21,6 +21,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from install import install
+
 ROOT = Path(__file__).resolve().parents[1]
 MATRIX = (("3.11", "0.10"), ("3.12", "0.11"), ("3.12", "0.12"))
 """Python and jax; jax 0.11 and later need Python 3.12."""
@@ -49,11 +51,7 @@ def environment(folder: Path, python: str, jax: str) -> Path:
     """The Python of an environment with the checkout and that jax; made anew if there is none."""
     own = folder / f"python{python}-jax{jax}"
     if not (own / ".installed").exists():
-        subprocess.run([interpreter(python), "-m", "venv", "--clear", own], check=True)
-        pip = [own / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if subprocess.run([*pip, "uv"]).returncode == 0:
-            pip = [own / "bin" / "uv", "pip", "install", "--quiet", "--python", own / "bin" / "python"]
-        subprocess.run([*pip, "-e", f"{ROOT}[dev,tpu]", f"jax=={jax}.*"], check=True)
+        install(interpreter(python), own, ["-e", f"{ROOT}[dev,tpu]", f"jax=={jax}.*"])
         (own / ".installed").touch()
     return own / "bin" / "python"
 

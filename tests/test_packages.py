@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -92,6 +93,33 @@ def test_the_gpu_extra_brings_a_jax_with_the_kernels() -> None:
     for extra in ("gpu", "gpu-cuda12"):
         (jax,) = (need for need in PROJECT["optional-dependencies"][extra] if need.startswith("jax"))
         assert re.fullmatch(r"jax\[cuda1[23]\]>=0\.11,<0\.13", jax)
+
+
+def test_uv_installs_from_where_pip_would() -> None:
+    """Variables go before files, and what is set for uv before both; nothing else of pip's is passed on."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts/install.py")
+    assert spec and spec.loader
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    listed = r"""
+global.cert='/a/b.pem'
+global.extra-index-url='\nfile:///one\nfile:///two'
+global.index-url='file:///global'
+global.timeout='60'
+:env:.find-links='/wheels /more'
+:env:.index-url='file:///variable'
+"""
+    told = {
+        "UV_DEFAULT_INDEX": "file:///variable",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_INDEX": "file:///one file:///two",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "SSL_CERT_FILE": "/a/b.pem",
+    }
+    assert install.uv_environment(listed, {}) == told
+    own = {"SSL_CERT_FILE": "/own.pem", "HOME": "/home"}
+    assert install.uv_environment(listed, own) == told | own
+    assert install.uv_environment("", own) == own
 
 
 def test_versions_agree() -> None:
