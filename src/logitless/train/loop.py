@@ -46,7 +46,7 @@ from logitless.train.records import Rollouts, run_numbers
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State
-from logitless.train.warm_start import warm_start
+from logitless.train.warm_start import check_warm_start, warm_start
 
 CLOCK_PREFIXES = ("time/", "throughput/", "memory/")
 """Metrics that differ from run to run."""
@@ -97,6 +97,8 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
     task = build_task(config)
     trainer = Trainer(config, task)
     open_folder(config, folder)
+    if config.warm_start.steps:
+        check_warm_start(config, task, folder)
     # Compiling needs shapes alone and begins beside the loading, unless there may be nothing left to do.
     early = not (resume and (folder / "summary.json").exists())
     with ThreadPoolExecutor(1) as pool:

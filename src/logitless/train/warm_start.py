@@ -28,9 +28,17 @@ from logitless.train.update import Batch, completion_parts
 _STREAM = 7  # keeps this use of the seed apart from the others
 
 
+def check_warm_start(config: TrainConfig, task: Task, folder: Path) -> None:
+    """What would end it, seen before the programs of the run are compiled beside it."""
+    cache = _cache(config, folder)
+    if not cache.exists():  # one that is only read may stand where nobody can write
+        check_folder(cache.parent)
+    examples(config, task, 0)
+
+
 def warm_start(config: TrainConfig, task: Task, params: Params, folder: Path, say: Any) -> Params:
     """The weights after the supervised steps, from the cache where it holds them."""
-    cache = Path(config.warm_start.cache or folder) / "warm_start"
+    cache = _cache(config, folder)
     digest = _digest(config)
     if cache.exists():
         try:
@@ -48,6 +56,10 @@ def warm_start(config: TrainConfig, task: Task, params: Params, folder: Path, sa
         raise ConfigError(f"warm_start.learning_rate: {w.learning_rate} gave a loss of {loss}; lower it")
     checkpoints.save_tree(cache, params, {"digest": digest, "loss": loss})
     return params
+
+
+def _cache(config: TrainConfig, folder: Path) -> Path:
+    return Path(config.warm_start.cache or folder) / "warm_start"
 
 
 def _digest(config: TrainConfig) -> str:
