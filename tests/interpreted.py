@@ -15,9 +15,24 @@ import numpy as np
 
 def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
     """``f(*args)``, as arrays of NumPy."""
-    closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    out = Interpreter().inner(closed, [np.asarray(x) for x in jax.tree.leaves(args)])
-    return jax.tree.unflatten(jax.tree.structure(shape), [np.asarray(x) for x in out])
+    return in_numpy(f)(*args)
+
+
+def in_numpy(f: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of ``jax.jit(f)``: traced once for each shape, and interpreted. A program that runs once or twice is
+    done in a quarter of the time."""
+    traced: dict[Any, Any] = {}
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((np.shape(x), jax.dtypes.result_type(x), np.isscalar(x)) for x in leaves)
+        if key not in traced:
+            traced[key] = jax.make_jaxpr(f, return_shape=True)(*args)
+        closed, shape = traced[key]
+        out = Interpreter().inner(closed, [np.asarray(x) for x in leaves])
+        return jax.tree.unflatten(jax.tree.structure(shape), [np.asarray(x) for x in out])
+
+    return run
 
 
 class Interpreter:
@@ -56,6 +71,8 @@ class Interpreter:
                 return self.inner(params[key], args)
         if name in _NUMPY:
             return [np.asarray(_NUMPY[name](params, *args), eqn.outvars[0].aval.dtype)]
+        if name in _SEVERAL:
+            return _SEVERAL[name](params, *args)
         if "sharding" in params:  # of the mesh's devices, which nobody is here
             params = dict(params, sharding=None)
         out = eqn.primitive.bind(*args, **params)
@@ -65,8 +82,11 @@ class Interpreter:
     def loop(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
         a, b = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body, carry = args[:a], args[a : a + b], args[a + b :]
-        while bool(self.inner(params["cond_jaxpr"], [*of_cond, *carry])[0]):
-            carry = self.inner(params["body_jaxpr"], [*of_body, *carry])
+        while np.any(going := np.asarray(self.inner(params["cond_jaxpr"], [*of_cond, *carry])[0])):
+            after = self.inner(params["body_jaxpr"], [*of_body, *carry])
+            if going.ndim:  # under vmap: a loop that has ended stays as it is
+                after = [np.where(_beside(going, x), x, old) for x, old in zip(after, carry, strict=True)]
+            carry = after
         return carry
 
     def scan(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
@@ -85,6 +105,11 @@ class Interpreter:
         return [*carry, *stacked]
 
 
+def _beside(which: np.ndarray, x: Any) -> np.ndarray:
+    """``which`` with axes for those that ``x`` has more."""
+    return which.reshape(which.shape + (1,) * (np.ndim(x) - which.ndim))
+
+
 def _broadcast(params: dict[str, Any], x: Any) -> Any:
     shape, dims = params["shape"], params["broadcast_dimensions"]
     sizes = dict(zip(dims, np.shape(x), strict=True))
@@ -99,9 +124,8 @@ def _dot(params: dict[str, Any], a: Any, b: Any) -> Any:
         of_b[j] = of_a[i]
     free = [x for d, x in enumerate(of_a) if d not in (*contract_a, *batch_a)]
     free += [x for d, x in enumerate(of_b) if d not in (*contract_b, *batch_b)]
-    return np.einsum(
-        np.asarray(a, np.float32), of_a, np.asarray(b, np.float32), of_b, [of_a[i] for i in batch_a] + free
-    )
+    wide = np.asarray(a, np.float32), of_a, np.asarray(b, np.float32), of_b
+    return np.einsum(*wide, [of_a[i] for i in batch_a] + free, optimize=True)
 
 
 def _div(params: dict[str, Any], a: Any, b: Any) -> Any:
@@ -115,6 +139,28 @@ def _iota(params: dict[str, Any]) -> Any:
     return np.broadcast_to(np.arange(params["shape"][params["dimension"]]).reshape(shape), params["shape"])
 
 
+def _starts(x: Any, sizes: Sequence[int], at: Sequence[Any]) -> tuple[slice, ...]:
+    """Where a part of those sizes lies: within ``x``, as ``lax.dynamic_slice`` moves it."""
+    first = [min(max(int(i), 0), whole - size) for i, whole, size in zip(at, np.shape(x), sizes, strict=True)]
+    return tuple(slice(i, i + size) for i, size in zip(first, sizes, strict=True))
+
+
+def _update_slice(params: dict[str, Any], x: Any, part: Any, *at: Any) -> Any:
+    out = np.array(x)
+    out[_starts(x, np.shape(part), at)] = part
+    return out
+
+
+def _cumsum(params: dict[str, Any], x: Any) -> Any:
+    if params["reverse"]:
+        return np.flip(np.cumsum(np.flip(x, params["axis"]), params["axis"], x.dtype), params["axis"])
+    return np.cumsum(x, params["axis"], x.dtype)
+
+
+def _split(params: dict[str, Any], x: Any) -> list[Any]:
+    return np.split(x, np.cumsum(params["sizes"])[:-1], axis=params["axis"])
+
+
 def _elementwise(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *args: f(*args)
 
@@ -126,14 +172,19 @@ _NUMPY: dict[str, Callable[..., Any]] = {
             "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil, "eq": np.equal,
             "floor": np.floor, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
             "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
-            "ne": np.not_equal, "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "sub": np.subtract,
+            "ne": np.not_equal, "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "rem": np.fmod,
+            "sign": np.sign, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
         }.items()
     },
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda params, *xs: np.concatenate(xs, axis=params["dimension"]),
     "convert_element_type": lambda params, x: np.asarray(x).astype(params["new_dtype"]),
+    "copy": lambda params, x: x,
+    "cumsum": _cumsum,
     "div": _div,
     "dot_general": _dot,
+    "dynamic_slice": lambda params, x, *at: x[_starts(x, params["slice_sizes"], at)],
+    "dynamic_update_slice": _update_slice,
     "iota": _iota,
     "reduce_and": lambda params, x: np.all(x, axis=params["axes"]),
     "reduce_max": lambda params, x: np.max(x, axis=params["axes"]),
@@ -149,3 +200,8 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "stop_gradient": lambda params, x: x,
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
 }  # fmt: skip
+_SEVERAL: dict[str, Callable[..., list[Any]]] = {
+    "optimization_barrier": lambda params, *args: list(args),
+    "split": _split,
+}
+"""Those with several results."""

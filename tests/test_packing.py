@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
+from interpreted import in_numpy
 from logitless import Objective, linear_grpo_loss, loss_denominator, pack, rows_with_gradient, unpack
 from logitless.train.model import ModelConfig, hidden_states, init, lm_head, positions_of
 
@@ -80,7 +81,7 @@ def packed_hidden(params: Any, packed: Any) -> jax.Array:
     )[0]
 
 
-@jax.jit
+@in_numpy
 def both_hidden(params: Any, x: Any, packed: Any, direction: Any) -> Any:
     """Hidden states that predict completion tokens, and the weights' gradient for one direction, in both forms."""
 
@@ -171,7 +172,7 @@ def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> lis
             packed_hidden(p, packed), lm_head(p, MODEL), packed.targets, head_layout="vh", objective=objective, **arrays
         )[0]
 
-    return [jax.jit(jax.value_and_grad(f))(params()) for f in (padded_loss, packed_loss)]
+    return [in_numpy(jax.value_and_grad(f))(params()) for f in (padded_loss, packed_loss)]
 
 
 @pytest.mark.parametrize(

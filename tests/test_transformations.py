@@ -1,4 +1,6 @@
-"""jit, grad, vmap over a leading axis, jax.checkpoint and scan: both levels, both plain-JAX backends."""
+"""jit, grad, vmap over a leading axis, jax.checkpoint and scan: both levels, both plain-JAX backends.
+
+The plain loop is compiled; what a transformation makes of a call is a program, which is interpreted."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy, in_numpy
 from logitless import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.objectives.objective import Objective
 from numerics import f64, head_case, ordinary
@@ -84,21 +87,21 @@ def test_transformations_agree_with_a_plain_loop(level: str, kind: str, backend:
 
     # vmap of the gradient; the logits' statistics take it as their loss does, and the gradient of a vmap the other way
     if backend == "chunked" and (level, kind) in (("head", "token"), ("head", "statistics"), ("logits", "token")):
-        values, grads = jax.jit(jax.vmap(vg, in_axes=(axes, 0)))(params, batch)
+        values, grads = in_numpy(jax.vmap(vg, in_axes=(axes, 0)))(params, batch)
         close(values, jnp.stack([v for v, _ in expected]))
         each = jnp.stack([g if level == "logits" else g[1] for _, g in expected])
         close(grads if level == "logits" else grads[1], each)
 
     if (level, kind) != ("logits", "token"):  # the gradient of a vmap
         close(
-            jax.jit(jax.value_and_grad(lambda p: jnp.sum(jax.vmap(f, in_axes=(axes, 0))(p, batch))))(params),
+            in_numpy(jax.value_and_grad(lambda p: jnp.sum(jax.vmap(f, in_axes=(axes, 0))(p, batch))))(params),
             (total, summed),
         )
 
     # rematerialised, and as the body of a scan over micro-batches; each by itself for one of the losses
     body = jax.checkpoint(f)
     if kind == "token":
-        close(jax.jit(jax.value_and_grad(body))(*group(level, params, batch, 0)), expected[0])
+        close(in_numpy(jax.value_and_grad(body))(*group(level, params, batch, 0)), expected[0])
         body = f
 
     def scanned(params: Any) -> jax.Array:
@@ -110,7 +113,7 @@ def test_transformations_agree_with_a_plain_loop(level: str, kind: str, backend:
 
         return jax.lax.scan(step, jnp.zeros(()), (rows, batch))[0]
 
-    close(jax.jit(jax.value_and_grad(scanned))(params), (total, summed))
+    close(in_numpy(jax.value_and_grad(scanned))(params), (total, summed))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -153,12 +156,13 @@ def test_gradient_by_a_constant_is_refused_by_name_or_right(level: str, name: st
     for transformation in (lambda f: f, jax.jit, jax.checkpoint):
         with pytest.raises(ValueError, match=rf"gradient with respect to .*{name}"):
             jax.grad(transformation(perturbed(level, "chunked", name)))(at)
-    f = jax.jit(perturbed(level, "reference", name))
-    slope = (f(at + 1e-2) - f(at - 1e-2)) / 2e-2
-    np.testing.assert_allclose(float(jax.grad(f)(at)), float(slope), rtol=2e-2)
+    f = perturbed(level, "reference", name)
+    value = in_numpy(f)
+    slope = (value(at + 1e-2) - value(at - 1e-2)) / 2e-2
+    np.testing.assert_allclose(float(by_numpy(jax.grad(f), at)), float(slope), rtol=2e-2)
     # stop_gradient makes it a constant
-    constant = jax.jit(jax.grad(lambda t: perturbed(level, "chunked", name)(jax.lax.stop_gradient(t))))
-    assert float(constant(at)) == 0
+    constant = jax.grad(lambda t: perturbed(level, "chunked", name)(jax.lax.stop_gradient(t)))
+    assert float(by_numpy(constant, at)) == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import logitless
+from interpreted import by_numpy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 30
@@ -86,7 +87,7 @@ def a_batch_shape() -> dict[str, Any]:
 def a_batch(seed: int = 0) -> tuple[Any, dict[str, Any]]:
     """Parameters of the plain example that differ from those that sampled, and its batch."""
     plain = example("grpo_optax")
-    old, key = plain.init(jax.random.key(seed)), jax.random.key(seed + 1)
+    old, key = jax.jit(plain.init)(jax.random.key(seed)), jax.random.key(seed + 1)
     batch, _ = plain.rollout(old, old, key)
     return jax.tree.map(lambda x: 1.01 * x, old), batch
 
@@ -100,10 +101,10 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones() -> None:
         hidden = plain.hidden_states(params, rest.pop("ids"))
         return logitless.linear_grpo_loss(hidden, params["embed"], objective=packed.OBJECTIVE, **rest)
 
-    (padded, _), of_padded = jax.jit(jax.value_and_grad(padded_loss, has_aux=True))(params, batch)
+    (padded, _), of_padded = by_numpy(jax.value_and_grad(padded_loss, has_aux=True), params, batch)
     rows = packed.packed(batch)
     assert int(rows.mask.sum()) == int(batch["mask"].sum())
-    (value, _), gradients = jax.jit(jax.value_and_grad(packed.loss_of, has_aux=True))(params, rows)
+    (value, _), gradients = by_numpy(jax.value_and_grad(packed.loss_of, has_aux=True), params, rows)
     np.testing.assert_allclose(value, padded, rtol=1e-5, atol=1e-6)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_padded), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(np.abs(b).max() + 1e-3))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreted import by_numpy, in_numpy
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
@@ -92,7 +93,7 @@ def test_large_chunks_give_the_same_loss_and_gradients() -> None:
         def loss(h: jax.Array, w: jax.Array) -> Any:
             return linear_grpo_loss(h, w, y, advantages=a, mask=mask, chunk_size=chunk)
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(h, w)
+        return by_numpy(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), h, w)
 
     (value, _), (dh, dw) = grads(1024)
     (value_small, _), (dh_small, dw_small) = grads(64)
@@ -236,7 +237,7 @@ def test_the_sweep_gives_what_the_tokens_give_alone(way: str) -> None:
     a, o = jnp.asarray([1.0, 0.5, -1.0, 2.0]), Objective(level=way)  # type: ignore[arg-type]
     mask = jnp.asarray(masks(3)[-1])
 
-    @jax.jit
+    @in_numpy
     def run(h: jax.Array, y: jax.Array) -> Any:
         def f(h: jax.Array, w: jax.Array) -> Any:
             options = {"mask": mask, "objective": o, "chunk_size": CHUNK, "backend": "chunked"}

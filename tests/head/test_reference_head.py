@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, oracle, plan
 from matmuls import matmul_flops
 
@@ -41,19 +42,22 @@ def problem(seed: int = 0) -> dict[str, Any]:
 KL = Objective(beta=0.3, temperature=0.8)
 
 
-def value_and_gradients(objective: Objective, p: dict[str, Any], **options: Any) -> Any:
+def value_and_gradients(objective: Objective, p: dict[str, Any], *, compiled: bool = False, **options: Any) -> Any:
     rest = {k: v for k, v in p.items() if k not in ("hidden", "lm_head")}
 
     def loss(h: jax.Array, w: jax.Array) -> Any:
         return linear_grpo_loss(h, w, objective=objective, **rest, **options)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(p["hidden"], p["lm_head"])
+    f = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    if compiled:
+        return jax.jit(f)(p["hidden"], p["lm_head"])
+    return by_numpy(f, p["hidden"], p["lm_head"])
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_against_the_oracle(backend: str) -> None:
     p = problem()
-    (loss, metrics), (dh, dw) = value_and_gradients(KL, p, backend=backend, chunk_size=4, softcap=5.0)
+    (loss, metrics), (dh, dw) = value_and_gradients(KL, p, compiled=True, backend=backend, chunk_size=4, softcap=5.0)
     want, want_dh, want_dw, _ = oracle.linear_grpo_loss(**p, objective=KL, softcap=5.0)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(dh, want_dh, rtol=1e-4, atol=1e-6)
@@ -76,8 +80,9 @@ def test_by_hand() -> None:
 def test_the_same_as_two_calls(on: str) -> None:
     """Also with a temperature that divides log-probabilities: then the reference's as well."""
     p, o = problem(), KL.replace(temperature_on=on)
-    ref = jax.jit(lambda h, w, bias: linear_logprobs(h, w, p["targets"], mask=p["mask"], bias=bias, objective=o).logp)(
-        p["ref_hidden"], p["ref_lm_head"], p["ref_bias"]
+    of_reference = p["ref_hidden"], p["ref_lm_head"], p["targets"]
+    ref = by_numpy(
+        lambda h, w, y: linear_logprobs(h, w, y, mask=p["mask"], bias=p["ref_bias"], objective=o).logp, *of_reference
     )
     two = {k: v for k, v in p.items() if not k.startswith("ref")} | {"ref_logp": ref / 0.8 if on == "logp" else ref}
     one, both = value_and_gradients(o, p), value_and_gradients(o, two)
@@ -93,14 +98,14 @@ def test_no_gradient_flows_into_the_reference() -> None:
         return linear_grpo_loss(**p | reference, objective=KL)[0]
 
     given = {k: jnp.nan_to_num(p[k]) for k in ("ref_hidden", "ref_lm_head", "ref_bias")}
-    for name, gradient in jax.jit(jax.grad(loss))(given).items():
+    for name, gradient in by_numpy(jax.grad(loss), given).items():
         assert not np.asarray(gradient).any(), name
 
     def of_both(w: jax.Array) -> jax.Array:
         both = {"lm_head": w, "ref_hidden": p["hidden"], "ref_lm_head": w, "ref_bias": None}
         return linear_grpo_loss(**p | both, objective=KL)[0]
 
-    tied = jax.jit(jax.grad(of_both))(p["lm_head"])
+    tied = by_numpy(jax.grad(of_both), p["lm_head"])
     apart = value_and_gradients(KL, p | {"ref_hidden": p["hidden"], "ref_lm_head": p["lm_head"], "ref_bias": None})
     np.testing.assert_allclose(tied, apart[1][1], rtol=1e-5, atol=1e-6)
 
@@ -151,8 +156,8 @@ def test_over_a_mesh() -> None:
     p |= {k: np.pad(p[k], ((0, 3), (0, 0))) for k in ("lm_head", "ref_lm_head")}
     P = jax.sharding.PartitionSpec
     sharding = Sharding(mesh, tokens=P("data"), head=P("tensor"))
-    one = value_and_gradients(KL, p, vocab_size=V)
-    both = value_and_gradients(KL, p, vocab_size=V, sharding=sharding)
+    one = value_and_gradients(KL, p, compiled=True, vocab_size=V)
+    both = value_and_gradients(KL, p, compiled=True, vocab_size=V, sharding=sharding)
     np.testing.assert_allclose(one[0][0], both[0][0], rtol=1e-6)
     for a, b in zip(one[1], both[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from conftest import token_stats
+from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, vjp
 from logitless.head import columns, slabs, sparse
 from logitless.head.report import SparseReport
@@ -62,8 +63,7 @@ class Run:
 TRACED: list[Run] = []
 
 
-@functools.partial(jax.jit, static_argnums=(0,))
-def grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
+def traced_grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
     """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off. Metrics bring the report along."""
     TRACED.append(c)
 
@@ -83,8 +83,17 @@ def grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
     return value, metrics, metrics.pop("report", None), grads
 
 
+grpo = jax.jit(traced_grpo, static_argnums=0)
+
+
 def run(case: Case, rest: Any, tolerance: float | None = TOLERANCE, c: Run = Run()) -> Any:  # noqa: B008
     return grpo(c, *case.parameters(), jnp.asarray(case.targets), rest, tolerance and jnp.float32(tolerance))
+
+
+def interpreted(case: Case, rest: Any, tolerance: float | None, c: Run) -> Any:
+    """The same of a program that one test runs, once."""
+    given = (*case.parameters(), case.targets, rest, tolerance and np.float32(tolerance))
+    return by_numpy(functools.partial(traced_grpo, c), *given)
 
 
 def truth_of(case: Case, rest: Any, kind: str = "clip") -> tuple[np.ndarray, np.ndarray]:
@@ -140,8 +149,8 @@ def test_dead_and_idle_tokens_in_bf16_logits() -> None:
     hidden[~rest["mask"]] = np.nan
     case = Case(hidden, case.lm_head, case.targets)
     c = Run(chunk=chunk, logits_dtype="bfloat16")
-    _, metrics, report, (dh, dw) = run(case, rest, TOLERANCE, c)
-    _, _, _, off = run(case, rest, None, c)
+    _, metrics, report, (dh, dw) = interpreted(case, rest, TOLERANCE, c)
+    _, _, _, off = interpreted(case, rest, None, c)
     truth = truth_of(case, rest)
     assert int(report.dense_chunks) < int(report.chunks) == -(-int((~dead & ~idle).sum()) // chunk)
     np.testing.assert_array_equal(np.asarray(report.rows), ~dead & ~idle)
@@ -232,7 +241,7 @@ def test_a_saturated_softcap_stays_within_its_bound() -> None:
     def logp(h: Any, w: Any) -> Any:
         return jnp.sum(linear_logprobs(h, w, y, chunk_size=CHUNK, sparse_backward=TOLERANCE, **options).logp)
 
-    dh, dw = jax.jit(jax.grad(logp, (0, 1)))(h, w)
+    dh, dw = by_numpy(jax.grad(logp, (0, 1)), h, w)
     one, zero = np.ones(N), np.zeros(N)
     truth, *_ = oracle.linear_token_stats_vjp(h, w, y, one, zero, zero, **options)
     z = softcap * np.tanh(scale * (f64(h) @ f64(w).T) / softcap) / temperature
@@ -344,14 +353,13 @@ def test_logprobs_with_every_option() -> None:
         )  # fmt: skip
         return three(stats), kept[-1]
 
-    @jax.jit
     def gradients(*primals: Any) -> Any:
         with mock.patch.object(vjp, "stats", noted):
             _, pull, report = jax.vjp(call, *primals, has_aux=True)
         return pull(g), report
 
     real_stats = vjp.stats
-    got, report = gradients(*primals)
+    got, report = by_numpy(gradients, *primals)
     assert int(report.dense_chunks) == 0 < int(report.chunks)
     traced = {k: v for k, v in options.items() if k != "bias"}
     _, plain = run_head(HeadStatics("plain", layout, CHUNK, real), primals, jnp.asarray(targets), g, traced)
@@ -384,7 +392,7 @@ def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
                 sparse_backward=mode, chunk_size=CHUNK, head_layout=layout, backend="chunked", **rest,
             )  # fmt: skip
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(h, a, b)
+        return by_numpy(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), h, a, b)
 
     ((value, metrics), got), ((off_value, _), ordinary) = gradients("auto"), gradients("off")
     np.testing.assert_allclose(value, off_value, rtol=1e-6)

@@ -62,13 +62,13 @@ def test_two_processes_and_one_killed(tmp_path: Path) -> None:
     import jax
 
     from conftest import CHILD_ENVIRONMENT
-    from test_sharding import SEQUENCE, assert_same, batch, evaluate
+    from test_sharding import SEQUENCE, alone, assert_same, batch
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | CHILD_ENVIRONMENT
-    environment.update(PYTHONPATH=os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]))
+    environment.update(PYTHONPATH=os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), str(HERE.parent)]))
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     both = [
         subprocess.Popen(
@@ -87,7 +87,7 @@ def test_two_processes_and_one_killed(tmp_path: Path) -> None:
 
     said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert said[0] == said[1], "the processes disagree about results or tiles"
-    expected, _ = evaluate(batch(), SEQUENCE)
+    expected = alone(batch(), SEQUENCE)
     tree = jax.tree.structure(expected)
     got = jax.tree.unflatten(tree, [np.asarray(x, np.float32) for x in said[0]["leaves"]])
     assert_same(got, expected)

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.bench import realistic
 from logitless.head import columns
@@ -72,11 +73,11 @@ def ragged(case: HeadCase) -> tuple[HeadCase, dict[str, np.ndarray]]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled loss with its gradients, on a layout or on one device; ``hv`` turns the head around."""
+    """A compiled loss with its gradients, on a layout; ``hv`` turns the head around."""
 
     run: Callable[..., Any]
     text: str
-    layout: Layout | None
+    layout: Layout
     hv: bool
 
     def __call__(self, case: HeadCase, rest: dict[str, np.ndarray]) -> tuple[Any, Any, Any, tuple[Any, Any]]:
@@ -85,13 +86,10 @@ class Program:
         return value, metric_values(metrics), report, (dh, dw.T if self.hv else dw)
 
 
-def _arguments(case: HeadCase, rest: dict[str, np.ndarray], layout: Layout | None, hv: bool) -> tuple[Any, ...]:
+def _arguments(case: HeadCase, rest: dict[str, np.ndarray], layout: Layout, hv: bool) -> tuple[Any, ...]:
     h, w = case.parameters("hv" if hv else "vh")
-    args = (h, w, case.targets.astype(np.int32), rest)
-    if layout is None:
-        return args
     mesh = layout.mesh()
-    tokens = jax.device_put((h, *args[2:]), NamedSharding(mesh, layout.tokens))
+    tokens = jax.device_put((h, case.targets.astype(np.int32), rest), NamedSharding(mesh, layout.tokens))
     return tokens[0], jax.device_put(w, NamedSharding(mesh, _head_spec(layout, hv))), *tokens[1:]
 
 
@@ -100,11 +98,10 @@ def _head_spec(layout: Layout, hv: bool) -> P:
 
 
 def program(
-    layout: Layout | None, mode: Any, case: HeadCase, rest: Any, objective: Objective = TOKEN, hv: bool = False
+    layout: Layout, mode: Any, case: HeadCase, rest: Any, objective: Objective = TOKEN, hv: bool = False
 ) -> Program:
     options: dict[str, Any] = {"chunk_size": CHUNK, "sparse_backward": mode, "backend": "chunked"}
-    if layout is not None:
-        options["sharding"] = Sharding(layout.mesh(), tokens=layout.tokens, head=_head_spec(layout, hv))
+    options["sharding"] = Sharding(layout.mesh(), tokens=layout.tokens, head=_head_spec(layout, hv))
     real_metrics = SparseReport.metrics
 
     def f(h: Any, w: Any, y: Any, rest: Any) -> Any:
@@ -127,7 +124,12 @@ def program(
 def one_device(objective: Objective = TOKEN) -> tuple[Any, Any]:
     """The ordinary path on one device, and float64: ``(gradients, gradients)``."""
     case, rest = ragged(calibrated())
-    _, _, _, grads = program(None, "off", case, rest, objective)(case, rest)
+    h, w = case.parameters()
+
+    def loss(h: Any, w: Any) -> Any:
+        return linear_grpo_loss(h, w, case.targets, objective=objective, chunk_size=CHUNK, backend="chunked", **rest)[0]
+
+    grads = by_numpy(jax.grad(loss, (0, 1)), h, w)
     hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
     _, dh, dw, _ = oracle.linear_grpo_loss(
         hidden, case.lm_head, case.targets, objective=objective, head_layout="vh", **rest

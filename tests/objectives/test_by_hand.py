@@ -13,6 +13,7 @@ import pytest
 
 import logitless
 from conftest import evaluate, metrics_of, random_batch, token_stats
+from interpreted import by_numpy
 from logitless import Objective, oracle
 
 
@@ -279,10 +280,10 @@ def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
     p = jax.nn.softmax(logits)
     for backend in ("reference", "chunked"):
         of_logits = jax.grad(lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, backend=b).lse))
-        dlogits = jax.jit(of_logits)(logits)
+        dlogits = by_numpy(of_logits, logits)
         np.testing.assert_allclose(dlogits, p, rtol=1e-5, atol=1e-7)
         of_head = jax.grad(lambda w, b=backend: jnp.sum(logitless.linear_logprobs(hidden, w, targets, backend=b).lse))
-        dhead = jax.jit(of_head)(head)
+        dhead = by_numpy(of_head, head)
         np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
 
 
@@ -292,13 +293,14 @@ def test_an_entropy_bonus_alone_moves_the_head() -> None:
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
     targets, advantages = rng.integers(0, 7, (2, 3)), jnp.zeros(2)
     gradients = [
-        jax.jit(
+        by_numpy(
             jax.grad(
                 lambda w, b=backend: logitless.linear_grpo_loss(
                     hidden, w, targets, advantages=advantages, objective=Objective(entropy_coef=0.1), backend=b
                 )[0]
-            )
-        )(head)
+            ),
+            head,
+        )
         for backend in ("reference", "chunked")
     ]
     assert np.abs(gradients[0]).max() > 1e-3
@@ -319,8 +321,8 @@ def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> Non
         return logitless.linear_grpo_loss(h, w, targets, advantages=advantages, backend="chunked")[0]
 
     for f, primals in ((of_logits, (logits,)), (of_head, (hidden, head))):
-        once = jax.jit(jax.grad(f, tuple(range(len(primals)))))(*primals)
-        thrice = jax.jit(jax.grad(lambda *a, f=f: 3.0 * f(*a), tuple(range(len(primals)))))(*primals)
+        once = by_numpy(jax.grad(f, tuple(range(len(primals)))), *primals)
+        thrice = by_numpy(jax.grad(lambda *a, f=f: 3.0 * f(*a), tuple(range(len(primals)))), *primals)
         for one, three in zip(once, thrice, strict=True):
             assert np.abs(one).max() > 1e-3
             np.testing.assert_allclose(three, 3.0 * one, rtol=1e-6)
@@ -341,7 +343,8 @@ def test_the_loss_is_float32_under_x64() -> None:
             {"temperature": jnp.asarray(np.float64(0.7)), "temperature_on": "logp"},
             {"eps_high": jnp.asarray(np.float64(0.3)), "level": "sequence", "entropy_coef": jnp.asarray(0.1)},
         ):
-            loss, metrics = logitless.policy_loss(stats, objective=Objective(beta=0.1, **fields), **inputs)
+            o = Objective(beta=0.1, **fields)
+            loss, metrics = jax.eval_shape(lambda s, o=o: logitless.policy_loss(s, objective=o, **inputs), stats)
             assert loss.dtype == jnp.float32
             assert {m.sum.dtype for m in metrics.values()} == {np.dtype("float32")}
 
@@ -373,8 +376,11 @@ def test_a_lora_scale_of_zero_is_the_head_alone() -> None:
     rng = np.random.default_rng(4)
     hidden, head, a, b = (rng.normal(size=s).astype(np.float32) for s in ((1, 2, 4), (7, 4), (7, 2), (2, 4)))
     targets = rng.integers(0, 7, (1, 2))
-    with_lora = logitless.linear_logprobs(hidden, head, targets, lora=(a, b), lora_scale=0)
-    np.testing.assert_array_equal(with_lora.logp, logitless.linear_logprobs(hidden, head, targets).logp)
+    with_lora, alone = (
+        by_numpy(lambda h, options=options: logitless.linear_logprobs(h, head, targets, **options).logp, hidden)
+        for options in ({"lora": (a, b), "lora_scale": 0}, {})
+    )
+    np.testing.assert_array_equal(with_lora, alone)
 
 
 def test_k3_plus_has_the_gradient_of_an_unclamped_k2() -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy
 from logitless import cli
 from logitless.bench import report
 from logitless.objectives.metrics import metric_values
@@ -68,8 +69,8 @@ def test_the_naive_loss_is_the_reference_without_entropy() -> None:
     for backend in ("reference", "naive"):
         c = load(None, ["train.kl_beta=0.1", f"train.loss.backend={backend}"])
         loss = partial(make_head_loss(c, objective_of(c)), targets=x.completion, **arrays)
-        logp = jax.jit(make_head_logp(c, objective_of(c)))(hidden, head, x.completion, x.mask)
-        found.append((jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head), logp))
+        logp = by_numpy(make_head_logp(c, objective_of(c)), hidden, head, x.completion, x.mask)
+        found.append((by_numpy(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), hidden, head), logp))
     (((a, ours), grads), logp), (((b, naive), naive_grads), naive_logp) = found
     assert abs(float(a)) > 1e-2 and float(np.min(logp)) < -1
     np.testing.assert_allclose(logp, naive_logp, rtol=1e-5, atol=1e-5)
@@ -85,8 +86,9 @@ def test_sparse_metrics_add_up_over_micro_batches() -> None:
     settings = ["train.loss.backend=chunked", "train.loss.sparse_backward=0.05", "train.loss.chunk_size=12"]
     c = load(None, ["train.prompts_per_step=2", "train.group_size=4", "train.microbatch=2", *settings])
     optimizer, trained = make_optimizer(c), Policy(peaked(), None)
-    update = jax.jit(make_update(c, MODEL, objective_of(c), optimizer))
-    found = update(State(trained, optimizer.init(trained)), Policy(None, None), batch())[1]["metrics"]
+    update = make_update(c, MODEL, objective_of(c), optimizer)
+    state = State(trained, optimizer.init(trained))
+    found = by_numpy(update, state, Policy(None, None), batch())[1]["metrics"]
     values = metric_values(found)
     assert 0 < values["left_out_mass"] < values["left_out_mass_max"] <= 0.05
     # Every token with a gradient counts once, and every micro-batch has one chunk of 12 tokens.

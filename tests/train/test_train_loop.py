@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import CHILD_ENVIRONMENT
+from interpreted import in_numpy
 from logitless import cli
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
@@ -57,7 +58,7 @@ SETTINGS = ["train.prompts_per_step=3", "train.group_size=2", "rollout.temperatu
 def test_rollout_log_probabilities_are_the_trainers(top_p: float) -> None:
     done = sampled(top_p=top_p)
     c = load(None, SETTINGS)
-    old = jax.jit(make_score(c, MICRO, objective_of(c)))(PARAMS, None, batch_of(done))
+    old = in_numpy(make_score(c, MICRO, objective_of(c)))(PARAMS, None, batch_of(done))
     assert bool(jnp.any(done.mask[:, 3])) and float(jnp.min(done.logp)) < -1.0
     np.testing.assert_allclose(done.logp, old, atol=1e-4, rtol=0)
 
@@ -71,7 +72,7 @@ def test_padding_and_neighbours_do_not_change_a_completion() -> None:
     np.testing.assert_array_equal(plain.mask[skip:], other.mask)
     np.testing.assert_allclose(plain.logp[skip:], other.logp, atol=1e-5)
     c = load(None, SETTINGS)
-    score = jax.jit(make_score(c, MICRO, objective_of(c)))
+    score = in_numpy(make_score(c, MICRO, objective_of(c)))
     np.testing.assert_allclose(
         score(PARAMS, None, batch_of(plain)), score(PARAMS, None, batch_of(plain, width=9)), atol=1e-5
     )
@@ -93,8 +94,8 @@ def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
     first = sampled(temperature=0.0, group_size=1, max_new=1)
     prompts = pad_left(PROMPTS, 4, PAD)
     c = load(None, ["train.prompts_per_step=3"])
-    score = jax.jit(make_score(c, MICRO, objective_of(c)))
-    every = jnp.stack(
+    score = in_numpy(make_score(c, MICRO, objective_of(c)))
+    every = np.stack(
         [
             score(
                 PARAMS,
@@ -104,7 +105,7 @@ def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
             for v in range(16)
         ]
     )
-    np.testing.assert_array_equal(first.tokens[:, 0], jnp.argmax(every, axis=0))
+    np.testing.assert_array_equal(first.tokens[:, 0], np.argmax(every, axis=0))
     logp = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
     kept = np.isfinite(nucleus(logp, 0.75))
     assert kept.tolist() == [[True, True, False, False], [False, False, True, True]]
@@ -114,7 +115,7 @@ def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
 def update_of(*overrides: str) -> tuple[Any, Any]:
     c = load(None, [*SETTINGS, *overrides])
     optimizer = make_optimizer(c)
-    return jax.jit(make_update(c, MICRO, objective_of(c), optimizer)), optimizer
+    return in_numpy(make_update(c, MICRO, objective_of(c), optimizer)), optimizer
 
 
 def updated(batch: Batch, *overrides: str) -> tuple[State, dict[str, Any]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy, in_numpy
 from logitless.train import attention
 from logitless.train.architectures import PRESETS, preset
 from logitless.train.lora import init_lora, merge
@@ -41,7 +42,15 @@ def params() -> Any:
     return jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(np.float32), tree)
 
 
-run = jax.jit(hidden_states, static_argnums=1, static_argnames=("remat", "compute_dtype", "attention"))
+@functools.cache
+def traced(config: ModelConfig, **choices: Any) -> Any:
+    return in_numpy(lambda tree, ids, given: hidden_states(tree, config, ids, **given, **choices))
+
+
+def run(tree: Any, config: ModelConfig, ids: Any, positions: Any, valid: Any, **options: Any) -> Any:
+    """:func:`hidden_states`, interpreted."""
+    choices = {k: options.pop(k) for k in ("remat", "compute_dtype", "attention") if k in options}
+    return traced(config, **choices)(tree, ids, {"positions": positions, "valid": valid, **options})
 
 
 def tokens(rows: int = 2, length: int = LENGTH) -> jax.Array:
@@ -117,13 +126,15 @@ def test_a_row_that_is_done_does_not_disturb_itself_or_others() -> None:
 
 
 def test_remat_changes_neither_values_nor_gradients() -> None:
+    ids, valid = tokens(), np.arange(LENGTH) >= np.array([[0], [3]])
+
     def loss(tree: Any, remat: bool) -> jax.Array:
-        valid = jnp.ones((2, LENGTH), bool).at[1, :3].set(False)
-        hidden, _ = hidden_states(tree, CONFIG, tokens(), positions_of(valid), valid, remat=remat)
+        hidden, _ = hidden_states(tree, CONFIG, ids, positions_of(valid), valid, remat=remat)
         return jnp.sum(jnp.where(valid[..., None], hidden @ lm_head(tree, CONFIG).T, 0.0) ** 2)
 
-    value = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    (plain, plain_grads), (again, again_grads) = value(params(), False), value(params(), True)
+    (plain, plain_grads), (again, again_grads) = (
+        by_numpy(jax.value_and_grad(functools.partial(loss, remat=remat)), params()) for remat in (False, True)
+    )
     np.testing.assert_allclose(plain, again, rtol=1e-6)
     for name, a, b in zip(
         jax.tree_util.tree_leaves_with_path(plain_grads),
@@ -148,7 +159,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             outputs = both(q)
             return sum(jnp.sum(x**2) for x in outputs), outputs
 
-        return jax.jit(jax.grad(loss, has_aux=True))(q)
+        return by_numpy(jax.grad(loss, has_aux=True), q)
 
     whole = run_both()
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 3)
@@ -162,7 +173,7 @@ def test_cudnn_is_handed_even_lengths_and_no_mask(length: int, monkeypatch: pyte
     q, k, v = (rng.standard_normal((2, length, n, 8)).astype(np.float32) for n in (4, 2, 2))
 
     def attended(implementation: str) -> Any:
-        return jax.jit(functools.partial(attention.causal_attention, implementation=implementation))(q, k, v)
+        return by_numpy(functools.partial(attention.causal_attention, implementation=implementation), q, k, v)
 
     expected = attended("xla")
     plain = jax.nn.dot_product_attention

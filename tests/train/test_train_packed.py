@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import in_numpy
 from logitless.objectives.metrics import metric_values
 from logitless.train import sharding
 from logitless.train.config import ConfigError, load, objective_of
@@ -69,7 +70,9 @@ def programs(*overrides: str, layers: int = 1) -> Any:
     model = dataclasses.replace(MICRO, num_layers=layers)
     optimizer, objective = make_optimizer(c), objective_of(c)
     update, score = (make_update, make_score) if c.train.packing == "off" else (make_packed_update, make_packed_score)
-    return c, objective, optimizer, jax.jit(update(c, model, objective, optimizer)), jax.jit(score(c, model, objective))
+    # Padded rows on one device are what the others are compared with.
+    run = in_numpy if c.train.packing == "off" and sharding.make_mesh(c) is None else jax.jit
+    return c, objective, optimizer, run(update(c, model, objective, optimizer)), run(score(c, model, objective))
 
 
 def updated(x: Batch, *overrides: str, layers: int = 1) -> tuple[State, dict[str, Any]]:
@@ -182,7 +185,7 @@ def test_packed_log_probabilities_are_the_padded_ones() -> None:
     _, _, _, _, plain = programs(objective)
     c, o, _, _, packed = programs(objective, *PACKED)
     theirs, ours = plain(PARAMS, None, x), packed(PARAMS, None, pack_batch(c, o, x, skip=False))
-    assert float(jnp.min(theirs)) < -1
+    assert theirs.min() < -1
     np.testing.assert_allclose(ours, theirs, atol=2e-6, rtol=0)
 
 
