@@ -1,25 +1,33 @@
 """Estimated v6e time of the fused head's TPU kernels, without a TPU: benchmarks/results/tpu_v6e_head_estimate.json.
 
-    python benchmarks/tpu_head_estimate.py            (a few minutes; needs libtpu)
+    python benchmarks/tpu_head_estimate.py                        (half an hour, up to 9 GB; needs libtpu)
+    python benchmarks/tpu_head_estimate.py dhead:vh compile ...   (some of it; the rest of the record is kept)
+
+T=8192 H=4096 V=151936, and the two other shapes of ``SHAPES``, bfloat16.
 
 Method. The simulator of the compiler (``logitless.tpu.cycles``) runs a few grid steps of each kernel, with the tiles
 that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
 
-    per step    = (cycles(4 inner steps) - cycles(2 inner steps)) / 2
-    per tile    = cycles(1 outer tile, 2 steps) - 2 per step              forward: exposed fetch of h, write of E
-                = (cycles(4 outer tiles, 2 steps) - cycles(2, 2)) / 2 - 2 per step               dhead: W and dW
-    total       = outer tiles (inner steps * per step + per tile)
-    time        = max(total / 1.75 GHz, HBM bytes / 1.64 TB/s)            the simulator's DMAs are too fast
+    forward   per step    = (cycles(4 vocabulary tiles) - cycles(2)) / 2                     of one token tile
+              per tile    = cycles(2) - 2 per step                         exposed fetch of h, the writing of E
+    dhead     per step    = cycles(1 vocabulary tile, 3 token tiles) - cycles(1, 2)
+              per tile    = cycles(2, 2) - cycles(1, 2) - 2 per step                                 W and dW
+    total     = outer tiles (inner steps * per step + per tile)
+    time      = max(total / 1.75 GHz, HBM bytes / 1.64 TB/s)            the simulator's DMAs are too fast
 
-with inner steps counted in fractions of a tile for the static vocabulary tail. The XLA operations around the forward
-kernel (gather of the target rows, the direction from its parts) are simulated at one token tile and scaled by tokens.
+with inner steps counted in fractions of a tile for the static vocabulary tail. Three token tiles and not four, since
+the simulator takes 9 GB for four steps of dhead, and ends without a profile where it is not given more. The XLA
+operations around the forward kernel (gather of the target rows, dH from its terms) are simulated at one token tile and
+scaled by tokens; hidden states are gathered once more for dW, at the cycles of the gather of target rows.
 For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
 was simulated without that at the same cycles per step as [V, H] (72077 against 72120), and the column kernel beside it
 reads the head once, 0.8 ms.
-With ``kept`` behind the layout the forward kernel keeps the exponentials of all tokens (``memory_budget=``). dW from
-kept exponentials is not estimated: the simulator takes no branch on a traced number, and sees none of its matmul.
+With ``kept`` behind the layout all tokens' exponentials are kept (``memory_budget=``). The simulator takes no branch on
+what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced by a constant; its cycles per tile are
+those without ``kept``. ``estimated_ms`` mixes the two by tokens: those that have room in dW's place, and all of them.
 The vocabulary is swept over part of a head that is too large for VMEM, so that it is read from HBM as in the real
-program. An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
+program. ``compile`` compiles the whole programs and records their HBM beside the times.
+An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
 """
 
 from __future__ import annotations
@@ -28,30 +36,37 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from logitless import Objective, linear_grpo_loss
+from logitless.head.pallas_tpu import kept as kept_module
 from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.kept import Kept
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.problem import Call, Head, Problem
 from logitless.stats import StatCotangents, TokenStats
 from logitless.tpu import aot, cycles
 from logitless.transform import LogitTransform
 
-N, H, V = 8192, 4096, 151936
+V = 151936
+SHAPES = {"": (8192, 4096), "H=1536": (8192, 1536), "H=896": (32768, 896)}
+"""Tokens and hidden size, by what a case is called after ``@``."""
+BUDGETS = {"none kept": None, "kept in dW's place": 0, "all kept": 1 << 34}
 V6E_VMEM = 128 * MIB
 RESULT = Path(__file__).parent / "results" / "tpu_v6e_head_estimate.json"
 HERE = str(Path(__file__).resolve())
 
 
 def program(
-    kernel: str, layout: str, n: int, swept: int, columns: int, tiles: list[int], kept_tile: int = 0
+    kernel: str, layout: str, n: int, swept: int, columns: int, tiles: list[int], hidden: int, kept: int = 0
 ) -> tuple[Any, tuple[Any, ...]]:
-    """``(f, args)`` for one kernel over ``n`` tokens and ``swept`` of ``columns`` vocabulary columns; with
-    ``kept_tile`` all exponentials are kept."""
+    """``(f, args)`` for one kernel over ``n`` tokens and ``swept`` of ``columns`` vocabulary columns;
+    exponentials of ``kept`` tokens are kept."""
     t = Tiles(*tiles)
     call = Call("estimate", columns if kernel == "dhead" else swept)
 
@@ -60,102 +75,169 @@ def program(
         if kernel == "token_stats":
             return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":
-            stats, (direction, _), kept = kernels.token_stats_and_direction(p, tiles=t, keep=n if kept_tile else 0)
-            return stats, (row[:, None] * direction).astype(h.dtype), kept
+            stats, terms, exponentials = kernels.token_stats_and_terms(p, tiles=t, keep=kept)
+            return stats, terms.times(p, row, h.dtype), exponentials
         stats = TokenStats(**{f.name: row for f in dataclasses.fields(TokenStats)})
-        return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)
+        if not kept:
+            return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)
+        kept_module.has_gradient = lambda *_: True  # type: ignore[assignment]  # the simulator does not know what is read
+        exponentials = jnp.zeros((columns, n) if layout == "vh" else (n, columns), h.dtype) + row[0].astype(h.dtype)
+        tops = jnp.zeros((n, -(-columns // 2048))) + row[:, None]
+        found = Kept(exponentials, tops, row, 2048)
+        return kernels.dhead(p, None, stats, StatCotangents(row, 0 * row, 0 * row), tiles=t, kept=found)
 
-    shape = (columns, H) if layout == "vh" else (H, columns)
+    shape = (columns, hidden) if layout == "vh" else (hidden, columns)
     return f, (
-        jax.ShapeDtypeStruct((n, H), jnp.bfloat16),
+        jax.ShapeDtypeStruct((n, hidden), jnp.bfloat16),
         jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((n,), jnp.int32),
         jax.ShapeDtypeStruct((n,), jnp.float32),
     )
 
 
-def kernel_cycles(**arguments: Any) -> tuple[int, int]:
-    """``(cycles of the kernel, cycles of everything else)``."""
+def kernel_cycles(**arguments: Any) -> tuple[int, int, int]:
+    """``(cycles of the kernel, of everything else, of gathers among that)``."""
     found = cycles.simulate(f"{HERE}:program", arguments, partial=True)
     assert any(name.startswith("head_") for name in found), f"no profile of the kernel in {found}"
     inside = sum(c for name, c in found.items() if name.startswith("head_"))
-    return inside, sum(found.values()) - inside
+    return inside, sum(found.values()) - inside, sum(c for name, c in found.items() if name.startswith("gather"))
 
 
-def estimate(kernel: str, layout: str, kept: str = "") -> dict[str, Any]:
-    """Estimated time of one kernel at the full shape."""
-    if kept and kernel == "dhead":
-        raise SystemExit(
-            "dhead with kept exponentials: the simulator takes no branch on a traced number, and sees no matmul"
-        )
-    t = choose("dhead" if kernel == "dhead" else "forward", N, H, V, 2, layout, V6E_VMEM, bool(kept))
-    base: dict[str, Any] = {"kernel": kernel, "layout": layout, "tiles": [t.tokens, t.vocab, t.vmem_limit]}
-    if kept:
-        base["kept_tile"] = choose("forward", N, H, V, 2, layout, V6E_VMEM, True).vocab
-    outside = 0.0
+def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Estimated time of one kernel at a full shape."""
+    what, _, shape = case.partition("@")
+    kernel, layout, *rest = what.split(":")
+    kept, (n, hidden) = rest == ["kept"], SHAPES[shape]
+    t = choose("dhead" if kernel == "dhead" else "forward", n, hidden, V, 2, layout, V6E_VMEM, kept)
+    base: dict[str, Any] = {
+        "kernel": kernel, "layout": layout, "tiles": [t.tokens, t.vocab, t.vmem_limit], "hidden": hidden,
+    }  # fmt: skip
+    outside = gathers = 0.0
     if kernel == "dhead":
 
         def run(vocab_tiles: int, token_tiles: int) -> int:
-            v = vocab_tiles * t.vocab
-            return kernel_cycles(**base, n=token_tiles * t.tokens, swept=v, columns=v)[0]
+            v, tokens = vocab_tiles * t.vocab, token_tiles * t.tokens
+            return kernel_cycles(**base, n=tokens, swept=v, columns=v, kept=tokens * kept)[0]
 
-        few = run(2, 2)
-        per_step = (run(2, 4) - few) / 4  # two vocabulary tiles, two more steps each
-        per_tile = (run(4, 2) - few) / 2 - 2 * per_step
-        outer, inner = V / t.vocab, N / t.tokens
-        moved = outer * N * H * 2 * (1 if layout == "vh" else 2) + 2 * V * H * 2
+        few = run(1, 2)
+        per_step = float(run(1, 3) - few)
+        plain = so_far.get(case.replace(":kept", "")) if kept else None
+        per_tile = plain["cycles_per_tile"] if plain else run(2, 2) - few - 2 * per_step
+        outer, inner = V / t.vocab, n / t.tokens
+        moved = outer * n * hidden * 2 * (1 if layout == "vh" else 2) + (1 if kept else 2) * V * hidden * 2
+        forward = so_far.get(f"token_stats_and_direction:vh@{shape}".rstrip("@"))
+        outside = 0.0 if forward is None else forward["cycles_of_gathers"]
     else:
-        runs = {k: kernel_cycles(**base, n=t.tokens, swept=k * t.vocab, columns=24 * t.vocab) for k in (2, 4)}
+        runs = {
+            k: kernel_cycles(**base, n=t.tokens, swept=k * t.vocab, columns=24 * t.vocab, kept=t.tokens * kept)
+            for k in (2, 4)
+        }
         per_step = (runs[4][0] - runs[2][0]) / 2
         per_tile = runs[2][0] - 2 * per_step
-        outer, inner = N / t.tokens, V / t.vocab
-        outside = runs[4][1] * outer
-        moved = outer * V * H * 2 + N * H * 2 + (4 * N * H if kernel.endswith("direction") else 0)
-    moved += N * V * 2 if kept else 0
+        outer, inner = n / t.tokens, V / t.vocab
+        outside, gathers = runs[4][1] * outer, runs[4][2] * outer
+        moved = outer * V * hidden * 2 + n * hidden * 2 + (4 * n * hidden if kernel.endswith("direction") else 0)
+    moved += n * V * 2 if kept else 0
     total = outer * (inner * per_step + per_tile) + outside
-    matmuls = 1 if kernel == "token_stats" else 2
+    matmuls = 1 if kernel == "token_stats" or (kernel == "dhead" and kept) else 2
     seconds = cycles.seconds(cycles.V6E, total, moved)
     return {
-        "kernel": kernel,
-        "layout": layout,
-        "kept": bool(kept),
+        "case": case,
+        "tokens": n,
+        "hidden": hidden,
         "libtpu": aot.versions()["libtpu"],
         "token_tile": t.tokens,
         "vocab_tile": t.vocab,
         "cycles_per_step": per_step,
         "cycles_per_tile": per_tile,
         "cycles_outside_kernel": outside,
+        "cycles_of_gathers": gathers,
         "hbm_bytes": moved,
         "matmuls": matmuls,
         "estimated_ms": round(1e3 * seconds, 2),
-        "share_of_918_tflops": round(matmuls * 2 * N * H * V / seconds / 918e12, 3),
+        "share_of_918_tflops": round(matmuls * 2 * n * hidden * V / seconds / 918e12, 3),
     }
 
 
-def main() -> None:
-    """Write the record; cases already given on the command line (``kernel:layout``) only, if any."""
-    wanted = sys.argv[1:] or [
-        "token_stats:vh",
-        "token_stats_and_direction:vh",
-        "dhead:vh",
-        "dhead:hv",
-        "token_stats_and_direction:vh:kept",
-    ]
-    rows = (
-        {f"{r['kernel']}:{r['layout']}{':kept' * r['kept']}": r for r in json.loads(RESULT.read_text())["kernels"]}
-        if RESULT.exists()
-        else {}
-    )
-    for case in wanted:
-        rows[case] = estimate(*case.split(":"))
-        print(json.dumps(rows[case]), flush=True)
-        total = {}
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of whole calls, from those of kernels."""
+    total: dict[str, float] = {}
+    for shape, (n, hidden) in SHAPES.items():
         for layout in ("vh", "hv"):
-            forward, backward = rows.get(f"token_stats_and_direction:{layout}"), rows.get(f"dhead:{layout}")
-            if forward:
-                total[f"frozen head: loss and dH, {layout}"] = forward["estimated_ms"]
-            if forward and backward:
-                total[f"loss, dH and dW, {layout}"] = round(forward["estimated_ms"] + backward["estimated_ms"], 2)
+
+            def ms(kernel: str, kept: int, at: str = f":{layout}", shape: str = shape, n: int = n) -> float | None:
+                """With ``kept`` tokens; ``None`` where a part was not estimated."""
+                found = [rows.get(f"{kernel}{at}{k}@{shape}".rstrip("@")) for k in ("", ":kept")]
+                shares = (1 - kept / n, kept / n)
+                if any(r is None for r, share in zip(found, shares, strict=True) if share):
+                    return None
+                return sum(r["estimated_ms"] * share for r, share in zip(found, shares, strict=True) if r is not None)
+
+            name = f"{layout}, {shape}".rstrip(", ")
+            for words, kept in (("", 0), (f", {hidden} tokens kept in dW's place", hidden), (", all tokens kept", n)):
+                forward, backward = ms("token_stats_and_direction", kept), ms("dhead", kept)
+                if forward is not None and not kept:
+                    total[f"frozen head: loss and dH, {name}"] = round(forward, 2)
+                if forward is not None and backward is not None:
+                    total[f"loss, dH and dW, {name}{words}"] = round(forward + backward, 2)
+    return total
+
+
+def compiled(shape: str, budget: int | None) -> dict[str, Any]:
+    """HBM of a whole program, loss, dH and dW, in this process."""
+    n, hidden = SHAPES[shape]
+
+    def f(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            return linear_grpo_loss(
+                h, w, y, advantages=a, old_logp=old, objective=Objective(aggregation="dapo"), memory_budget=budget
+            )[0]
+
+        return jax.value_and_grad(loss, (0, 1))(h, w)
+
+    s = jax.ShapeDtypeStruct
+    rows = (s((1, n, hidden), jnp.bfloat16), s((V, hidden), jnp.bfloat16), s((1, n), jnp.int32))
+    start = time.process_time()
+    done = aot.compile_for(cycles.V6E.topology, f, *rows, s((1,), jnp.float32), s((1, n), jnp.float32))
+    memory: Any = done.executable.memory_analysis()
+    return {
+        "peak_bytes": done.peak_bytes,
+        "allocated_bytes": done.argument_bytes + done.output_bytes - done.alias_bytes + memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "compile_cpu_s": round(time.process_time() - start, 1),  # of all threads
+        "libtpu": aot.versions()["libtpu"],
+    }
+
+
+CASES = [
+    "token_stats:vh",
+    "token_stats_and_direction:vh",
+    "dhead:vh",
+    "token_stats_and_direction:vh:kept",
+    "dhead:vh:kept",
+    "dhead:hv",
+    "compile",
+]
+
+
+def main() -> None:
+    """Write the record; only the cases that are named on the command line, if any are."""
+    if sys.argv[1:2] == ["--compile"]:
+        print("\n" + json.dumps(compiled(sys.argv[2], json.loads(sys.argv[3]))))
+        return
+    old = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    rows = {r["case"]: r for r in old.get("kernels", []) if "case" in r}
+    programs = old.get("compiled", {})
+    for case in sys.argv[1:] or CASES:
+        if case.startswith("compile"):
+            shape = case.partition("@")[2]
+            for name, budget in BUDGETS.items():
+                command = [sys.executable, HERE, "--compile", shape, json.dumps(budget)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+                programs[f"{name}, {shape}".rstrip(", ")] = json.loads(done.stdout.splitlines()[-1])
+        else:
+            rows[case] = estimate(case, rows)
+            print(json.dumps(rows[case]), flush=True)
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
@@ -163,10 +245,11 @@ def main() -> None:
             "what": "ESTIMATE by the compiler's cycle simulator, not a measurement",
             "method": "benchmarks/tpu_head_estimate.py",
             "chip": "v6e, one chip",
-            "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
+            "shape": {"tokens": SHAPES[""][0], "hidden": SHAPES[""][1], "vocab": V, "dtype": "bfloat16"},
             "versions": aot.versions(),
             "commit": commit or None,
-            "estimated_ms": total,
+            "estimated_ms": summary(rows),
+            "compiled": programs,
             "kernels": list(rows.values()),
         }
         RESULT.parent.mkdir(exist_ok=True)

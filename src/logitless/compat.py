@@ -31,6 +31,14 @@ def tpu_generation() -> int | None:
         return None
 
 
+def tpu_cores() -> int:
+    """Cores of the TPU that is traced for which share a kernel's grid; 1 where there is no TPU."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except Exception:  # as above
+        return 1
+
+
 def in_hbm(x: Array, interpret: Any) -> Array:
     """``x`` kept in HBM: XLA likes to move a small operand into VMEM, beside a kernel that has asked for most of it."""
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -18,6 +18,7 @@ from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.problem import Problem, Wanted
+from logitless.rows import front
 from logitless.stats import StatCotangents, TokenStats, finish, masked_stats, merge
 from logitless.transform import LogitTransform, factor
 from numerics import (
@@ -350,16 +351,48 @@ def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
             parts.append((dataclasses.replace(p, live=live), *tpu.sums(dataclasses.replace(p, live=live), want)))
         stats = masked_stats(finish(merge(parts[0][1], parts[1][1], factor(t)), k=factor(t)), live)
         residuals = [tpu.shard_residual(p, stats, s, x, lambda y: y) for p, s, x in parts]
-        return tpu.forward(whole, want), (stats, sum(r.direction for r in residuals if r is not None))
+        made, report, residual = tpu.forward(whole, want)
+        f = front(live)
+        direction = f.put_back(residual.direction.times(whole, f.take(live.astype(jnp.float32)), jnp.float32))
+        return (made, report, direction), (stats, sum(r.direction for r in residuals if r is not None))
 
-    (expected, report, residual), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)
+    (expected, report, direction), (stats, total) = whole_and_parts(jnp.where(live[:, None], h, jnp.nan), w)
     assert report is None
-    direction = residual.direction
     for name in STATS:
         np.testing.assert_allclose(getattr(stats, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
     scale = float(jnp.abs(direction).max())
     np.testing.assert_allclose(total, direction, rtol=0, atol=2.0**-8 * scale)  # exponentials are rounded to bfloat16
     assert not np.asarray(total)[~np.asarray(live)].any() and scale > 0
+
+
+def test_the_direction_leaves_in_halves_and_dh_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E in two bfloat16 arrays is E to 2^-16; dH, written over the first a part at a time, is dH made at once."""
+    c = Case(n=300, vocab=300)  # token tiles of 256, which leave in two parts, and the last one in less than one
+    i = c.inputs()
+    h, w = i.case.parameters("vh")
+    y, g = jnp.asarray(i.case.targets), jnp.asarray(i.g[0])
+    live = jnp.arange(c.n) % 3 != 1
+    want, tpu = Wanted(True, True), PallasTpu()
+    zero = jnp.zeros_like(g)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(part: int, h: Any, w: Any) -> Any:
+        monkeypatch.setattr(kernels, "PART", part)
+        p = head_problem(h, w, y, transform=LogitTransform(), interpret=True)
+        _, terms, _ = kernels.token_stats_and_terms(p)
+        _, _, expected = kernels.token_sums(p, direction=True)
+        masked = dataclasses.replace(p, live=live)
+        stats, _, residual = tpu.forward(masked, want)
+        made = tpu.backward(masked, want, stats, StatCotangents(g, zero, zero), residual, True)
+        return terms, expected, (terms.times(p, g, h.dtype), made.hidden, made.head.weight)
+
+    terms, expected, at_once = both(4096, h, w)
+    assert terms.high.dtype == terms.rest.dtype == jnp.bfloat16
+    error = np.abs(
+        np.asarray(terms.high, np.float64) + np.asarray(terms.rest, np.float64) - np.asarray(expected, np.float64)
+    )
+    assert np.all(error <= 2.0**-16 * np.abs(expected))
+    assert_same_bits(both(64, h, w)[2], at_once)
 
 
 def test_tiles_are_deterministic_and_fit() -> None:

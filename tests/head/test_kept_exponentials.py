@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 import logitless
+from logitless import compat
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
@@ -187,3 +189,21 @@ def test_plan_prices_what_is_kept() -> None:
         for k in ({"gradients": ("hidden",)}, {"objective": logitless.Objective(entropy_coef=0.1)})
     )
     assert (frozen.matmuls, bonus.matmuls) == (2, 5)
+
+
+def test_two_cores_do_not_write_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two cores share the grid, the second keeps nothing here: what it holds is not to take the first one's
+    place. The interpreter runs both cores, one after the other."""
+    case = head_case(5, (512,), 128, 384, "bfloat16")
+    h, w = case.parameters("vh")
+    y = jnp.asarray(case.targets)
+
+    def kept(cores: int) -> Any:
+        monkeypatch.setattr(compat, "tpu_cores", lambda: cores)
+        interpret = pltpu.InterpretParams(num_cores_or_threads=cores, uninitialized_memory="nan")
+        p = head_problem(h, w, y, transform=LogitTransform(), interpret=interpret)
+        found = jax.jit(lambda: kernels.token_stats_and_terms(p, None, SMALL, keep=128)[2])()
+        assert found is not None and found.exponentials.shape == (384, 128 if cores == 1 else 128 + 512)
+        return found.exponentials[:, :128]
+
+    assert_same_bits(kept(2), kept(1))

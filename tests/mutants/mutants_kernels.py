@@ -186,6 +186,36 @@ MUTANTS = [
         f"{KEPT}::test_contract[some, in dW's place]",
     ),
     m(
+        "head/pallas_tpu/kept",
+        "other = steps if spec.spare else steps - 1",
+        "other = steps - 1",
+        f"{KEPT}::test_two_cores_do_not_write_over_each_other",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "lambda part: (of(part) - upper_half(of(part)))",
+        "lambda part: (upper_half(of(part)) - upper_half(of(part)))",
+        f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "jnp.minimum(i * spec.leaving + jnp.maximum(j - spec.vocab_steps, 0), last), 0",
+        "jnp.minimum(i * spec.leaving, last), 0",
+        f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
+    ),
+    m(
+        "head/pallas_tpu/kernels",
+        "(scale * cut(self.others)[:, None]) * e",
+        "cut(self.others)[:, None] * e",
+        f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
+    ),
+    m(
+        "head/pallas_tpu/kernels",
+        "some = lax.dynamic_slice_in_dim(ordered, first, count)",
+        "some = lax.dynamic_slice_in_dim(ordered, 0, count)",
+        f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
+    ),
+    m(
         "head/pallas_tpu/kernels",
         "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",
         "others = jnp.exp(log_probability(sums.maximum, None, stats))",

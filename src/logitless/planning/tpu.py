@@ -15,11 +15,13 @@ from logitless.route import Route
 def way(w: Work, route: Route) -> Way:
     """The kernels that run, of which the backend knows tiles and bytes."""
     from logitless.head.pallas_tpu.backend import describe
+    from logitless.head.pallas_tpu.kept import room_for
 
     moves_rows = w.wants_hidden or w.wants_lora  # LoRA's inner factor has its gradient from what stands beside dH
     carries = moves_rows and not route.way_taken.entropy
     keeps = route.static.kept if carries and w.wants_head else 0
-    about = describe(_problem(w, route, keeps))
+    problem = _problem(w, route, keeps)
+    about, room = describe(problem), room_for(problem, keeps) if keeps else 0
     used = ["token_stats_and_direction" if carries else "token_stats"]
     used += ["dhidden"] * (moves_rows and not carries)
     used += ["dhead"] if w.wants_head else ["dhead_of_lora"] * w.wants_lora
@@ -31,7 +33,8 @@ def way(w: Work, route: Route) -> Way:
         matmuls=matmuls,
         moved=sum(about[k]["hbm_bytes"] for k in used),
         passes=0,
-        temporaries=_temporaries(w, carries) + (keeps * w.vocab * w.item if keeps > w.width else 0),
+        temporaries=_temporaries(w, carries, route.tiles["layout"])
+        + (room * w.vocab * w.item if room > w.width else 0),
         tiles=tiles,
         narrow=swept - matmuls + outside if w.rank else 0.0,
     )
@@ -49,18 +52,24 @@ def _problem(w: Work, route: Route, keeps: int) -> Problem:
     return Problem(hidden, head, None, None, call=dataclasses.replace(route.static, kept=keeps))  # type: ignore[arg-type]
 
 
-def _temporaries(w: Work, carries: bool) -> int:
-    """Arrays ``[tokens, H]`` beside inputs and outputs, as libtpu 0.0.48 places them.
+def _temporaries(w: Work, carries: bool, layout: str) -> int:
+    """Arrays ``[tokens, H]`` beside inputs and outputs, as libtpu 0.0.50 places them.
 
-    The float32 accumulator (once more where a mask puts its rows back into their places), and the hidden states
-    gathered for the sweep of dW; an entropy bonus has dH in float32 as well.
+    The accumulator stands where dH will, or with a mask, which puts its rows back into their places, beside that; of
+    16 bits it has a second half. Hidden states are gathered for the sweep of dW, with a mask for the first one. An
+    ``[H, V]`` head has the target's rows whole, in two orders, and the hidden states transposed. An entropy bonus has
+    dH in float32.
     """
     if w.rank:
         return _temporaries_with_lora(w, carries)
-    per_element = w.item if w.masked or w.wants_head else 0
+    arrays = 1 if w.masked or w.wants_head else 0
+    if w.wants_hidden and not carries:
+        return w.tokens * w.width * (8 + w.item)
     if w.wants_hidden:
-        per_element = 4 * (1 + w.masked) + w.item * w.wants_head if carries else 8 + w.item
-    return w.tokens * w.width * per_element
+        second = int(w.item == 2)
+        arrays = 2 + second if w.masked else max(second, arrays)
+        arrays += 3 if layout == "hv" else 0
+    return w.tokens * w.width * w.item * arrays
 
 
 def _temporaries_with_lora(w: Work, carries: bool) -> int:

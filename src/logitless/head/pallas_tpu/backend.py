@@ -49,7 +49,7 @@ _NOT_OVER_A_MESH = (
 class Residual:
     """What the forward sweep leaves for the backward pass."""
 
-    direction: Array  # [N, H] float32: d logp / d hidden
+    direction: Array | kernels.Terms  # d logp / d hidden [N, H] float32, or its terms, tokens in the order of the sweep
     low: Array | None = None  # [N, r] float32, with LoRA: d logp / d low, of a shard its own columns' part (lora.py)
     kept: Kept | None = None  # exponentials for dW, in the order in which live tokens were swept
 
@@ -144,9 +144,12 @@ class PallasTpu:
         if not self._carries_direction(p, want):
             return self.statistics(p)[0], None, None
         f, keep = front(p.live), p.call.kept if want.weight else 0
-        stats, both, kept = kernels.token_stats_and_direction(f.problem(p), f.count, keep=keep)
-        stats, both = jax.tree.map(f.put_back, (stats, both))
-        return stats, None, Residual(both[0], both[1], kept)
+        if p.head.rank:
+            found = kernels.token_stats_and_direction(f.problem(p), f.count)[:2]
+            stats, both = jax.tree.map(f.put_back, found)
+            return stats, None, Residual(*both)
+        stats, terms, kept = kernels.token_stats_and_terms(kernels.in_order(f, p), f.count, keep=keep)
+        return jax.tree.map(f.put_back, stats), None, Residual(terms, None, kept)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Residual | None, only_logp: bool
@@ -165,16 +168,20 @@ class PallasTpu:
                 return jnp.where((g.logp != 0)[:, None], g.logp[:, None] * d, 0.0)
 
             if want.hidden:
-                # dH before dW: the float32 direction need not live beside dW.
-                dh = times_g(residual.direction)
-                dh = dh if p.call.partial_hidden else dh.astype(p.h.dtype)
+                # dH before dW: what it is made of need not live beside dW.
+                rounded: Any = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
+                if isinstance(residual.direction, kernels.Terms):
+                    f = front(p.live)
+                    dh = f.put_back(residual.direction.times(p, f.take(g.logp), rounded))
+                else:
+                    dh = times_g(residual.direction).astype(rounded)
                 dh, g = lax.optimization_barrier((dh, g))
             low = times_g(residual.low) if want.lora and residual.low is not None else None
         if kept is not None and want.weight:
             head = self._dhead_of_kept(p, out, g, kept)
         elif by_sweep or want.weight or want.bias or want.lora:
             f = front(g.any_nonzero())
-            part, stats, own = f.problem(p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
+            part, stats, own = kernels.in_order(f, p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
             if by_sweep:
                 dh, low = jax.tree.map(f.put_back, kernels.dhidden(part, f.count, stats, own))
             if want.weight or want.bias or want.lora:
@@ -200,7 +207,7 @@ class PallasTpu:
         order = jnp.concatenate([first[:count], rest.take(first[count:])])
         assert rest.count is not None
         f = Front(order, rest.count + count)
-        part = f.problem(p)
+        part = kernels.in_order(f, p)
         if p.live is not None:  # a dead token among the kept adds zero if it holds a number
             part = dataclasses.replace(part, h=jnp.where(f.take(p.live)[:, None], part.h, jnp.zeros((), p.h.dtype)))
         return kernels.dhead(part, f.count, jax.tree.map(f.take, out), jax.tree.map(f.take, g), kept=kept)

@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
+from logitless.head.pallas_tpu import kept as kept_tokens
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     Launch,
@@ -177,7 +178,8 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
     whole = spec.vocab_size // vocab if spec.vocab_size < spec.vocab else pl.cdiv(spec.vocab, vocab)
     ways = [] if refs.weight is None else [(live, cotangent)]
     if spec.kept:
-        ways.append(((i < kept_steps) & (n_live[1 + kept_steps + jnp.minimum(i, kept_steps - 1)] != 0), kept_cotangent))
+        moves = kept_tokens.has_gradient(n_live, jnp.minimum(i, kept_steps - 1), kept_steps)
+        ways.append(((i < kept_steps) & moves, kept_cotangent))
     for taken, way in ways:
         if whole > 0:
             pl.when(taken & (j < whole))(functools.partial(step, way, False))

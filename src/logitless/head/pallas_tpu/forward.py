@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
-from logitless.head.pallas_tpu.kept import Kept
+from logitless.head.pallas_tpu.kept import Kept, block_of_step
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     Launch,
@@ -54,7 +54,7 @@ from logitless.head.pallas_tpu.operands import (
     raw_logits,
     sweep_blocks,
 )
-from logitless.head.pallas_tpu.tiles import LANES, SUBLANES, Spec, over_parts, zero_rows
+from logitless.head.pallas_tpu.tiles import LANES, SUBLANES, Part, Spec, fill_rows, over_parts, zero_rows
 from logitless.pytree import register
 from logitless.stats import NEG_INF, RowSums
 from logitless.transform import LogitTransform, factor, slope, swept, times
@@ -73,6 +73,8 @@ class _Out:
 
     sums: Any  # [N, SUMS]
     expected: Any = None  # [N, H]: E; with LoRA [N, H + R] (``lora.py``)
+    high: Any = None  # [N, H], in the place of E: its upper half, in the hidden states' dtype
+    rest: Any = None  # [N, H]: what that leaves of E
     maxima: Any = None  # [token tiles, 1, vocab_size]
     kept: Any = None  # [V, room] or [room, V], in HBM: exponentials of the first tokens
     tops: Any = None  # [N, vocabulary tiles]: the maximum that each tile's exponentials are relative to
@@ -105,24 +107,19 @@ def _absorb(sums: RowSums, u: Array, is_target: Array, k: Array | None) -> tuple
     return absorbed, e, a, shifted
 
 
-def _copy_of_step(spec: Spec, out: _Out, keeping: tuple[Any, Any], i: Any, j: Any, width: int) -> Any:
-    """The copy of a step's exponentials from their buffer to HBM; two buffers take turns."""
-    buffer, done = keeping
-    vocab, tokens = spec.tiles.vocab, spec.tiles.tokens
-    columns = pl.ds(pl.multiple_of(j * vocab, vocab), width)
-    rows = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
-    if spec.layout == "vh":
-        source, to = buffer.at[j % 2, :width, :], out.kept.at[columns, rows]
-    else:
-        source, to = buffer.at[j % 2, :, :width], out.kept.at[rows, columns]
-    return pltpu.make_async_copy(source, to, done.at[j % 2])
+def upper_half(x: Array) -> Array:
+    """float32 numbers rounded to those of bfloat16, by their bits: no compiler takes ``x - upper_half(x)`` for zero."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
 
 
-def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *keeping: Any) -> None:
+def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *scratch: Any) -> None:
     """One (token tile, vocabulary tile) step; scratch carries the sums (``acc.target`` the target's raw logit), the
-    output block carries ``E``. ``keeping``: two buffers of exponentials on their way out, and their semaphores."""
+    output block ``E``. If that leaves in halves, scratch carries it, and steps behind the last tile of the vocabulary
+    write a part of the tokens each."""
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
+    expected = scratch[0] if scratch else out.expected
 
     def transform_of(rows: Any) -> LogitTransform:
         return spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[rows, :])
@@ -132,8 +129,8 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
         acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
         for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
             ref[...] = jnp.zeros_like(ref)
-        if out.expected is not None:
-            zero_rows(out.expected)
+        if expected is not None:
+            zero_rows(expected)
 
     dead = spec.dead_rows(i, n_live)
     if out.maxima is not None and dead is not None:
@@ -144,24 +141,14 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             if refs.low is not None:
                 clear_dead(refs.low, 0, dead[1])
 
-    keeps, last = i < spec.kept_steps, spec.vocab_steps - 1
-
-    def copy(at: Any, width: int) -> Any:
-        return _copy_of_step(spec, out, keeping, i, at, width)
-
     def step(width: int, masked: bool) -> None:
-        if spec.kept and last >= 2:
-            # Before anything else, long after it was begun: no step waits, and the rest is one block of code.
-            pl.when(keeps & (j >= 2))(lambda: copy(j - 2, spec.tiles.vocab).wait())
-        if masked and out.expected is not None:
+        if masked and expected is not None:
             clear_outside(spec, refs, width)
         if out.maxima is not None:
             out.maxima[0, :, :width] = jnp.full((1, width), NEG_INF, jnp.float32)
-        work = spec.tiles.vocab * refs.h.shape[1] * (1 if out.expected is None else 2)
+        work = spec.tiles.vocab * refs.h.shape[1] * (1 if expected is None else 2)
         unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
         over_parts(spec.tiles.tokens, work, unit, lambda part: rows_of(part.rows, width, masked))
-        if spec.kept:
-            pl.when(keeps)(lambda: copy(j, width).start())
 
     def rows_of(rows: Any, width: int, masked: bool) -> None:
         transform = transform_of(rows)
@@ -182,7 +169,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             bound = jnp.maximum(refs.floor[rows, :], top + jnp.log(sums.total))
             found = jnp.max(shifted + (top - bound), axis=0, keepdims=True)
             out.maxima[0, :, :width] = jnp.maximum(out.maxima[0, :, :width], found)
-        if out.expected is None:
+        if expected is None:
             return
         if spec.has_softcap:
             # Columns at -inf have no weight; their slope may be 0 * inf.
@@ -190,46 +177,66 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *k
             assert bend is not None
             e = jnp.where(e > 0, e * bend, 0.0)
         e = e.astype(w.dtype)
-        add_head_rows(spec, refs, out.expected, rows, a, e, w)
+        add_head_rows(spec, refs, expected, rows, a, e, w)
         if spec.kept:
-            keep(e, rows, width)
+            pl.when(i < spec.kept_steps)(lambda: keep(e, rows, width))
             tile = lax.broadcasted_iota(jnp.int32, (rows.size, out.tops.shape[1]), 1)
             out.tops[rows, :] = jnp.where(tile == j, sums.maximum, out.tops[rows, :])
 
     def keep(e: Array, rows: Any, width: int) -> None:
-        buffer = keeping[0]
         if spec.layout == "vh":
-            buffer[j % 2, :width, rows] = e.T
+            out.kept[:width, rows] = e.T
         else:
-            buffer[j % 2, rows, :width] = e
+            out.kept[rows, :width] = e
 
-    over_vocabulary(spec, live, step)
+    over_vocabulary(spec, live & (j < spec.vocab_steps) if scratch else live, step)
 
-    if spec.kept:
-
-        @pl.when(live & keeps & (j == last))
-        def copies_end() -> None:
-            if last >= 1:
-                copy(j - 1, spec.tiles.vocab).wait()
-            copy(j, spec.tail_width).wait()
-
-    @pl.when(live & (j == last))
+    @pl.when(live & (j == spec.vocab_steps - 1))
     def _() -> None:
         s = jax.tree.map(lambda ref: ref[...], acc)
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
         for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
             out.sums[:, i : i + 1] = value
 
+    if scratch:
+        block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]
+
+        @pl.when(live & (j >= spec.vocab_steps) & (block * size < spec.n))
+        def _() -> None:
+            first = (j - spec.vocab_steps) * size
+
+            def of(part: Part) -> Array:
+                return expected[pl.ds(first + part.first, part.size), :]
+
+            fill_rows(out.high, lambda part: upper_half(of(part)).astype(out.high.dtype))
+            fill_rows(out.rest, lambda part: (of(part) - upper_half(of(part))).astype(out.rest.dtype))
+
+
+def _block_of_half(spec: Spec, width: int) -> pl.BlockSpec:
+    """A part of a token tile's rows of E on their way out. Until they are written the first part's place is held, and
+    behind the last token the last part's."""
+    size, last = spec.tiles.tokens // spec.leaving, pl.cdiv(spec.n * spec.leaving, spec.tiles.tokens) - 1
+
+    def at(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return jnp.minimum(i * spec.leaving + jnp.maximum(j - spec.vocab_steps, 0), last), 0
+
+    return pl.BlockSpec((size, width), at)
+
 
 def forward_sweep(
-    k: Launch, direction: bool, room: int = 0
-) -> tuple[RowSums, Array, Array | None, Array | None, Kept | None]:
+    k: Launch, direction: bool, room: int = 0, halves: bool = False
+) -> tuple[RowSums, Array, Array | tuple[Array, Array] | None, Array | None, Kept | None]:
     """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None, exponentials or
     None)``, E ``[N, H + R]`` with LoRA; what belongs to dead tiles is not written. A ``floor`` among the operands asks
-    for the maxima, a direction with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens."""
+    for the maxima, a direction with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens. With
+    ``halves`` E is two arrays if hidden states have 16 bits, its upper half and what that leaves."""
+    halves = halves and k.operands.h.dtype != jnp.float32
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
     width += k.rank
+    if halves:
+        spec = dataclasses.replace(spec, leaving=max(tokens // LANES, 1))
+        k = dataclasses.replace(k, spec=spec)
 
     # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
     def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
@@ -238,31 +245,31 @@ def forward_sweep(
     blocks = _Out(pl.BlockSpec((tokens, SUMS), own))
     shapes = _Out(jax.ShapeDtypeStruct((n, SUMS), jnp.float32))
     moved = passes * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes
-    if direction:
+    if direction and halves:
+        half, block = compat.hbm_output((n, width), x.h.dtype, spec.interpret), _block_of_half(spec, width)
+        blocks = dataclasses.replace(blocks, high=block, rest=block)
+        shapes = dataclasses.replace(shapes, high=half, rest=half)
+    elif direction:
         block = pl.BlockSpec((tokens, width), own, pipeline_mode=pl.Buffered(1))
         blocks = dataclasses.replace(blocks, expected=block)
         shapes = dataclasses.replace(shapes, expected=compat.hbm_output((n, width), jnp.float32, spec.interpret))
-        moved += 4 * n * width
+    moved += 4 * n * width * direction
     if x.floor is not None:
         block = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
         blocks = dataclasses.replace(blocks, maxima=block)
         shape = jax.ShapeDtypeStruct((passes, 1, spec.vocab_size), jnp.float32)
         shapes = dataclasses.replace(shapes, maxima=shape)
         moved += 4 * passes * spec.vocab_size
-    keeping: list[Any] = []
     if direction and spec.kept:
         plane = (spec.vocab, room) if spec.layout == "vh" else (room, spec.vocab)
-        tile = (spec.tiles.vocab, tokens) if spec.layout == "vh" else (tokens, spec.tiles.vocab)
         item = x.weight.dtype
-        blocks = dataclasses.replace(
-            blocks, kept=pl.BlockSpec(memory_space=pl.ANY), tops=pl.BlockSpec((tokens, spec.vocab_steps), own)
-        )
+        tops = pl.BlockSpec((tokens, spec.vocab_steps), own)
+        blocks = dataclasses.replace(blocks, kept=block_of_step(spec), tops=tops)
         shapes = dataclasses.replace(
             shapes,
             kept=compat.hbm_output(plane, item, spec.interpret),
             tops=jax.ShapeDtypeStruct((n, spec.vocab_steps), jnp.float32),
         )
-        keeping = [pltpu.VMEM((2, *tile), item), pltpu.SemaphoreType.DMA((2,))]
         moved += spec.kept * spec.vocab * item.itemsize
     scratch: Any = RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5)  # type: ignore[arg-type]
     what = "direction" if direction else "stats" if x.floor is None else "maxima"
@@ -270,10 +277,10 @@ def forward_sweep(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(passes, spec.vocab_steps),
+            grid=(passes, spec.vocab_steps + spec.leaving),
             in_specs=[sweep_blocks(k)],
             out_specs=blocks,
-            scratch_shapes=[scratch, *keeping],
+            scratch_shapes=[scratch, *[pltpu.VMEM((tokens, width), jnp.float32)] * halves],
         ),
         out_shape=shapes,
         compiler_params=compiler_params(spec),
@@ -288,4 +295,5 @@ def forward_sweep(
     sums = out.sums
     maxima = None if out.maxima is None else out.maxima[:, 0]
     kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[: spec.kept, 5], spec.tiles.vocab)
-    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], out.expected, maxima, kept
+    expected = (out.high, out.rest) if halves else out.expected
+    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], expected, maxima, kept

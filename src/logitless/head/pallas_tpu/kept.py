@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 
+from logitless import compat
 from logitless.head.pallas_tpu.operands import Launch, tiles_of
-from logitless.head.pallas_tpu.tiles import LANES
+from logitless.head.pallas_tpu.tiles import LANES, Spec
 from logitless.problem import Problem
 from logitless.pytree import register, static
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
@@ -67,18 +70,26 @@ def nothing_kept_because(p: Problem) -> str | None:
 
 def tokens_kept(p: Problem, memory_budget: int) -> int:
     """How many tokens' exponentials are kept: whole tiles of them, as many as fit into dW's place, or more if
-    ``memory_budget`` bytes hold more."""
+    ``memory_budget`` bytes hold more, the spare tile of two cores among them."""
     if nothing_kept_because(p) is not None:
         return 0
     n, width = p.h.shape
     tile = math.lcm(tiles_of("forward", p, True).tokens, tiles_of("dhead", p, True).tokens)
     bought = memory_budget // (p.head.vocab * jnp.dtype(p.h.dtype).itemsize)
-    return min(max(width, bought), n) // tile * tile
+    most = min(max(width, bought), n) // tile * tile
+    return most - tile if has_spare(p, most) else most
+
+
+def has_spare(p: Problem, kept: int) -> bool:
+    """Whether the forward sweep needs a token tile in the array of exponentials to write nothing of use to: where two
+    cores share its grid and some tokens are not kept, one core's tokens may all be such."""
+    return 0 < kept < p.h.shape[0] and compat.tpu_cores() > 1
 
 
 def room_for(p: Problem, kept: int) -> int:
     """Tokens that the array of exponentials has room for: ``H`` where dW will be written over it."""
-    return max(kept, p.h.shape[1])
+    spare = tiles_of("forward", p, True).tokens if has_spare(p, kept) else 0
+    return max(kept + spare, p.h.shape[1])
 
 
 def factors(p: Problem, kept: Kept, stats: TokenStats, g: StatCotangents) -> tuple[Array, Array]:
@@ -108,3 +119,27 @@ def schedule(k: Launch, moves: Array) -> Array:
     active = jnp.any(moves[: k.spec.kept].reshape(steps, -1), axis=1)
     at = jax.lax.cummax(jnp.where(active, jnp.arange(steps, dtype=jnp.int32), 0))
     return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])
+
+
+def has_gradient(n_live: Any, tile: Any, kept_steps: int) -> Any:
+    """Whether a tile of kept tokens has one with a gradient, by what :func:`schedule` says."""
+    return n_live[1 + kept_steps + tile] != 0
+
+
+def block_of_step(spec: Spec) -> pl.BlockSpec:
+    """Where a step's exponentials leave to.
+
+    Steps that keep none hold on to a block, so that nothing more is written: a dead tile its own last one, tokens that
+    are not kept the last one that was, which goes out once more as it is. Where two cores share a grid the second may
+    have kept nothing, and what it holds is not to be written over the first one's: there they hold the spare tile.
+    """
+    last, steps = spec.vocab_steps - 1, spec.kept_steps
+    other = steps if spec.spare else steps - 1
+
+    def at(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        row = jnp.where((i < steps) & spec.live(i, n_live), jnp.minimum(j, last), last)
+        column = jnp.minimum(i, other)
+        return (row, column) if spec.layout == "vh" else (column, row)
+
+    tile = (spec.tiles.vocab, spec.tiles.tokens)
+    return pl.BlockSpec(tile if spec.layout == "vh" else tile[::-1], at)

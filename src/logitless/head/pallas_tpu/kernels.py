@@ -5,18 +5,24 @@ are skipped and fetch nothing):
 
     token_stats                one matmul      statistics
     token_stats_and_maxima     one matmul      statistics, bit-identical to those, and columns' largest probabilities
-    token_stats_and_direction  two matmuls     statistics, bit-identical to those, and d logp / d hidden
+    token_stats_and_terms      two matmuls     statistics, bit-identical to those, and what d logp / d hidden is made of
+    token_stats_and_direction  two matmuls     the same, and d logp / d hidden itself
     dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
     dhead                      two matmuls     dW in its final dtype, dbias; one for tokens whose exponentials were kept
                                one matmul      where the weight is frozen: dbias, or LoRA's outer factor (lora.py)
 
 An objective of ``logp`` alone costs four matmuls for loss, dH and dW, three for tokens whose exponentials the forward
-sweep keeps (``kept.py``): with ``p`` the softmax and ``y`` the target,
+sweep keeps (``kept.py``): with ``p`` the softmax, ``y`` the target and ``E`` the sweep's accumulator, relative to a
+maximum,
 
-    D = d logp / d h = -expm1(logp) slope_y W_y - sum_{v != y} p_v slope_v W_v          dH = g_logp D
+    D = d logp / d h = own W_y - others E        own = -expm1(logp) slope_y        others = p(maximum) slope
+    dH = g_logp D
 
-``D`` is float32: it is the sweep's own accumulator, scaled. Rounding it to bfloat16 would round dH twice and saves
-nothing at the peak, since it dies before dW is made.
+``g`` is known after the loss, so that a term ``[N, H]`` has to wait for it. In float32 it would be twice as large as
+dH, and the compiler gives temporaries no memory that an output will need. So a sweep of 16-bit hidden states leaves
+``E`` as two arrays of their dtype, ``E = high + rest`` to 2^-17 (:class:`Terms`), and dH is written over the first of
+them, a part of the tokens at a time: beside inputs and outputs stand ``rest`` and the target rows of a part. What
+shards sum over devices, and what stands beside LoRA's part, is made at once, from ``E`` in float32.
 
 Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tiles.py``.
 """
@@ -24,20 +30,23 @@ Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tile
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from logitless.head.pallas_tpu import lora
 from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
-from logitless.head.pallas_tpu.kept import Kept, factors, room_for, schedule
+from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
 from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import Tiles
 from logitless.problem import Problem
+from logitless.pytree import register
+from logitless.rows import Front
 from logitless.stats import (
     RowSums,
     StatCotangents,
@@ -56,6 +65,9 @@ Both = tuple[Array, Array | None]
 """A cotangent of the hidden states ``[N, H]`` float32, LoRA's part in it, and of their low-rank image ``[N, r]`` before
 LoRA's scale (``lora.py``); ``None`` without LoRA."""
 
+PART = 1024
+"""Tokens whose rows, of the head or of the hidden states, are gathered at a time."""
+
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
     """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
@@ -67,7 +79,9 @@ def token_sums(
 ) -> tuple[RowSums, Array, Array | None]:
     """``(sums [N], raw target logit [N], E [N, H], with LoRA [N, H + R], or None)`` over the head's columns, which may
     be a shard of the vocabulary; targets that are another shard's are -1. What belongs to dead tokens means nothing."""
-    return forward_sweep(prepare("forward", p, n_live, tiles), direction)[:3]
+    sums, x_y, expected, _, _ = forward_sweep(prepare("forward", p, n_live, tiles), direction)
+    assert not isinstance(expected, tuple)
+    return sums, x_y, expected
 
 
 def token_stats(p: Problem, n_live: Count = None, tiles: Tiles | None = None) -> TokenStats:
@@ -103,25 +117,104 @@ def _sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | Non
     return k, sums, jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
 
 
+def token_stats_and_terms(
+    p: Problem, n_live: Count = None, tiles: Tiles | None = None, keep: int = 0
+) -> tuple[TokenStats, Terms, Kept | None]:
+    """``(statistics [N], d logp / d hidden in its terms, exponentials)``, of dead tokens zeros, anything and nothing.
+    Two matmuls. ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
+    k = prepare("forward", p, n_live, tiles, kept=keep, spare=keep > 0 and has_spare(p, keep))
+    sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep) if keep else 0, halves=True)
+    high, rest = expected if isinstance(expected, tuple) else (expected, None)
+    assert high is not None
+    stats = _finished(k, p, sums)
+    return stats, Terms(high, rest, *factors_of(p, stats, sums, x_y), columns_of(p)), kept
+
+
 def token_stats_and_direction(
     p: Problem, n_live: Count = None, tiles: Tiles | None = None, keep: int = 0
 ) -> tuple[TokenStats, Both, Kept | None]:
     """``(statistics [N], d logp / d hidden, exponentials)``, the first two zero from ``n_live`` on. Two matmuls.
-    ``keep``: of so many tokens, the first, exponentials are kept for :func:`dhead`; whole token tiles."""
-    k = prepare("forward", p, n_live, tiles, keep)
-    sums, x_y, expected, _, kept = forward_sweep(k, True, room_for(p, keep) if keep else 0)
-    assert expected is not None
+    ``keep`` as for :func:`token_stats_and_terms`; not with LoRA."""
+    if not p.head.rank:
+        stats, terms, kept = token_stats_and_terms(p, n_live, tiles, keep)
+        live = jnp.arange(p.n) < (p.n if n_live is None else n_live)
+        return stats, (terms.times(p, live.astype(jnp.float32), jnp.dtype(jnp.float32)), None), kept
+    k = prepare("forward", p, n_live, tiles)
+    sums, x_y, expected, _, _ = forward_sweep(k, True)
     stats = _finished(k, p, sums)
-    return stats, token_direction(p, n_live, stats, sums, x_y, expected), kept
+    assert expected is not None and not isinstance(expected, tuple)
+    return stats, token_direction(p, n_live, stats, sums, x_y, expected), None
 
 
-def token_direction(
-    p: Problem, n_live: Count, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
-) -> Both:
-    """``d logp / d hidden``, or a shard's part of it; ``here [N]``: the target is one of its columns.
+@register
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """``d logp / d hidden`` of the swept tokens, not made yet."""
 
-    ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` what :func:`token_sums` gave.
-    """
+    high: Array  # [N, H]: E, or its upper half, in the hidden states' dtype
+    rest: Array | None  # [N, H]: E - high, in that dtype where it is not float32
+    own: Array  # [N] float32: what the target's row is multiplied by
+    others: Array  # [N] float32: what E is multiplied by
+    targets: Array  # [N] int32, each a column of the head
+
+    def times(self, p: Problem, g: Array, dtype: Any) -> Array:
+        """``g D [N, H]``, exactly zero where ``g [N]`` is; written over ``high`` if that has its dtype."""
+        n, out = self.high.shape[0], self.high
+        # Columns of an [H, V] head are found by one sweep over it, whatever the number of tokens.
+        size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
+
+        def made(first: Any, count: int, high: Array) -> Array:
+            def cut(x: Array) -> Array:
+                return lax.dynamic_slice_in_dim(x, first, count) if count < n else x
+
+            e = cut(high).astype(jnp.float32)
+            e = e if self.rest is None else e + cut(self.rest).astype(jnp.float32)
+            w = rows_at(p, p.head.weight, cut(self.targets)).astype(jnp.float32)
+            scale = cut(g)[:, None]
+            d = (scale * cut(self.own)[:, None]) * w - (scale * cut(self.others)[:, None]) * e
+            return jnp.where(scale != 0, d, 0.0).astype(dtype)
+
+        if size == n:
+            return made(0, n, out)
+
+        def part(first: Any, count: int, so_far: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(so_far, made(first, count, so_far), first, 0)
+
+        return _by_parts(n, size, part, out)
+
+
+def in_order(f: Front, p: Problem) -> Problem:
+    """The problem with its tokens as ``f`` has them, hidden states gathered a part at a time. A gather of all of them
+    goes to the chip's sparse core, and the compiler lets what that writes share memory with nothing else."""
+    order, n = f.order, p.n
+
+    def take(x: Array) -> Array:
+        if x.ndim == 1 or order is None or n < 2 * PART:
+            return f.take(x)
+
+        # Not before the order is known: an array of zeros would be there from the program's start.
+        ordered, nothing = lax.optimization_barrier((order, jnp.zeros((), x.dtype)))
+
+        def part(first: Any, count: int, so_far: Array) -> Array:
+            some = lax.dynamic_slice_in_dim(ordered, first, count)
+            rows = x.at[some].get(mode="promise_in_bounds", unique_indices=True)
+            return lax.dynamic_update_slice_in_dim(so_far, rows, first, 0)
+
+        return _by_parts(n, PART, part, jnp.broadcast_to(nothing, x.shape))
+
+    return dataclasses.replace(p, live=None).rows(take)
+
+
+def _by_parts(n: int, size: int, part: Callable[[Any, int, Array], Array], out: Array) -> Array:
+    """``part(first, count, out)`` in turn for parts of ``n`` rows, the last one shorter."""
+    out = lax.fori_loop(0, n // size, lambda i, x: part(i * size, size, x), out)
+    return part(n - n % size, n % size, out) if n % size else out
+
+
+def factors_of(
+    p: Problem, stats: TokenStats, sums: RowSums, x_y: Array, here: Array | None = None
+) -> tuple[Array, Array]:
+    """``(own [N], others [N])``; ``here [N]``: the target is one of the head's columns."""
     one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
     own = dz(zero, one > 0, stats, StatCotangents(one, zero, zero))
     # The accumulator is relative to the largest other logit: scale it by that column's probability.
@@ -130,9 +223,23 @@ def token_direction(
     if bend is not None:
         own = own * bend
         others = others if p.transform.softcap is not None else others * bend  # a softcap's slope is already in it
-    if here is not None:
-        own = jnp.where(here, own, 0.0)
-    y = jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1)
+    return own if here is None else jnp.where(here, own, 0.0), others
+
+
+def columns_of(p: Problem) -> Array:
+    """Targets ``[N]`` as columns of the head, whatever stood there."""
+    return jnp.clip(p.targets.astype(jnp.int32), 0, p.head.vocab - 1)
+
+
+def token_direction(
+    p: Problem, n_live: Any, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
+) -> Both:
+    """``d logp / d hidden``, or a shard's part of it; ``here [N]``: the target is one of its columns.
+
+    ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` (float32) what the sweep gave.
+    """
+    own, others = factors_of(p, stats, sums, x_y, here)
+    y = columns_of(p)
 
     def direction(x: Array, e: Array) -> Array:
         d = own[:, None] * rows_at(p, x, y).astype(jnp.float32)[:, : e.shape[1]] - others[:, None] * e
@@ -182,7 +289,7 @@ def dhead(
     token before ``n_live`` whose cotangents are zero adds zero, provided that its hidden state is finite.
     """
     count, tile = (0, 0) if kept is None else (kept.x_y.shape[0], kept.tile)
-    k = prepare("dhead", p, n_live if kept is None or n_live is not None else p.n, tiles, count, tile)
+    k = prepare("dhead", p, n_live if kept is None or n_live is not None else p.n, tiles, kept=count, kept_tile=tile)
     padded = k.spec.token_steps * k.spec.tiles.tokens
     token = coefficients(p, k.live, stats, g, padded)
     if kept is not None:

@@ -116,11 +116,9 @@ def interpreter(interpret: Any) -> Any:
     return pltpu.InterpretParams() if interpret is True else interpret
 
 
-def prepare(
-    kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles | None, kept: int = 0, kept_tile: int = 0
-) -> Launch:
-    """What every kernel takes of a problem; ``n_live`` tokens count, ``None``: all of them. ``kept``: tokens whose
-    exponentials are kept, forward and dhead, there in tiles of ``kept_tile`` columns."""
+def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles | None, **keeping: Any) -> Launch:
+    """What every kernel takes of a problem; ``n_live`` tokens count, ``None``: all of them. ``keeping``: of the
+    exponentials that are kept, what the spec is told (``kept``, ``spare``, ``kept_tile``)."""
     check(p)
     t, interpret = p.transform, interpreter(p.call.interpret)
     spec = Spec(
@@ -128,7 +126,7 @@ def prepare(
         n=p.n,
         vocab=p.head.vocab,
         vocab_size=p.call.vocab_size,
-        tiles=tiles or tiles_of(kernel, p, kept > 0),
+        tiles=tiles or tiles_of(kernel, p, keeping.get("kept", 0) > 0),
         logits_dtype=jnp.dtype(p.call.logits_dtype),
         has_temperature=t.temperature is not None,
         per_token_temperature=t.per_token,
@@ -136,8 +134,7 @@ def prepare(
         has_scale=t.scale is not None,
         all_live=n_live is None,
         interpret=interpret,
-        kept=kept,
-        kept_tile=kept_tile,
+        **keeping,
     )
     numbers = (None if t.per_token else t.temperature, t.softcap, t.scale, p.head.lora_scale)
     low, outer = lora.operands(p) if p.head.rank else (None, None)
@@ -171,6 +168,7 @@ def sweep_blocks(k: Launch, rows: int = 1) -> Operands:
         return spec.readable(i, n_live), 0
 
     def column(i: Any, j: Any, n_live: Any) -> Any:
+        j = jnp.where(j < spec.vocab_steps, j, 0) if spec.leaving else j  # the next token tile's first, beforehand
         return j if spec.all_live else jnp.where(spec.live(i, n_live), j, spec.vocab_steps - 1)
 
     def head_vh(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:

@@ -72,7 +72,7 @@ def need(
 ) -> int:
     """VMEM bytes of a kernel's blocks, scratch and temporaries; compilers settled for 0.88 to 1.04 of it.
 
-    ``keeping``: exponentials leave the forward sweep, or enter that of dW, through two buffers (``kept.py``).
+    ``keeping``: exponentials leave the forward sweep, or enter that of dW, in a double-buffered block (``kept.py``).
     """
     h, w = tokens * hidden * itemsize, vocab * hidden * itemsize
     plane = tokens * vocab * (4 + 4 + itemsize)  # logits, a temporary, rounded probabilities or dlogits
@@ -136,7 +136,9 @@ class Spec:
     has_scale: bool
     all_live: bool  # the number of live tokens is not a traced one: no step is conditional on it
     interpret: Any
+    leaving: int = 0  # of the forward sweep: steps behind the vocabulary's in which a token tile's E leaves in halves
     kept: int = 0  # tokens, whole tiles of them, whose exponentials the forward sweep keeps for dW's
+    spare: bool = False  # of the forward sweep: the array of exponentials has a token tile more than are kept
     kept_tile: int = 0  # of dW's: columns of a tile of the sweep that kept them
 
     @property
