@@ -42,16 +42,17 @@ def uv_environment(listed: str, environment: dict[str, str]) -> dict[str, str]:
 
 def install(python: str, folder: Path, wanted: list[str]) -> None:
     """An environment of that Python in ``folder``, made anew, with what pip would be given to install."""
-    subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+    subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     own = folder / "bin" / "python"
-    pip = [own, "-m", "pip", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]  # that Python's, which is there, for uv alone
     silent = {"stderr": subprocess.DEVNULL}
-    if subprocess.run([*pip, "install", "--quiet", "uv"], **silent).returncode == 0:
+    if subprocess.run([*pip, "--python", own, "install", "--quiet", "uv"], **silent).returncode == 0:
         listed = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, text=True, **silent).stdout
-        uv = [folder / "bin" / "uv", "pip", "install", "--quiet", "--python", own, *wanted]
+        uv = [folder / "bin" / "uv", "pip", "install", "--quiet", "--python", own, "pip", *wanted]
         if subprocess.run(uv, env=uv_environment(listed, dict(os.environ)), **silent).returncode == 0:
             return
-    subprocess.run([*pip, "install", "--quiet", *wanted], check=True)
+    subprocess.run([own, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *wanted], check=True)
 
 
 if __name__ == "__main__":
