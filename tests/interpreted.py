@@ -29,10 +29,19 @@ def in_numpy(f: Callable[..., Any]) -> Callable[..., Any]:
         if key not in traced:
             traced[key] = jax.make_jaxpr(f, return_shape=True)(*args)
         closed, shape = traced[key]
-        out = Interpreter().inner(closed, [np.asarray(x) for x in leaves])
-        return jax.tree.unflatten(jax.tree.structure(shape), [np.asarray(x) for x in out])
+        out = Interpreter().inner(closed, [_host(x) for x in leaves])
+        return jax.tree.unflatten(jax.tree.structure(shape), [_host(x) for x in out])
 
     return run
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+
+
+def _host(x: Any) -> Any:
+    """As an array of NumPy; keys of random numbers stay JAX's."""
+    return x if _is_key(x) else np.asarray(x)
 
 
 class Interpreter:
@@ -69,7 +78,7 @@ class Interpreter:
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if key in params and name not in ("custom_vjp_call_jaxpr",):
                 return self.inner(params[key], args)
-        if name in _NUMPY:
+        if name in _NUMPY and not any(map(_is_key, args)):
             return [np.asarray(_NUMPY[name](params, *args), eqn.outvars[0].aval.dtype)]
         if name in _SEVERAL:
             return _SEVERAL[name](params, *args)
@@ -77,7 +86,7 @@ class Interpreter:
             params = dict(params, sharding=None)
         out = eqn.primitive.bind(*args, **params)
         # As NumPy's: an array of JAX remembers its mesh.
-        return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+        return [_host(x) for x in (out if eqn.primitive.multiple_results else [out])]
 
     def loop(self, params: dict[str, Any], args: list[Any]) -> list[Any]:
         a, b = params["cond_nconsts"], params["body_nconsts"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy
 from logitless.train import decode
 from logitless.train.lora import LoRA, init_lora
 from logitless.train.model import ModelConfig, decoder_layer, fused_layer, hidden_states, init, lm_head, positions_of
@@ -37,8 +38,8 @@ def sampled(lora: LoRA | None = None, **options: Any) -> Any:
     settings: dict[str, Any] = dict(max_new=12, temperature=1.0, top_p=1.0, group_size=3, eos_ids=(3, 9), pad_id=0)
     prompts = pad_left(PROMPTS, 5, 0)
     s = Sampling(**{**settings, **options})
-    run = jax.jit(lambda p, t, v, k: generate(p, lora, t, v, k, config=MODEL, sampling=s))
-    return jax.device_get(run(params(), prompts.tokens, prompts.valid, jax.random.key(5)))
+    run = functools.partial(generate, config=MODEL, sampling=s)
+    return by_numpy(run, params(), lora, prompts.tokens, prompts.valid, jax.random.key(5))
 
 
 def test_stages_and_rows_that_make_room_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +77,14 @@ def test_the_decoder_reads_what_the_model_reads() -> None:
         done = sampled(adapters)
         prompts = pad_left(PROMPTS, 5, 0).repeat(3)
         tokens = np.concatenate([prompts.tokens, done.tokens], axis=1)
-        valid = jnp.asarray(np.concatenate([prompts.valid, done.mask], axis=1))
-        hidden, _ = jax.jit(lambda p, t, v, a=adapters: hidden_states(p, MODEL, t, positions_of(v), v, lora=a))(
-            params(), tokens, valid
-        )
-        logp = jax.nn.log_softmax(hidden[:, 4:-1] @ lm_head(params(), MODEL).T)
-        own = jnp.take_along_axis(logp, done.tokens[..., None], axis=-1)[..., 0]
+        valid = np.concatenate([prompts.valid, done.mask], axis=1)
+
+        def logp(p: Any, tokens: Any, valid: Any, adapters: Any) -> Any:
+            hidden, _ = hidden_states(p, MODEL, tokens, positions_of(valid), valid, lora=adapters)
+            return jax.nn.log_softmax(hidden[:, 4:-1] @ lm_head(p, MODEL).T)
+
+        every = by_numpy(logp, params(), tokens, valid, adapters)
+        own = np.take_along_axis(every, done.tokens[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(np.where(done.mask, own, 0.0), done.logp, atol=1e-5)
     assert done.logp.min() < -1
 
@@ -96,8 +99,9 @@ def test_fused_maps_are_the_maps() -> None:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return q + jnp.repeat(k * v, 2, axis=2)
 
-    layer = jax.jit(lambda w: decoder_layer(MODEL, w, x, rotation, attend, {}, None))
-    one, other = map(layer, (weights, fused))
+    one, other = (
+        by_numpy(lambda w: decoder_layer(MODEL, w, x, rotation, attend, {}, None), w) for w in (weights, fused)
+    )
     np.testing.assert_allclose(one, other, atol=1e-6)
 
 

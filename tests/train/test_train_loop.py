@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import CHILD_ENVIRONMENT
-from interpreted import in_numpy
+from interpreted import by_numpy, in_numpy
 from logitless import cli
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
@@ -39,9 +39,8 @@ def sampled(width: int = 4, rows: Any = slice(None), first: int = 0, **options: 
     settings: dict[str, Any] = dict(max_new=6, temperature=0.7, top_p=1.0, group_size=2, eos_ids=(EOS,), pad_id=PAD)
     prompts = pad_left(PROMPTS[rows], width, PAD)
     s = Sampling(**{**settings, **options})
-    return jax.jit(lambda p, t, v, k: generate(p, None, t, v, k, first, config=MICRO, sampling=s))(
-        PARAMS, prompts.tokens, prompts.valid, jax.random.key(5)
-    )
+    run = functools.partial(generate, config=MICRO, sampling=s)
+    return by_numpy(run, PARAMS, None, prompts.tokens, prompts.valid, jax.random.key(5), first)
 
 
 def batch_of(done: Any, width: int = 4, group_size: int = 2) -> Batch:
