@@ -21,6 +21,7 @@ DEFINED = f"{GPU}::test_guess_and_screen_by_the_definition"
 TRUE = f"{GPU}::test_what_it_reports_is_true"
 GRADIENTS = f"{GPU}::test_gradients_are_as_good_as_the_exact_path_s[clip-adversarial]"
 VISITS = f"{GPU}::test_several_visits_and_many_hard_rows[calibrated]"
+BY_SLABS = f"{GPU}::test_more_columns_than_go_at_once"
 
 
 def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
@@ -291,20 +292,21 @@ MUTANTS = [
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
     # Hopper: gradients over its columns
-    m("head/mosaic_gpu/sparse", "easy = without(known.g, hard | ~moving)", "easy = known.g", GRADIENTS),
+    m("head/mosaic_gpu/sparse", "easy = without(known.g, hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
     m("head/mosaic_gpu/sparse", "Known(known.stats, without(known.g, ~hard))", "Known(known.stats, known.g)", VISITS),
     m(
         "head/mosaic_gpu/sparse",
         "kept = c.kept + jnp.sum(probabilities(",
         "kept = jnp.sum(probabilities(",
-        TRUE,
-        GRADIENTS,
+        VISITS,
+        BY_SLABS,
     ),
     m(
         "head/mosaic_gpu/sparse",
         "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)",
         "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(0 * left_out)",
-        GRADIENTS,
+        VISITS,
+        BY_SLABS,
     ),
     m(
         "head/mosaic_gpu/sparse",
