@@ -16,7 +16,13 @@ from logitless.objectives.metrics import metric_values
 from logitless.train import sharding
 from logitless.train.config import ConfigError, load, objective_of
 from logitless.train.model import Params
-from logitless.train.packed import make_packed_score, make_packed_update, pack_batch
+from logitless.train.packed import (
+    _in_micro_batches,
+    _micro_batch,
+    make_packed_score,
+    make_packed_update,
+    pack_batch,
+)
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
@@ -33,6 +39,7 @@ SETTINGS = [
     f"rollout.max_completion_tokens={C}",
 ]
 PACKED = ["train.packing=shared", "train.microbatch=2", "train.pack_length=32"]
+TAIL = "train.microbatch_tail=1"
 
 
 def batch(seed: int = 0) -> Batch:
@@ -107,7 +114,7 @@ def test_a_packed_update_is_the_padded_one(name: str) -> None:
     objective = f"train.objective={OBJECTIVES[name]}"
     for seed in (0, 1, 2):
         plain = updated(batch(seed), objective)
-        packed = updated(batch(seed), objective, *PACKED, "train.skip_rows=true", "train.report_skipped=true")
+        packed = updated(batch(seed), objective, *PACKED, TAIL, "train.skip_rows=true", "train.report_skipped=true")
         assert_same_update(plain, packed)
         ours, theirs = metric_values(packed[1]["metrics"]), metric_values(plain[1]["metrics"])
         for key, value in theirs.items():  # report_skipped: all metrics are those of the whole batch
@@ -179,11 +186,35 @@ def test_one_program_for_any_number_of_micro_batches() -> None:
     assert len(counts) == 3 and 0 in counts and len(texts) == 1
 
 
+def test_what_is_left_at_the_end_takes_small_micro_batches() -> None:
+    """As few rows as hold the sequences, in whole micro-batches and then in slices; each of them once."""
+    x, gone = batch(3), []
+    for tail in (0, 1, 2, 4):
+        more = ["train.microbatch=4", "train.pack_length=12", f"train.microbatch_tail={tail}"]
+        c = load(None, [*SETTINGS, "train.packing=sequences", *more])
+        packed, size = pack_batch(c, objective_of(c), x, skip=False), tail or 4
+        used = int(packed.used)
+        rows = np.asarray(packed.rows.segment_ids).any(-1)
+        assert packed.rows.tokens.shape[1:] == (size, 12) and rows[:used].any(1).all() and not rows[used:].any()
+
+        def seen(i: Any, count: int, total: Any, packed: Any = packed) -> Any:
+            part = _micro_batch(packed.rows, i, count)
+            return total[0] + jnp.sum(part.segment_ids > 0), total[1] + len(part.tokens), total[2] + (count > 1)
+
+        total = _in_micro_batches(c, 0, packed.used, seen, (0, 0, 0))
+        assert int(total[0]) == (np.asarray(packed.rows.segment_ids) > 0).sum()
+        gone.append((int(total[1]), int(total[2])))
+    (all_rows, none), (fewest, whole), *_ = gone
+    assert none == 0 and whole == fewest // 4 >= 1 and fewest == rows.sum() < all_rows
+    assert [n for n, _ in gone] == [4 * -(-fewest // 4), fewest, 2 * -(-fewest // 2), 4 * -(-fewest // 4)]
+
+
 def test_packed_log_probabilities_are_the_padded_ones() -> None:
     x = batch(4)
     objective = f"train.objective={OBJECTIVES['dapo']}"
     _, _, _, _, plain = programs(objective)
-    c, o, _, _, packed = programs(objective, *PACKED)
+    c, o, _, _, packed = programs(objective, *PACKED, TAIL)
+    assert pack_batch(c, o, x, skip=False).used % 2  # a whole micro-batch or two, and a slice
     theirs, ours = plain(PARAMS, None, x), packed(PARAMS, None, pack_batch(c, o, x, skip=False))
     assert theirs.min() < -1
     np.testing.assert_allclose(ours, theirs, atol=2e-6, rtol=0)
@@ -256,6 +287,8 @@ def test_an_update_over_a_mesh_is_that_of_one_device(
     settings = [f"train.objective={OBJECTIVES[name]}", "train.microbatch=4", f"train.packing={packing}"]
     if packing != "off":
         settings += ["train.pack_length=12", "train.skip_rows=true"]
+    if name == "entropy":  # nothing is skipped: eight rows and, at the end, four
+        settings += ["train.microbatch=8", "train.microbatch_tail=4"]
     x = batch()
     axes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)]
     layers = 2 if remat else 1  # whose gradients are taken one by one
@@ -284,6 +317,15 @@ def test_off_is_a_word_on_the_command_line_too() -> None:
             ["train.packing=shared", "train.microbatch=6", "mesh.data=2", "mesh.fsdp=2"],
             "mesh: data x fsdp = 4 does not divide the 6 rows of a gradient",
         ),
+        (
+            ["train.packing=shared", "train.microbatch=8", "train.microbatch_tail=2", "mesh.data=2", "mesh.fsdp=2"],
+            "mesh: data x fsdp = 4 does not divide the 2 rows of a gradient",
+        ),
+        (
+            ["train.packing=shared", "train.microbatch=8", "train.microbatch_tail=3"],
+            "train.microbatch_tail: 3 rows do not divide the 8 of train.microbatch",
+        ),
+        (["train.microbatch_tail=2"], "train.microbatch_tail: 2 has no effect with train.packing off"),
         (["train.packing=share"], "Did you mean 'shared'"),
     ],
 )

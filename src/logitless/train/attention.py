@@ -41,15 +41,20 @@ def masked_attention(
     mask: Bool[Array, "B T T"],
     implementation: str = "auto",
 ) -> Float[Array, "B T N hd"]:
-    """Each token over those that ``mask[b, t]`` names (packed rows). cuDNN takes it as a bias of ``q``'s dtype."""
+    """Each token over itself and those before it that ``mask[b, t]`` names (packed rows).
+
+    cuDNN takes the mask as a bias of ``q``'s dtype; that a token sees nothing after itself is said beside it, since it
+    then leaves out the half of the scores that lies there.
+    """
     length = q.shape[1]
     if _takes_cudnn(q, implementation):
         odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
         if length % 2:
             q, k, v = (jnp.pad(x, odd) for x in (q, k, v))
             mask = jnp.pad(mask, (odd[0], odd[1], odd[1]))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")[:, :length]
-    return _blocked(q, k, v, mask[:, None])
+        attended = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=True, implementation="cudnn")
+        return attended[:, :length]
+    return _blocked(q, k, v, (mask & jnp.tril(jnp.ones((length, length), bool)))[:, None])
 
 
 def cached_attention(

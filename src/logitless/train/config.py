@@ -119,6 +119,7 @@ class Train:
     inner_epochs: int = 2  # passes over a step's completions
     minibatches: int = 1  # optimiser updates in one pass
     microbatch: int = 0  # rows of one gradient; 0: all rows of an update. With packing: packed rows
+    microbatch_tail: int = 0  # with packing: rows of the last ones, where a whole one would be partly empty; 0: as many
     packing: str = "off"  # off | sequences | shared (a group's prompt once in a row): rows without padding
     pack_length: int = 0  # tokens of a packed row; 0: max_prompt_tokens + max_completion_tokens
     skip_rows: bool = False  # with packing: sequences that can have no gradient do not go through the model

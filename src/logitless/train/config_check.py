@@ -51,6 +51,7 @@ _AT_LEAST: dict[str, float] = {
     "train.inner_epochs": 1,
     "train.minibatches": 1,
     "train.microbatch": 0,
+    "train.microbatch_tail": 0,
     "train.pack_length": 0,
     "train.warmup_steps": 0,
     "train.weight_decay": 0,
@@ -159,7 +160,7 @@ def _check_rows(c: TrainConfig) -> None:
             f"the {rows} rows of a step"
         )
     shards = c.mesh.data * c.mesh.fsdp
-    gradient_rows = t.microbatch or update_rows
+    gradient_rows = t.microbatch_tail or t.microbatch or update_rows
     if gradient_rows % shards:
         raise ConfigError(f"mesh: data x fsdp = {shards} does not divide the {gradient_rows} rows of a gradient")
     if t.loss.chunk_size and t.loss.memory_budget:
@@ -183,7 +184,7 @@ def _check_draws(c: TrainConfig) -> None:
 def _check_packing(c: TrainConfig) -> None:
     t, longest = c.train, c.rollout.max_prompt_tokens + c.rollout.max_completion_tokens - 1
     if t.packing == "off":
-        for key in ("pack_length", "skip_rows", "report_skipped"):
+        for key in ("pack_length", "microbatch_tail", "skip_rows", "report_skipped"):
             if getattr(t, key):
                 raise ConfigError(f"train.{key}: {getattr(t, key)} has no effect with train.packing off")
         return
@@ -191,6 +192,10 @@ def _check_packing(c: TrainConfig) -> None:
         raise ConfigError(
             "train.packing: saves nothing while an update is one micro-batch, whose shape is that of the fullest step; "
             "set train.microbatch, the packed rows of one gradient"
+        )
+    if t.microbatch_tail and t.microbatch % t.microbatch_tail:
+        raise ConfigError(
+            f"train.microbatch_tail: {t.microbatch_tail} rows do not divide the {t.microbatch} of train.microbatch"
         )
     if t.pack_length and t.pack_length < longest:
         raise ConfigError(

@@ -199,7 +199,8 @@ def hidden_states(
     hides the padding by itself, and no ``[B, T, T]`` mask exists. With a cache, tokens are written to slots
     ``[cache.length, cache.length + T)``; the caller sees to it that they exist (a traced length cannot be checked).
 
-    Packed rows say for themselves which tokens a token ``sees`` (:meth:`logitless.Packed.attention_mask`).
+    Packed rows say for themselves which of the tokens before it a token ``sees``
+    (:meth:`logitless.Packed.attention_mask`).
 
     ``remat`` recomputes each layer in the backward pass and keeps its input alone. ``attention``: ``"cudnn"`` (flash
     attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve. ``layout``: how the states

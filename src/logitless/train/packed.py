@@ -1,11 +1,13 @@
 """The policy update on packed rows: micro-batches without padding, and none for sequences that teach nothing.
 
-    rows [N, M, L]   N micro-batches of M rows of L slots: the most that a batch could need, whatever it does need
+    rows [N, S, L]   N slices of S rows of L slots: the most that a batch could need, whatever it does need
     learning, used   how many of them hold something: traced, so that a step with fewer compiles nothing anew
 
-Gradients are summed over the first ``learning`` micro-batches. The sequences that can have none
-(``train.skip_rows``) are left out, or with ``train.report_skipped`` stand in the micro-batches up to ``used``, which go
-forward only. All denominators are those of the whole batch (update.py): what is left out changes no gradient.
+A micro-batch is as many slices as make ``train.microbatch`` rows; what is left at the end goes a slice
+(``train.microbatch_tail`` rows) at a time, so that a large micro-batch, which is the faster one per row, leaves little
+empty. Gradients are summed over the first ``learning`` slices. The sequences that can have none (``train.skip_rows``)
+are left out, or with ``train.report_skipped`` stand in the slices up to ``used``, which go forward only. All
+denominators are those of the whole batch (update.py): what is left out changes no gradient.
 
 Metrics that are known without the skipped sequences are those of the whole batch: live and zero-gradient tokens, clip
 fractions. Means of the policy's statistics (entropy, log-probability, ratio, KL) are over the sequences that went
@@ -52,7 +54,7 @@ class PackedBatch:
     """One update's rows, packed; see the module."""
 
     rows: Packed
-    """Its arrays are ``[N, M, L]``; ``slots`` are those of all rows in a row."""
+    """Its arrays are ``[N, S, L]``; ``slots`` are those of all rows in a row."""
     learning: Int[Array, ""]
     used: Int[Array, ""]
     mask: Bool[Array, "B C"]
@@ -67,9 +69,14 @@ def slots_of(config: TrainConfig) -> int:
     return config.train.pack_length or r.max_prompt_tokens + r.max_completion_tokens
 
 
-def micro_batches(config: TrainConfig, sequences: int) -> int:
-    """The most micro-batches that ``sequences`` can take, skipped ones in micro-batches of their own."""
-    return -(-sequences // config.train.microbatch) + config.train.report_skipped
+def _slice_rows(config: TrainConfig) -> int:
+    return config.train.microbatch_tail or config.train.microbatch
+
+
+def _slices(config: TrainConfig, sequences: int) -> int:
+    """The most slices that ``sequences`` can take, skipped ones in slices of their own; a micro-batch at least."""
+    rows = max(sequences, config.train.microbatch)
+    return -(-rows // _slice_rows(config)) + config.train.report_skipped
 
 
 def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bool) -> PackedBatch:
@@ -83,15 +90,15 @@ def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bo
     keep: Any = np.ones(len(mask), bool)
     if skip:
         keep = np.asarray(_rows_with_gradient(objective, mask=mask, **arrays))
-    n, m, length = micro_batches(config, len(mask)), t.microbatch, slots_of(config)
+    n, size, length = _slices(config, len(mask)), _slice_rows(config), slots_of(config)
     fill = partial(
         pack, batch.prompt, batch.prompt_valid, batch.completion, mask, length=length,
         share_prompts=t.packing == "shared", **arrays,
     )  # fmt: skip
     parts = [fill(keep=keep), *([fill(keep=~keep)] if skip and t.report_skipped else [])]
-    ends = np.cumsum([-(-p.tokens.shape[0] // m) for p in parts])
-    rows = _joined(parts, [0, *ends[:-1] * m], n * m)
-    shaped = jax.tree.map(lambda x: x.reshape(n, m, length), _bare(rows))
+    ends = np.cumsum([-(-p.tokens.shape[0] // size) for p in parts])
+    rows = _joined(parts, [0, *ends[:-1] * size], n * size)
+    shaped = jax.tree.map(lambda x: x.reshape(n, size, length), _bare(rows))
     return PackedBatch(
         rows=dataclasses.replace(shaped, slots=rows.slots),
         learning=np.int32(ends[0]),  # type: ignore[arg-type]
@@ -139,8 +146,33 @@ def packed_parts(
     )  # fmt: skip
 
 
-def _micro_batch(rows: Packed, i: Array) -> Packed:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), _bare(rows))
+def _micro_batch(rows: Packed, first: Array | int, count: int) -> Packed:
+    """The rows of ``count`` slices. Neighbours are the same row of different slices: a device's rows stay its own."""
+
+    def read(x: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(x, first, count)
+        return part.swapaxes(0, 1).reshape(-1, x.shape[-1])
+
+    return jax.tree.map(read, _bare(rows))
+
+
+def _written(slices: Array, part: Array, first: Array, count: int) -> Array:
+    """``slices`` with what came of such a micro-batch in its place."""
+    back = part.reshape(-1, count, part.shape[-1]).swapaxes(0, 1)
+    return jax.lax.dynamic_update_slice_in_dim(slices, back, first, axis=0)
+
+
+def _in_micro_batches(
+    config: TrainConfig, first: Array | int, last: Array, body: Callable[[Array, int, Any], Any], carry: Any
+) -> Any:
+    """``carry = body(slice, count, carry)`` for the slices from ``first`` to ``last``: whole micro-batches, then the
+    slices that are left."""
+    count = config.train.microbatch // _slice_rows(config)
+    whole = (last - first) // count
+    carry = jax.lax.fori_loop(0, whole, lambda i, c: body(first + i * count, count, c), carry)
+    if count > 1:
+        carry = jax.lax.fori_loop(first + whole * count, last, lambda i, c: body(i, 1, c), carry)
+    return carry
 
 
 def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Objective) -> Callable[..., Array]:
@@ -148,10 +180,10 @@ def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Object
     logp_of = make_part_logp(config, model, objective, packed_parts)
 
     def score(params: Params, lora: LoRA | None, batch: PackedBatch) -> Array:
-        def one(i: Array, logp: Array) -> Array:
-            return logp.at[i].set(logp_of(params, lora, _micro_batch(batch.rows, i)))
+        def one(i: Array, count: int, logp: Array) -> Array:
+            return _written(logp, logp_of(params, lora, _micro_batch(batch.rows, i, count)), i, count)
 
-        logp = jax.lax.fori_loop(0, batch.used, one, jnp.zeros(batch.rows.tokens.shape, jnp.float32))
+        logp = _in_micro_batches(config, 0, batch.used, one, jnp.zeros(batch.rows.tokens.shape, jnp.float32))
         shape = (-1, logp.shape[-1])
         flat = dataclasses.replace(jax.tree.map(lambda x: x.reshape(shape), _bare(batch.rows)), slots=batch.rows.slots)
         return unpack(flat, logp.reshape(shape))
@@ -168,20 +200,21 @@ def make_packed_update(
     def update(state: State, frozen: Policy, batch: PackedBatch) -> tuple[State, dict[str, Any]]:
         counts = whole_batch_counts(objective, batch.mask)
 
-        def learn(i: Array, total: tuple[Array, Metrics, Policy]) -> tuple[Array, Metrics, Policy]:
-            loss, metrics, grads = add(total[2], state.trained, frozen, _micro_batch(batch.rows, i), counts)
+        def learn(i: Array, count: int, total: tuple[Array, Metrics, Policy]) -> tuple[Array, Metrics, Policy]:
+            loss, metrics, grads = add(total[2], state.trained, frozen, _micro_batch(batch.rows, i, count), counts)
             return total[0] + loss, reduce_metrics([total[1], metrics]), grads
 
-        def report(i: Array, metrics: Metrics) -> Metrics:
+        def metrics_of(i: Array | int, count: int) -> Metrics:
             # A constant loss to all that asks: no gradient is taken, and the backward pass does not exist.
-            return reduce_metrics([metrics, loss_of(state.trained, frozen, _micro_batch(batch.rows, i), counts)[1]])
+            return loss_of(state.trained, frozen, _micro_batch(batch.rows, i, count), counts)[1]
 
-        like = jax.eval_shape(lambda: loss_of(state.trained, frozen, _micro_batch(batch.rows, jnp.int32(0)), counts)[1])
-        nothing = {k: _nothing(k) for k in like}
+        nothing = {k: _nothing(k) for k in jax.eval_shape(lambda: metrics_of(0, 1))}
         zero = (jnp.float32(0.0), nothing, jax.tree.map(jnp.zeros_like, state.trained))
-        loss, metrics, grads = jax.lax.fori_loop(0, batch.learning, learn, zero)
+        loss, metrics, grads = _in_micro_batches(config, 0, batch.learning, learn, zero)
         if config.train.report_skipped:
-            metrics = jax.lax.fori_loop(batch.learning, batch.used, report, metrics)
+            metrics = _in_micro_batches(
+                config, batch.learning, batch.used, lambda i, n, m: reduce_metrics([m, metrics_of(i, n)]), metrics
+            )
         return apply_gradients(optimizer, state, loss, grads, _of_the_whole(config, objective, batch, metrics))
 
     return update

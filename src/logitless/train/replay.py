@@ -60,7 +60,8 @@ def control_of(config: TrainConfig) -> TrainConfig:
             + ("top_entropy takes none" if smaller else f"{rows} rows over {shards} devices have none")
             + "; set ab.replay=false (and ab.control=false, or ab.seeds)"
         )
-    return dataclasses.replace(config, train=dataclasses.replace(t, microbatch=smaller[0]))
+    tail = t.microbatch_tail if t.microbatch_tail and smaller[0] % t.microbatch_tail == 0 else 0
+    return dataclasses.replace(config, train=dataclasses.replace(t, microbatch=smaller[0], microbatch_tail=tail))
 
 
 def approximate(baseline: Loss, arm: Loss) -> str | None:

@@ -95,7 +95,7 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def place_micro_batches(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays ``[micro-batches, rows, slots]``, their rows spread over the mesh; all else on every device."""
+    """Arrays ``[slices, rows, slots]``, their rows spread over the mesh; all else on every device."""
     if mesh is None:
         return jax.device_put(tree)
     rows = NamedSharding(mesh, P(None, *ROWS))
