@@ -165,6 +165,7 @@ def benchmark_tables() -> list[str]:
         *verdicts(result),
         "",
         *_update(),
+        *_memory(),
         *_start_up(),
     ]
 
@@ -174,16 +175,61 @@ def _update() -> list[str]:
     result = read("train_gsm8k_update.json")
     if result is None:
         return []
-    seconds, apart = result["median"], result["gradient_distance"]
+    seconds, error = result["median"], result["gradient_error"]
     return [
         f"The update phase on {len(result['seconds']['packed'])} recorded steps, in turns: "
         f"{seconds['packed']:.3f} s packed, {seconds['padded']:.3f} s padded, "
-        f"{result['ratio']:.3f} of it (aimed at 0.45). The first gradients are "
-        f"{apart['packed']:.1e} of their norm apart; another split of the padded rows, {apart['control']:.1e}.",
+        f"{result['ratio']:.3f} of it (aimed at 0.45). From the gradients of the same step in float32 those of packed "
+        f"rows are {error['packed']:.4f} of the norm away, of padded rows {error['padded']:.4f}: bfloat16's rounding.",
         "",
         "    python benchmarks/train_gsm8k.py update --out benchmarks/results --rollouts runs/gsm8k/dense --steps 12",
         "",
     ]  # fmt: skip
+
+
+_SIZES = (
+    "    python benchmarks/train_gsm8k.py sizes --out benchmarks/results --memory BYTES",
+    "    python benchmarks/train_gsm8k.py largest --out benchmarks/results --what context --arm dense",
+)
+
+
+def _memory() -> list[str]:
+    """Peaks of the arms, and the largest sizes."""
+    peak, found = read("train_gsm8k_peak.json"), read("train_gsm8k_sizes.json")
+    if peak is None or found is None:
+        return []
+    c = peak["config"]["train"]
+    out = [
+        f"What the allocator held at most in three steps of each arm (random weights of the same shapes, with a tied "
+        f"head; packed micro-batches of {c['microbatch']} x {c['pack_length']:,} tokens; aimed at 0.75 of dense):",
+        "",
+        "| arm | peak, GiB | of dense |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {arm['peak_bytes'] / 2**30:.1f} | {peak['ratios'][name]:.2f} |"
+            for name, arm in peak["arms"].items()
+        ),
+        "",
+        "    python benchmarks/train_gsm8k.py peak --out benchmarks/results",
+        "",
+        "The largest sizes without packing and micro-batches, one gradient of all rows: by the compiler's plan of two "
+        f"sizes each and a straight line to {found['limit_bytes'] / 2**30:.1f} GiB, the most that a run has held; "
+        "in brackets what runs of two steps found, by bisection.",
+        "",
+        "| | dense | fused |",
+        "|---|---|---|",
+    ]
+    for what, text in (("context", "completion tokens of 16 rows"), ("batch", "rows of 512 completion tokens")):
+        cells = []
+        for arm in ("dense", "fused"):
+            row, run = found["sizes"][f"{arm} {what}"], read(f"train_gsm8k_largest_{arm}_{what}.json")
+            tried = f" ({run['fits']:,} ran, {run['fails']:,} did not fit)" if run else ""
+            full = ""
+            if row["by_plan"] >= row["fits"] + 128:
+                full = f", the model's last position ({row['by_plan']:,} by memory)"
+            cells.append(f"{row['fits']:,}{full}{tried}")
+        out.append(f"| {text} | {' | '.join(cells)} |")
+    return [*out, "", *_SIZES, ""]
 
 
 def _start_up() -> list[str]:

@@ -167,8 +167,9 @@ def test_rows_that_let_everything_through_choose_no_columns() -> None:
     words[0, 0, 2] = 1  # row 0: column 8 * 7 + 2
     words[:, 1] = -1  # row 1: all of them
     rows = np.arange(p.n) < 2
-    active = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))(words, rows)
+    active, apart = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))(words, rows)
     assert set(np.flatnonzero(active)) == {58, *np.asarray(p.targets[:2]).tolist()}
+    assert apart == 1
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -242,8 +243,9 @@ def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.Monkey
     gradients_again(name, chunk_size=16)
 
 
-def test_hard_rows_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All active columns at once, with more hard rows than the first group has: further ones are added."""
+@pytest.mark.parametrize("how", ["some", "more", pytest.param("more, in slabs", marks=pytest.mark.slow)])
+def test_hard_rows_beyond_a_few(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All active columns at once, with more hard rows than go through all columns at once, or than one group has."""
     rule, (case, rest, (_, metrics, _), _) = sparse.slab_rule(VOCAB), outcome("clip", "calibrated")
     m = {k: float(v) for k, v in metric_values(metrics).items()}
     h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
@@ -252,8 +254,27 @@ def test_hard_rows_of_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert columns < at_once.sizes(p, rule)[-1].columns  # they do go at once
     few = int(hard) // 4
     assert few >= 1
-    monkeypatch.setattr(at_once, "GROUPS", (few, few + 1))
+    monkeypatch.setattr(at_once, "GROUPS", (few, int(hard) + 1 if how == "some" else few + 1))
+    monkeypatch.setattr(at_once, "MOST_GROUPS", p.n)  # three of them and a rest
+    if how != "more":  # several slabs, the first two of which overlap
+        monkeypatch.setattr(at_once, "_SLAB", 640 * max(2 * WIDTH, 4 * (int(hard) + 1)))
+        assert VOCAB % 640 and VOCAB > 1280
+    gives_nan("_in_halves", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
+
+
+def gives_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may come of one of the two ways."""
+    way = getattr(at_once, name)
+    monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, way(*args)))
+
+
+def test_a_flat_policy_goes_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns would fit, since it has none but the targets; but all of its rows are hard."""
+    m = {k: float(v) for k, v in metric_values(outcome("clip", "flat")[2][1]).items()}
+    assert m["hard_rows"] > 0.9 and m["active_columns"] < 0.5
+    gives_nan("_at_once", monkeypatch)
+    gradients_again("flat", chunk_size=CHUNK)
 
 
 def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ MUTANTS = [
     # all active columns at once
     m(
         "head/mosaic_gpu/at_once",
-        "jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx)",
+        "jnp.where(zero[None, :], jnp.zeros((), dx.dtype), dx)",
         "dx",
         f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
     ),
@@ -351,15 +351,39 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/at_once",
-        "begin = jnp.where(is_few, few, many)",
-        "begin = jnp.where(is_few, few, few)",
-        f"{GPU_SPARSE}::test_hard_rows_of_several_groups",
+        "lax.dynamic_slice_in_dim(active, begin, size) | ((i == 0) & (ids >= first))",
+        "lax.dynamic_slice_in_dim(active, begin, size)",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "begin = jnp.maximum(first + (i - 1) * size, 0)",
+        "begin = jnp.minimum(i * size, p.head.vocab - size)",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "trips = (sweep.count + (group - 1)) // group",
+        "trips = sweep.count // group",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "hidden = once(more, lambda",
+        "hidden = once(~more, lambda",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "mostly_flat = found.apart > _MOST_APART * f.count",
+        "mostly_flat = found.apart > f.count",
+        f"{GPU_SPARSE}::test_a_flat_policy_goes_by_slabs",
     ),
     m(
         "head/mosaic_gpu/at_once",
         "return Gradients(hidden, add_dhead(total.head, dx, q.h, head))",
         "return Gradients(hidden, total.head)",
-        f"{GPU_SPARSE}::test_hard_rows_of_several_groups",
+        f"{GPU_SPARSE}::test_more_columns_than_go_at_once",
     ),
     m(
         "head/mosaic_gpu/at_once",

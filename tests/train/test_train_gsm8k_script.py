@@ -28,7 +28,7 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_packed_updates_have_the_gradients_of_padded_ones(tmp_path: Path) -> None:
     found = run(tmp_path, "update", "--steps", "2")
-    assert found["gradient_distance"]["packed"] < 1e-5 and len(found["seconds"]["packed"]) == 2
+    assert found["gradient_error"]["packed"] < 1e-5 and len(found["seconds"]["packed"]) == 2
     assert 0 < found["last"]["update_rows"] < 1
 
 
@@ -39,10 +39,29 @@ def test_decoding_is_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_arm_has_a_peak(tmp_path: Path) -> None:
+    arms = run(tmp_path, "peak")["arms"]
+    assert list(arms) == ["dense", "fused", "sparse"] and all(
+        a["planned"]["update"]["temporaries"] for a in arms.values()
+    )
+
+
+@pytest.mark.slow
 def test_the_largest_size_is_found_by_bisection(tmp_path: Path) -> None:
     found = run(tmp_path, "largest", "--what", "batch", "--arm", "dense", "--start", "8", "--memory", "22000000")
     sizes = {row["size"]: row["fits"] for row in found["tried"]}
     assert sizes[found["fits"]] and not sizes[found["fails"]] and found["fails"] - found["fits"] <= 8
+
+
+@pytest.mark.slow
+def test_the_largest_sizes_by_plan(tmp_path: Path) -> None:
+    sizes = run(tmp_path, "sizes", "--memory", "1000000000")["sizes"]
+    assert set(sizes) == {f"{arm} {what}" for arm in ("dense", "fused") for what in ("context", "batch")}
+    for row in sizes.values():
+        (a, planned), (b, more) = row["points"]
+        at = planned + (row["by_plan"] - a) * (more - planned) / (b - a)
+        assert b < row["by_plan"] and abs(at / 1e9 - 1) < 0.01 and row["fits"] <= row["by_plan"]
+    assert sizes["dense context"]["fits"] == 256 - 12  # the model's last position
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Ordered:
         h = self.given.h.at[self.order.at[rows].get(mode="promise_in_bounds")].get(mode="promise_in_bounds")
         return jnp.where((rows < self.live)[:, None], h, jnp.zeros((), h.dtype))
 
-    def part(self, begin: Array, size: int) -> Ordered:
+    def part(self, begin: Array | int, size: int) -> Ordered:
         """``size`` of the tokens, from ``begin`` on; in the order of their own."""
         rows = begin + jnp.arange(size, dtype=jnp.int32)
         q = some(dataclasses.replace(self.p, h=self.p.targets), begin, size)

@@ -134,8 +134,8 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
     )
 
 
-_WORKSPACE = 32 << 20
-"""What XLA gives a matmul of NVIDIA's library beside its operands."""
+_LOGITS_BLOCK = 64 << 20
+"""Float32 logits that stand at a time (``head/mosaic_gpu/at_once.py``)."""
 
 
 def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
@@ -155,8 +155,10 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
     if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
         part = w.rows + route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
-        half = w.rows // 2 + dh // 2 + group * w.vocab * (4 + w.item) + _WORKSPACE
-        temporaries[1:] = [part + route.tiles["first_group"] * w.vocab * w.item, half]
+        hard = group // 2 if w.tokens > visit else group  # they grow with the visits
+        half = w.rows // 2 + dh // 2 + hard * w.vocab * (4 + w.item) + _SCREEN_SUMS
+        steps = route.tiles["first_group"] * w.vocab * w.item, _LOGITS_BLOCK - w.rows * w.wants_hidden
+        temporaries[1:] = [part + max(steps), half]
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
         return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries), tiles)

@@ -6,17 +6,20 @@ memory (16 bits each, in the place of dW, which is not written yet):
     dx      logits of the K columns again, the mass that each row keeps, dx                  M K / V
     dH      one matmul, with a last column for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
-    hard    now known: the first of them, a group, through all columns. Their dW in the other columns is *written*, not
-            added to zeros. Further groups are added
+    hard    now known: through all columns. Their dW in the other columns is *written*, not added to zeros
+                few     at once
+                some    by slabs of the vocabulary
+                more    by slabs, a group at a time; dH before dW, with logits made twice
     dW      dW_K in its place
 
-What does not fit (more columns, or more hard rows) goes by slabs (``sparse.py``), half of the tokens at a time. The
-host is asked three times in a call, where a loop over slabs asks once for each of them.
+What does not fit (more columns, or mostly rows that choose none) goes by slabs of columns (``sparse.py``), half of the
+tokens at a time. The host is asked four times in a call, where a loop over slabs asks once for each of them; and never
+at its end, since it then could not prepare what follows before all of this is done.
 
     bytes   at T = 8192, H = 4096, V = 151936: first the screen's bits and h in order (148 + 64 MiB); then h, the
             gathered columns of the head and a block of logits (64 + 80 + 64); then dH, dW_K and a group's dx
-            (64 + 80 + 74). What a conditional is given stays to its end: so dH is none of its operands, and hard rows
-            are gathered from the call's own h
+            (64 + 80 + 74). What a conditional is given stays to its end: so dH is none of its operands (a loop adds to
+            it in place), and h is gathered from the call's own, where it is needed
 """
 
 from __future__ import annotations
@@ -46,12 +49,17 @@ ALL_TOKENS = (7, 11)
 
 PART = 80 << 20
 
-GROUPS = (104, 256)
-"""Hard rows that go through all columns at a time: as many as cost no more than reading the head does; or, if there are
-more, the first so many (their logits stand where dW will)."""
+GROUPS = (104, 512)
+"""Few and some hard rows. The few go through all columns at once: so many cost no more than reading the head does."""
 
 MOST_GROUPS = 8
-"""That may follow, of the smaller ones: each rounds what it adds to dW outside the active columns."""
+"""Of more hard rows: each rounds what it adds to dW outside the active columns."""
+
+_MOST_APART = 5 / 8
+"""Of the tokens, that choose no columns. Each is a hard row and costs four matmuls, by slabs three, but all rows do."""
+
+_SLAB = 16 << 20
+"""Bytes of the head, or of a group's logits, that a slab of the vocabulary has. XLA copies it, and dW's, too."""
 
 _LOGITS = 64 << 20
 """Bytes of float32 logits at a time. One buffer, the largest, may stand where dW will: that is for dx."""
@@ -84,7 +92,7 @@ def sizes(p: Any, rule: Rule) -> tuple[Size, ...]:
 
 
 def groups(p: Any) -> tuple[int, int]:
-    """Hard rows of a small and of a large group."""
+    """Few and some hard rows."""
     few, many = (min(g, p.n) for g in GROUPS)
     return few, many
 
@@ -96,82 +104,103 @@ class _Columnwise:
 
     hidden: Array | None  # [N, H]
     part: HeadGrads  # of the largest size's columns
-    left_out: Array  # [N] float32; infinite where no size holds them
+    left_out: Array  # [N] float32
 
 
 def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, by_slabs: BySlabs) -> Any:
     """``(gradients, mass left out [N])`` in the order of ``f``."""
-    p, c = f.p, found.columns
-    held = sizes(p, rule)
-    moving = known.g.any_nonzero()
-    most = held[-1].columns
+    c, held = found.columns, sizes(f.p, rule)
+    fits = jnp.stack([s.holds(f.count, c.count) for s in held])
+    mostly_flat = found.apart > _MOST_APART * f.count
+
+    def at_once() -> tuple[Gradients, Array]:
+        return _at_once(f, want, known, found, rule, jnp.argmax(fits).astype(jnp.int32))
+
+    return lax.cond(jnp.any(fits) & ~c.dense & ~mostly_flat, at_once, lambda: _in_halves(f, want, known, by_slabs))
+
+
+def _at_once(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, which: Array) -> tuple[Gradients, Array]:
+    """Columns that fit the size ``which``."""
+    p, index, held = f.p, found.columns.index, sizes(f.p, rule)
+    moving, most = known.g.any_nonzero(), held[-1].columns
     mean = mean_row(rule, p) if want.hidden else None
-    fits = jnp.stack([s.holds(f.count, c.count) for s in held] + [jnp.asarray(True)])
-    which = jnp.where(c.dense, len(held), jnp.argmax(fits)).astype(jnp.int32)
 
     def at(size: Size) -> Callable[[], _Columnwise]:
-        return lambda: _columnwise(p, want, known, c.index, size, most, mean)
+        return lambda: _columnwise(f, want, known, index, size, most, mean)
 
-    def none() -> _Columnwise:
-        gathered = jax.eval_shape(columns_of.head_columns, p.head, c.index[:most])
-        blank = columns_of.no_head_columns(zero_grads(p.head, want, p.head.weight.dtype), gathered)
-        hidden = jnp.zeros(p.h.shape, p.h.dtype) if want.hidden else None
-        return _Columnwise(hidden, blank, jnp.full((p.n,), jnp.inf, jnp.float32))
-
-    own = lax.switch(which, [*(at(s) for s in held), none])
+    own = lax.switch(which, [at(s) for s in held])
     left_out = jnp.where(moving, own.left_out, 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
-    few, many = groups(p)
+    few, some_rows = groups(p)
+    group = max(some_rows, -(-p.n // MOST_GROUPS))
     sweep = live_sweep(hard, few)
+    trips = (sweep.count + (group - 1)) // group
+    more = jnp.asarray(sweep.count > some_rows)
 
-    def first(size: int) -> Callable[[], tuple[HeadGrads, Array | None]]:
-        """The first hard rows (or none of them, as zeros), and the active columns' dW in its place."""
+    def in_group(i: Array, head: HeadGrads | None, rows: Array | None) -> tuple[Any, Any]:
+        return _by_vocabulary(f, sweep.visit(i * group, group), known, found.active, head, rows)
 
+    def add_rows(i: Array, hidden: Array) -> Array:
+        visit = sweep.visit(i * group, group)
+        return _plus(hidden, visit, in_group(i, None, _no_rows(p, group))[1])
+
+    hidden = own.hidden
+    if hidden is not None:
+        hidden = once(more, lambda hidden: lax.fori_loop(0, trips, add_rows, hidden), hidden)
+    no_rows = _no_rows(p, some_rows) if want.hidden else None
+
+    def of_few() -> tuple[HeadGrads, Array | None]:
+        """Those that there are (or none of them, as zeros)."""
+        head, rows = _written(f, sweep.visit(0, few), known, found.active, want)
+        return head, None if rows is None else jnp.pad(rows, ((0, some_rows - few), (0, 0)))
+
+    def of_some() -> tuple[HeadGrads, Array | None]:
+        blank = zero_grads(p.head, want, p.head.weight.dtype)
+        return _by_vocabulary(f, sweep.visit(0, some_rows), known, found.active, blank, no_rows, written=True)
+
+    def of_more() -> tuple[HeadGrads, Array | None]:
+        blank = zero_grads(p.head, want, p.head.weight.dtype)
+        return lax.fori_loop(0, trips, lambda i, head: in_group(i, head, None)[0], blank), no_rows
+
+    def then(rows_of: Callable[[], tuple[HeadGrads, Array | None]]) -> Callable[[], tuple[HeadGrads, Array | None]]:
         def run() -> tuple[HeadGrads, Array | None]:
-            head, rows = _written(f, sweep.visit(0, size), known, found.active, want)
-            rows = None if rows is None else jnp.pad(rows, ((0, many - size), (0, 0)))
-            return columns_of.put_head_columns(head, c.index[:most], own.part, p.head.layout), rows
+            head, rows = rows_of()
+            return columns_of.put_head_columns(head, index[:most], own.part, p.head.layout), rows
 
         return run
 
     # A conditional's branches write its results: dW is none of its operands, so nothing is copied.
-    is_few = sweep.count <= few
-    head, rows = lax.cond(is_few, first(few), first(many))
-    hidden = own.hidden
+    case = jnp.asarray(sweep.count > few).astype(jnp.int32) + more.astype(jnp.int32)
+    head, rows = lax.switch(case, [then(of_few), then(of_some), then(of_more)])
     if hidden is not None:
-        visit = sweep.visit(0, many)
-        hidden = visit.put(hidden, visit.take(hidden).astype(jnp.float32) + rows)
-    begin = jnp.where(is_few, few, many)
-    more = (jnp.maximum(sweep.count - begin, 0) + (few - 1)) // few
-    missed = (which == len(held)) | (more > MOST_GROUPS)
+        hidden = _plus(hidden, sweep.visit(0, some_rows), rows)
+    return Gradients(hidden, head), left_out
 
-    def rest(carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-        total, left_out = carry
 
-        def group(i: Array, total: Gradients) -> Gradients:
-            return add_group(f, sweep.visit(begin + i * few, few), known, found.active, total)
+def _no_rows(p: Any, rows: int) -> Array:
+    return jnp.zeros((rows, p.h.shape[1]), jnp.float32)
 
-        total = lax.fori_loop(0, jnp.where(missed, 0, more), group, total)
-        return once(missed, lambda c: _in_halves(f, want, known, by_slabs, c), (total, left_out))
 
-    return once(missed | (more > 0), rest, (Gradients(hidden, head), left_out))
+def _plus(hidden: Array, visit: Visit, rows: Array) -> Array:
+    """``hidden [N, H]`` with float32 ``rows`` added to those of a visit."""
+    return visit.put(hidden, visit.take(hidden).astype(jnp.float32) + rows)
 
 
 # -- the active columns ----------------------------------------------------------------------------------------------
 
 
 def _columnwise(
-    p: Problem, want: Wanted, known: Known, index: Array, size: Size, most: int, mean: Array | None
+    f: Ordered, want: Wanted, known: Known, index: Array, size: Size, most: int, mean: Array | None
 ) -> _Columnwise:
     """dH, dW and what is left out, of the first ``size.tokens`` tokens in the first ``size.columns`` columns of
     ``index``, which has a slot to spare."""
-    own = index[: size.columns]
+    p, own = f.p, index[: size.columns]
     part = columns_of.head_columns(p.head, own)
     if mean is not None:  # in the last slot, which is no column's: its logits count for nothing
         row = (mean if p.head.axis == 0 else mean.T).astype(part.weight.dtype)
         weight = lax.dynamic_update_slice_in_dim(part.weight, row, size.columns - 1, p.head.axis)
         part = dataclasses.replace(part, weight=lax.optimization_barrier(weight))
-    q, at = some(p, 0, size.tokens), Known(*some((known.stats, known.g), 0, size.tokens))
+    q, at = f.part(0, size.tokens).p, Known(*some((known.stats, known.g), 0, size.tokens))
     dx, kept = _dx(q, at, own, part)
     left_out = mass_beside(kept)
     hidden = None
@@ -213,22 +242,31 @@ def _dx(q: Problem, known: Known, own: Array, part: Head) -> tuple[Array, Array]
         new = block(i * rows)
         return tuple(lax.dynamic_update_slice_in_dim(a, b, i * rows, 0) for a, b in zip(carry, new, strict=True))  # type: ignore[return-value]
 
-    start = jnp.zeros((q.n, own.size), q.h.dtype), jnp.zeros((q.n,), jnp.float32)
+    start = lax.empty((q.n, own.size), q.h.dtype), jnp.zeros((q.n,), jnp.float32)  # every row is written
     return lax.fori_loop(0, blocks, step, start)
 
 
 # -- hard rows -------------------------------------------------------------------------------------------------------
 
 
+def _group(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, Known]:
+    """A group of hard rows, and what is known of them."""
+    inside = visit.inside(f.p.n)[:, None]
+    h = jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype))
+    return visit.problem(f.p, h), Known(*visit.known(known.stats, known.g, f.p.n))
+
+
+def _other_dx(q: Problem, known: Known, ids: Array, part: Head, zero: Array) -> Array:
+    """dx of the columns ``ids`` of rows, but zero in some."""
+    x = raw_logits(q.h, part, q.call.logits_dtype)
+    dx = slab_dx(x, ids, q, known)
+    return lax.optimization_barrier(jnp.where(zero[None, :], jnp.zeros((), dx.dtype), dx))
+
+
 def _group_dx(f: Ordered, visit: Visit, known: Known, active: Array) -> tuple[Problem, Array]:
     """``(a group of hard rows, their dx [G, V])``, zero in the active columns."""
-    p = f.p
-    inside = visit.inside(p.n)[:, None]
-    q = visit.problem(p, jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), p.h.dtype)))
-    x = raw_logits(q.h, p.head, p.call.logits_dtype)
-    ids = jnp.arange(p.head.vocab, dtype=jnp.int32)
-    dx = slab_dx(x, ids, q, Known(*visit.known(known.stats, known.g, p.n)))
-    return q, lax.optimization_barrier(jnp.where(active[None, :], jnp.zeros((), dx.dtype), dx))
+    q, at = _group(f, visit, known)
+    return q, _other_dx(q, at, jnp.arange(f.p.head.vocab, dtype=jnp.int32), f.p.head, active)
 
 
 def _written(f: Ordered, visit: Visit, known: Known, active: Array, want: Wanted) -> tuple[HeadGrads, Array | None]:
@@ -254,13 +292,65 @@ def add_group(f: Ordered, visit: Visit, known: Known, active: Array, total: Grad
     return Gradients(hidden, add_dhead(total.head, dx, q.h, head))
 
 
+def _by_vocabulary(
+    f: Ordered,
+    visit: Visit,
+    known: Known,
+    active: Array,
+    head: HeadGrads | None,
+    rows: Array | None,
+    written: bool = False,
+) -> tuple[Any, Any]:
+    """``(head, rows)`` plus what the tokens of ``visit`` have in the columns that are not ``active``: the head's
+    gradients (or these alone: ``written``) and dH ``[G, H]`` in float32, by slabs of the vocabulary."""
+    p = f.p
+    q, at = _group(f, visit, known)
+    width = max(p.h.shape[1] * jnp.dtype(p.h.dtype).itemsize, 4 * q.n)
+    size = min(max(_SLAB // width // 128, 1) * 128, p.head.vocab)
+    slabs = -(-p.head.vocab // size)
+    first = p.head.vocab - (slabs - 1) * size  # columns that the first slab has to itself; the next one has the others
+
+    def step(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        total, rows = carry
+        begin = jnp.maximum(first + (i - 1) * size, 0)
+        ids = begin + jnp.arange(size, dtype=jnp.int32)
+        part = _slab_of(p.head, begin, size)
+        elsewhere = lax.dynamic_slice_in_dim(active, begin, size) | ((i == 0) & (ids >= first))
+        dx = _other_dx(q, at, ids, part, elsewhere)
+        if rows is not None:
+            rows = rows + dot(dx, part.weight, (1, p.head.axis))
+        if total is not None:
+            own = _slab_of(total, begin, size, p.head.axis)
+            own = add_dhead(jax.tree.map(jnp.zeros_like, own) if written else own, dx, q.h, part)
+            total = _with_slab(total, own, begin, p.head.axis)
+        return total, rows
+
+    return lax.fori_loop(0, slabs, step, (head, rows))
+
+
+def _slab_of(head: Any, begin: Array | int, size: int, axis: int | None = None) -> Any:
+    """Weight and bias of a head, or their gradients, for ``size`` columns of the vocabulary."""
+    axis = head.axis if axis is None else axis
+    weight, bias = (
+        None if x is None else lax.dynamic_slice_in_dim(x, begin, size, at)
+        for x, at in ((head.weight, axis), (head.bias, 0))
+    )
+    return dataclasses.replace(head, weight=weight, bias=bias)
+
+
+def _with_slab(total: HeadGrads, own: Any, begin: Array | int, axis: int) -> HeadGrads:
+    weight, bias = (
+        None if x is None else lax.dynamic_update_slice_in_dim(x, new, begin, at)
+        for x, new, at in ((total.weight, own.weight, axis), (total.bias, own.bias, 0))
+    )
+    return HeadGrads(weight, bias)
+
+
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _in_halves(
-    f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs, carry: tuple[Gradients, Array]
-) -> tuple[Gradients, Array]:
-    """All gradients by slabs, over what ``carry`` has: in float32 dH of all tokens would be the largest buffer."""
+def _in_halves(f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs) -> tuple[Gradients, Array]:
+    """All gradients by slabs of columns: in float32 dH of all tokens would be the largest buffer."""
     p = f.p
     half = p.n // 2 if p.n % 2 == 0 else p.n
 
@@ -274,7 +364,6 @@ def _in_halves(
             hidden = lax.dynamic_update_slice_in_dim(hidden, new.hidden.astype(hidden.dtype), begin, 0)
         return Gradients(hidden, new.head), lax.dynamic_update_slice_in_dim(left_out, mass, begin, 0)
 
-    total, left_out = carry
-    hidden = None if total.hidden is None else jnp.zeros_like(total.hidden)
-    start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype)), jnp.zeros_like(left_out)
+    hidden = jnp.zeros(p.h.shape, p.h.dtype) if want.hidden else None
+    start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype)), jnp.zeros((p.n,), jnp.float32)
     return lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)

@@ -90,9 +90,10 @@ def passed(words: Array, vocab: int, tile: int) -> Array:
     return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
 
 
-def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> Array:
+def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Array, Array]:
     """Bool ``[V]``: the columns that pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns,
-    and the targets of all of them. Of the limits on what a row may let through, the one that costs least."""
+    and the targets of all of them. Of the limits on what a row may let through, the one that costs least. And how
+    many rows choose none, since they let more through."""
     width = jnp.sum(lax.population_count(words), axis=(0, 2))
     targets = jnp.zeros((p.head.vocab,), bool).at[jnp.where(rows, p.targets, p.head.vocab)].set(True, mode="drop")
 
@@ -106,4 +107,4 @@ def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int)
     best, _ = rule.cheapest(
         jnp.sum(sets, axis=1, dtype=jnp.int32), apart / jnp.maximum(jnp.sum(rows), 1), p.call.vocab_size
     )
-    return sets[best]
+    return sets[best], apart[best].astype(jnp.int32)

@@ -92,6 +92,7 @@ class Screened:
 
     columns: Columns  # of all tokens
     active: Array  # [V] bool; none where it is dense
+    apart: Array  # how many rows have so little mass in any column that they will be hard, as far as can be seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class ScreenedSparse(Sparse):
         tiles |= {"visit": visit_of(p), "group": _group(p)}
         held = at_once.sizes(p, rule)
         if held:
-            tiles |= {"columns_at_once": held[-1].columns, "first_group": at_once.groups(p)[1]}
+            tiles |= {"columns_at_once": held[-1].columns, "first_group": at_once.groups(p)[0]}
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -154,7 +155,7 @@ class ScreenedSparse(Sparse):
         rule, c = _rule(p, want), found.columns
         _, kept = _over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
         columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
-        return out, _report(p, want, out, None, columns, live), Screened(columns, found.active)
+        return out, _report(p, want, out, None, columns, live), Screened(columns, found.active, found.apart)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
@@ -178,13 +179,16 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     assert words is not None
     finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
     tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
-    active = screen.active_columns(rule, words, finite, p, tile)
+    active, apart = screen.active_columns(rule, words, finite, p, tile)
+    assert p.tolerance is not None
+    flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.THRESHOLD))  # none could have passed
+    apart = apart + jnp.sum(flat, dtype=jnp.int32)
     count = jnp.sum(active, dtype=jnp.int32)
     dense = count > rule.most
     active = active & ~dense
     index = columns_of.compacted(active, rule.most)
     nothing = jnp.zeros((p.n,), jnp.float32)
-    return stats, Screened(Columns(index, jnp.where(dense, 0, count), dense, nothing), active)
+    return stats, Screened(Columns(index, jnp.where(dense, 0, count), dense, nothing), active, apart)
 
 
 @register
