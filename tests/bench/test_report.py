@@ -150,6 +150,34 @@ def test_every_result_of_the_repository_is_taken(tmp_path: Path) -> None:
     assert all(f"results/{p.name}</code>" in text for p in results.iterdir())
 
 
+def test_training_memory_is_no_benchmark(tmp_path: Path) -> None:
+    """A peak has arms and a configuration, as a benchmark has; it is told by its kind and has a section of its own."""
+    where, gib = dict(device="chip", jax="0"), 2**30
+
+    def arm(peak: int) -> dict[str, Any]:
+        return dict(peak_bytes=peak * gib, planned=dict(update=dict(temporaries=3 * gib)))
+
+    found = {
+        "peak": dict(kind="train_peak", arms=dict(dense=arm(40), fused=arm(30)), ratios=dict(dense=1.0, fused=0.75),
+                     config=dict(name="run"), environment=where),
+        "sizes": dict(kind="train_sizes", limit_bytes=120 * gib, environment=where, sizes={
+                     "dense context": dict(points=[[1536, 48 * gib], [2560, 72 * gib]], by_plan=5400, fits=5376)}),
+        "largest": dict(kind="train_largest", arm="dense", what="context", fits=5376, fails=5632, environment=where,
+                        tried=[dict(size=5632, fits=False, error="out of memory"),
+                               dict(size=5376, fits=True, peak_bytes=119 * gib)]),
+    }  # fmt: skip
+    for name, record in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    assert report.write([tmp_path], tmp_path / "page.html") == 1
+    text = (tmp_path / "page.html").read_text()
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", text) == ["Training memory"]
+    assert "<h3>Peak of a training run: run, chip</h3>" in text
+    assert "<td>fused</td><td>30.0</td><td>0.75</td><td>3.0</td>" in text
+    assert "<td>dense context</td><td>5,376</td><td>5,400</td><td>1,536: 48.0 GiB, 2,560: 72.0 GiB</td>" in text
+    tried = "<tr><td>5,376</td><td>yes</td><td>119.0</td><td></td></tr>"
+    assert f"{tried}<tr><td>5,632</td><td>no</td><td></td><td>out of memory</td></tr>" in text
+
+
 def test_records_of_other_scripts_are_shown_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text(json.dumps({"environment": {"device": "d", "jax": "0"}, "shapes": {"8,4": {"ms": 4.0, "calls": 7}},

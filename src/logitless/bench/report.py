@@ -165,6 +165,9 @@ def _sections(found: Sequence[tuple[Path, Record]]) -> list[Section]:
         sections.append(report_bench.bench(kinds["bench"]))
     if training:
         sections.append(report_training.training(training))
+    held = [r for kind in ("train_peak", "train_sizes", "train_largest") for r in kinds.get(kind, [])]
+    if held:
+        sections.append(report_training.memory(held))
     if "plan" in kinds:
         sections.append(report_charts.plans(kinds["plan"]))
     if "tpu_compile" in kinds or "tpu_cycles" in kinds:

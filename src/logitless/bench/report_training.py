@@ -1,11 +1,11 @@
-"""Charts and tables of training runs: the course of each metric, and whether the arms of an A/B agree."""
+"""Charts and tables of training runs: the course of each metric, whether the arms of an A/B agree, and their memory."""
 
 from __future__ import annotations
 
 import math
 
-from logitless.bench.charts import Chart, Lines, Series
-from logitless.bench.report_charts import Section, Table, cell, own_tone, slug
+from logitless.bench.charts import Bar, Bars, Chart, Lines, Series
+from logitless.bench.report_charts import Section, Table, cell, own_tone, slug, tone_of
 from logitless.tools.records import Record
 
 CURVES = (
@@ -19,6 +19,8 @@ CURVES = (
     ("loss", ("train/loss", "loss"), "loss"),
     ("entropy", ("train/entropy", "entropy"), "nats"),
 )
+
+GIB = 2**30
 
 
 def _is_time(key: str) -> bool:
@@ -86,3 +88,47 @@ def _agreement_tables(name: str, record: Record) -> list[Table]:
     rows = [(k, *(cell(a.get(k)) for a in by_arm.values())) for k in keys]
     title = f"{name}: agreement of the arms" if "" in by_arm else f"{name}: agreement with {next(iter(record['arms']))}"
     return [Table(title, ("", *(arm or "value" for arm in by_arm)), tuple(rows))] if rows else []
+
+
+def memory(records: list[Record]) -> Section:
+    """Peaks of the arms of a run, and the largest batch or context of each."""
+    s = Section(
+        "Training memory",
+        "What the allocator held at most in a few steps of each arm, the sizes that fit by the compiler's plan, and "
+        "those that were tried.",
+    )
+    for r in records:
+        where = r["environment"]["device"]
+        if r["kind"] == "train_peak":
+            title = f"Peak of a training run: {r['config']['name']}, {where}"
+            bars = [
+                Bar(n, (("peak", a["peak_bytes"] / GIB),), tone_of(n, i)) for i, (n, a) in enumerate(r["arms"].items())
+            ]
+            s.charts.append(Bars(slug(title), title, "GiB", tuple(bars)))
+            rows = [
+                (n, _gib(a["peak_bytes"]), f"{r['ratios'][n]:.2f}", _gib(a["planned"]["update"]["temporaries"]))
+                for n, a in r["arms"].items()
+            ]
+            first = next(iter(r["arms"]))
+            columns = ("arm", "peak, GiB", f"of {first}", "temporaries of the update, by plan, GiB")
+            s.tables.append(Table(title, columns, tuple(rows)))
+        elif r["kind"] == "train_sizes":
+            rows = [(n, cell(a["fits"]), cell(a["by_plan"]), _points(a["points"])) for n, a in r["sizes"].items()]
+            title = f"Largest sizes by plan, {_gib(r['limit_bytes'])} GiB of {where}"
+            s.tables.append(Table(title, ("arm and size", "fits", "by memory alone", "planned"), tuple(rows)))
+        else:
+            rows = [
+                (cell(t["size"]), "yes" if t["fits"] else "no", _gib(t.get("peak_bytes")), t.get("error", ""))
+                for t in sorted(r["tried"], key=lambda t: t["size"])
+            ]
+            title = f"Largest {r['what']} of {r['arm']} that ran on {where}: {r['fits']:,}; {r['fails']:,} did not fit"
+            s.tables.append(Table(title, (r["what"], "fits", "peak, GiB", "error"), tuple(rows)))
+    return s
+
+
+def _gib(value: int | None) -> str:
+    return "" if value is None else f"{value / GIB:.1f}"
+
+
+def _points(points: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{size:,}: {_gib(held)} GiB" for size, held in points)

@@ -16,6 +16,10 @@ from logitless._version import __version__
 Record = dict[str, Any]
 
 
+KINDS = ("plan", "tpu_compile", "tpu_cycles", "ab", "train_peak", "train_sizes", "train_largest")
+"""Kinds that a record's own ``kind`` tells; other keys do not (a training peak has arms, too, as a benchmark)."""
+
+
 class RecordError(Exception):
     """A result file that cannot be used; the message names it."""
 
@@ -38,13 +42,12 @@ def provenance() -> dict[str, str]:
 
 
 def kind_of(record: Any) -> str | None:
-    """``gradcheck``, ``bench``, ``plan``, ``tpu_compile``, ``tpu_cycles``, ``ab``, ``train`` (a step), ``record`` (of
-    another script) or ``None``."""
+    """``gradcheck``, ``bench``, one of :data:`KINDS`, ``train`` (a step), ``record`` (any other script's) or None."""
     if not isinstance(record, dict):
         return None
     kind = record.get("kind")
-    if kind in ("plan", "tpu_compile", "tpu_cycles", "ab"):
-        return kind
+    if kind in KINDS:
+        return str(kind)
     if "gates" in record and "config/name" in record:
         return "gradcheck"
     if all(isinstance(record.get(key), dict) for key in ("arms", "config")):
