@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # also where this file is import
 
 import tables_gsm8k
 from tables_before import RESULTS, ROOT, head_tables, logits_tables, mib, read, sparse_tables
-from tables_suites import ratio_text, suite_tables
+from tables_suites import ratio_text, same_tables, suite_tables
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -215,6 +215,7 @@ def render() -> str:
             [
                 *head,
                 *suite_tables(),
+                *same_tables(),
                 *logits_tables(),
                 *head_tables(),
                 *sparse_tables(),

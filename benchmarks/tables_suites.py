@@ -1,4 +1,5 @@
-"""Tables of the suites of ``logitless bench``, as they are recorded now and as they were before arms took turns."""
+"""Tables of the suites of ``logitless bench``, as they are recorded now and as they were before arms took turns; and
+whether a commit left their programs as they were."""
 
 from __future__ import annotations
 
@@ -122,3 +123,56 @@ def _suite_gates(records: list[dict[str, Any]]) -> list[str]:
         state = f"**{state}**" if not gate["ok"] else state
         out.append(f"| {case} | {name} | {value} | {gate['limit']:.3g} | {state} |")
     return [*out, ""]
+
+
+def same_tables() -> list[str]:
+    """The programs of two commits, compiled without a device, with a row for each that is not the same."""
+    result = read("same_programs.json")
+    if result is None:
+        return []
+    a, b, cases = result["before"]["commit"], result["after"]["commit"], result["cases"]
+    equal, different = ([c for c in cases if c.get("equal", False) is wanted] for wanted in (True, False))
+    free = sum(c["same"] == "graph" for c in equal)
+    moved = sum(not c["order"] for c in equal)
+    order = f"order (but for {moved})" if moved else "order"
+    seen, found = _as_on_the_device(cases)
+    out = [
+        "## Programs before and after the redesign",
+        "",
+        f"Compiled for an H200 on a machine without one (jax {result['versions']['jax']}, nothing tuned, matmuls by "
+        f"cuBLAS), {len(equal)} of {len(cases)} programs over the head and over given logits are the same at {b[:7]} "
+        f'("{result["after"]["subject"].split(":")[0]}") as at {a[:7]}, the commit before: instructions, data flow, '
+        f"{order}, kernels and planned memory. In {free} of them values have other places in a loop's state or among "
+        "a computation's arguments, which costs nothing; the others differ in names alone. No time was measured "
+        f"for this. The planned peak is what the device's own compiler planned in {seen} of {found} arms that "
+        "h200_redesign.json and h200_suite.json have.",
+        "",
+        f"    python benchmarks/same_programs.py --before {b[:7]}~1 --after {b[:7]} "
+        "--out benchmarks/results/same_programs.json",
+        "",
+    ]
+    if different:
+        out += ["| differs | instructions | steps | temporaries MiB | only before | only after |", "|---" * 6 + "|"]
+        out += [*map(_different, different), ""]
+    return out
+
+
+def _as_on_the_device(cases: list[dict[str, Any]]) -> tuple[int, int]:
+    """Of how many recorded arms the peak is planned to the byte as on the device, and of how many that is known."""
+    plans = {name: c["peak"][1] for c in cases if "peak" in c for name in c["names"]}
+    known = [
+        row["mem/compiler"]["peak"] == plans[name]
+        for file in ("h200_redesign.json", "h200_suite.json")
+        for r in (read(file) or {"records": []})["records"]
+        for arm, row in r.get("arms", {}).items()
+        if (name := f"{r['name']}: {arm}") in plans and row.get("mem/compiler")
+    ]
+    return sum(known), len(known)
+
+
+def _different(c: dict[str, Any]) -> str:
+    if "errors" in c:
+        return f"| {c['names'][0]} | does not compile | | | | |"
+    counts = [" and ".join(f"{n:,}" for n in c[key]) for key in ("instructions", "steps")]
+    only = ["; ".join(c.get(f"only_{side}", ())) for side in ("before", "after")]
+    return f"| {c['names'][0]} | {' | '.join([*counts, ' and '.join(map(mib, c['temporaries'])), *only])} |"
