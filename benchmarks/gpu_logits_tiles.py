@@ -42,9 +42,8 @@ VARIANTS = {
 def program(y: Any, a: Any, old: Any) -> Any:
     """The objective's token program over flattened tokens."""
     n = y.shape[0]
-    objective, inputs = loss_inputs(
-        "tiles", Objective(aggregation="dapo"), (1, n), None, a, old.reshape(1, n), None, None, None, None, None
-    )
+    given = dict(advantages=a, old_logp=old.reshape(1, n))
+    objective, inputs = loss_inputs("tiles", Objective(aggregation="dapo"), (1, n), given)
     return token_program(objective, flat_inputs(inputs))
 
 

@@ -20,7 +20,7 @@ from logitless.route import Route, decide
 from logitless.transform import LogitTransform, transform_of
 
 _LOSS_ARRAYS = (
-    "mask", "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
+    "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
     "token_weights",
 )  # fmt: skip
 _REFERENCE = ("ref_hidden", "ref_lm_head", "ref_bias")
@@ -47,7 +47,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     shape = p.targets.shape
     loss = None
     if is_loss:
-        loss = Loss(*loss_inputs(name, objective, shape, *(given[k] for k in _LOSS_ARRAYS)))
+        loss = Loss(*loss_inputs(name, objective, shape, given))
         live = None if given["mask"] is None and isinstance(p, Problem) else loss.inputs.mask
         p = dataclasses.replace(p, live=live)
     place = None
@@ -83,8 +83,7 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
     hidden, head, bias = jax.lax.stop_gradient(tuple(arrays))
     call = dict(rest, hidden=hidden, lm_head=head, bias=bias, lora=None, lora_scale=1.0, temperature=1.0)
     call |= dict(validate=False, sparse_backward="off", head_grad_dtype="float32")
-    of_the_loss = set(_LOSS_ARRAYS) - {"mask"}
-    return (f"{name}, the reference", {k: v for k, v in call.items() if k not in of_the_loss}), rest
+    return (f"{name}, the reference", {k: v for k, v in call.items() if k not in _LOSS_ARRAYS}), rest
 
 
 def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,11 +36,17 @@ def float_array(call: str, name: str, value: Any) -> Array:
     return array
 
 
-def token_array(call: str, name: str, value: Any, shape: tuple[int, ...], shape_of: str) -> Array:
-    """A float array with one value per token."""
+def floats(call: str, name: str, value: Any) -> Array:
+    """Numbers of the loss, in any float dtype."""
     array = as_array(call, name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected a float dtype.")
+    return array
+
+
+def token_array(call: str, name: str, value: Any, shape: tuple[int, ...], shape_of: str) -> Array:
+    """A float array with one value per token."""
+    array = floats(call, name, value)
     same_shape(call, name, array, shape, shape_of)
     return array
 
@@ -130,25 +137,12 @@ def objective_of(call: str, objective: Any) -> Objective:
     return objective
 
 
-def loss_arrays(
-    call: str,
-    objective: Objective,
-    shape: tuple[int, ...],
-    *,
-    advantages: Any,
-    old_logp: Any,
-    ref_logp: Any,
-    rollout_logp: Any,
-    segment_ids: Any,
-    denominator: Any,
-    entropy_denominator: Any,
-    token_weights: Any = None,
-) -> dict[str, Any]:
-    """The arrays of a loss call, checked against the objective and the token shape ``[B, T]``."""
+def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a loss call, by their names among ``given``, checked against the objective and the token shape
+    ``[B, T]``."""
     rows = shape[0]
-    a = as_array(call, "advantages", advantages)
-    if not jnp.issubdtype(a.dtype, jnp.floating):
-        raise TypeError(f"{call}: advantages has dtype {a.dtype}, expected a float dtype.")
+    a, segment_ids, token_weights = map(given.get, ("advantages", "segment_ids", "token_weights"))
+    a = floats(call, "advantages", a)
     if a.shape not in ((rows,), shape):
         raise ValueError(f"{call}: advantages has shape {a.shape}, expected [B] = ({rows},) or [B, T] = {shape}.")
     if segment_ids is not None:
@@ -161,50 +155,32 @@ def loss_arrays(
                 f"{call}: advantages has shape {a.shape}, but with segment_ids a row holds several sequences; "
                 f"give one advantage per token, {shape}."
             )
-    given = {"old_logp": old_logp, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
-    arrays = {k: None if v is None else token_array(call, k, v, shape, "targets") for k, v in given.items()}
-    if objective.beta is not None and ref_logp is None and _is_not_zero(objective.beta):
+    arrays = {
+        name: None if given.get(name) is None else token_array(call, name, given[name], shape, "targets")
+        for name in ("old_logp", "ref_logp", "rollout_logp")
+    }
+    beta = 0.0 if objective.beta is None or isinstance(objective.beta, jax.core.Tracer) else float(objective.beta)
+    if arrays["ref_logp"] is None and beta != 0:
         raise ValueError(
-            f"{call}: objective.beta={_show(objective.beta)} asks for a KL term but ref_logp is missing; "
+            f"{call}: objective.beta={beta} asks for a KL term but ref_logp is missing; "
             "give the reference policy's log-probabilities, or beta=None."
         )
-    if objective.correction is not None and rollout_logp is None:
+    if objective.correction is not None and arrays["rollout_logp"] is None:
         raise ValueError(
             f"{call}: objective.correction={objective.correction!r} needs rollout_logp, the sampler's logp."
         )
     if token_weights is not None:
-        token_weights = as_array(call, "token_weights", token_weights)
-        if not jnp.issubdtype(token_weights.dtype, jnp.floating):
-            raise TypeError(f"{call}: token_weights has dtype {token_weights.dtype}, expected a float dtype.")
+        token_weights = floats(call, "token_weights", token_weights)
         expected = (shape,) if segment_ids is not None else (shape, (rows, 1), (rows,))
         if token_weights.shape not in expected:
             one_a_row = "" if segment_ids is not None else f", [B, 1] = ({rows}, 1) or [B] = ({rows},)"
             raise ValueError(
                 f"{call}: token_weights has shape {token_weights.shape}, expected [B, T] = {shape}{one_a_row}."
             )
-    return dict(
-        arrays,
-        advantages=a,
-        segment_ids=segment_ids,
-        denominator=_count(call, "denominator", denominator),
-        entropy_denominator=_count(call, "entropy_denominator", entropy_denominator),
-        token_weights=token_weights,
-    )
-
-
-def _count(call: str, name: str, value: Any) -> Any:
-    if value is not None:
+    counts = {name: given.get(name) for name in ("denominator", "entropy_denominator")}
+    for name, value in counts.items():
         scalar(call, name, value)
-    return value
-
-
-def _is_not_zero(value: Any) -> bool:
-    """Whether it is known not to be zero; a traced number is not."""
-    return not isinstance(value, jax.core.Tracer) and bool(np.asarray(value) != 0)
-
-
-def _show(value: Any) -> str:
-    return str(float(value))
+    return dict(arrays, **counts, advantages=a, segment_ids=segment_ids, token_weights=token_weights)
 
 
 def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:

@@ -40,7 +40,7 @@ def policy_loss(
     >>> float(loss)
     -2.0
     """
-    name = "policy_loss"
+    name, given = "policy_loss", locals()
     objective = validation.objective_of(name, objective)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"{name}: stats is {type(stats).__name__}, expected TokenStats (from logprobs).")
@@ -53,8 +53,5 @@ def policy_loss(
     for field in ("logp", "entropy"):
         if getattr(stats, field) is not None:
             validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
-    objective, inputs = loss_inputs(
-        name, objective, stats.logp.shape, mask, advantages, old_logp, ref_logp, rollout_logp, segment_ids,
-        denominator, entropy_denominator, token_weights,
-    )  # fmt: skip
+    objective, inputs = loss_inputs(name, objective, stats.logp.shape, given)
     return loss_of_stats(objective, stats, inputs)

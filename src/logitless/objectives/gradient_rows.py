@@ -6,11 +6,8 @@ rows move nothing, and a trainer that leaves them out computes the same gradient
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
@@ -56,7 +53,7 @@ def rows_with_gradient(
     >>> rows_with_gradient(Objective(beta=0.04), advantages, mask).tolist()
     [True, True, True, True]
     """
-    name = "rows_with_gradient"
+    name, given = "rows_with_gradient", locals()
     objective = validation.objective_of(name, objective)
     mask = validation.as_array(name, "mask", mask)
     if mask.ndim != 2:
@@ -65,20 +62,8 @@ def rows_with_gradient(
     lean = objective.replace(beta=None)
     if old_logp is None or rollout_logp is None:
         lean = lean.replace(correction=None, correction_mode="truncate")
-    live, shape = mask if mask.dtype == jnp.bool_ else mask != 0, mask.shape
-    arrays = validation.loss_arrays(
-        name,
-        lean,
-        shape,
-        advantages=advantages,
-        old_logp=old_logp,
-        ref_logp=ref_logp,
-        rollout_logp=rollout_logp,
-        segment_ids=segment_ids,
-        denominator=None,
-        entropy_denominator=None,
-        token_weights=token_weights,
-    )
+    live = mask if mask.dtype == jnp.bool_ else mask != 0
+    arrays = validation.loss_arrays(name, lean, mask.shape, given)
     x = prepare(lean, live, **jax.lax.stop_gradient(arrays))
     moving = x.advantage != 0  # NaN is not zero
     if x.correction is not None:
@@ -88,11 +73,7 @@ def rows_with_gradient(
         moving |= True
     for coefficient in (objective.beta, objective.entropy_coef):
         if coefficient is not None:
-            moving |= _not_zero(coefficient)
+            moving |= coefficient != 0
     if x.ref is not None and objective.beta is not None:
         moving |= ~jnp.isfinite(x.ref)  # zero times infinity is no zero
     return jnp.any(live & moving, axis=1)
-
-
-def _not_zero(value: Any) -> Any:
-    return jnp.asarray(value) != 0 if isinstance(value, jax.Array) else bool(np.asarray(value) != 0)

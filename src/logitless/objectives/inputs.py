@@ -9,6 +9,7 @@ kept in the token's ``weight``, so that no mask, bound or zero can hide it from 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -163,41 +164,19 @@ def statistics_temperature(objective: Objective) -> Any:
 
 
 def loss_inputs(
-    call: str,
-    objective: Objective,
-    shape: tuple[int, ...],
-    mask: Any,
-    advantages: Any,
-    old_logp: Any,
-    ref_logp: Any,
-    rollout_logp: Any,
-    segment_ids: Any,
-    denominator: Any,
-    entropy_denominator: Any,
-    token_weights: Any = None,
+    call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]
 ) -> tuple[Objective, LossInputs]:
-    """Check everything, and prepare the constants of the loss. All of them are constants: they carry no gradient."""
+    """Check the mask and the arrays of a loss call, by their names among ``given``, and prepare the constants of the
+    loss. All of them are constants: they carry no gradient."""
     # Whatever precision a number of the objective came in, the loss is float32.
     objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
-    live = validation.mask_array(call, mask, shape)
-    arrays = validation.loss_arrays(
-        call,
-        objective,
-        shape,
-        advantages=advantages,
-        old_logp=old_logp,
-        ref_logp=ref_logp,
-        rollout_logp=rollout_logp,
-        segment_ids=segment_ids,
-        denominator=denominator,
-        entropy_denominator=entropy_denominator,
-        token_weights=token_weights,
-    )
+    live = validation.mask_array(call, given.get("mask"), shape)
+    arrays = validation.loss_arrays(call, objective, shape, given)
     if objective.temperature_on == "logp":
         validation.scalar_or_per_token(call, "objective.temperature", objective.temperature, shape)
     live = jnp.ones(shape, bool) if live is None else live
     beta = objective.beta
-    if beta is None or ref_logp is not None:
+    if beta is None or arrays["ref_logp"] is not None:
         return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
     # Without a reference beta is zero, or a traced number: if that turns out to be another one, the loss is NaN.
     objective = objective.replace(beta=None)

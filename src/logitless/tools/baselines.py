@@ -27,11 +27,7 @@ def _loss(logp: Array, objective: Objective, arrays: dict[str, Any]) -> Array:
     from logitless.objectives.inputs import loss_inputs
     from logitless.objectives.loss import contributions
 
-    get = arrays.get
-    objective, inputs = loss_inputs(
-        "baseline", objective, logp.shape, get("mask"), get("advantages"), get("old_logp"), get("ref_logp"),
-        get("rollout_logp"), get("segment_ids"), get("denominator"), None,
-    )  # fmt: skip
+    objective, inputs = loss_inputs("baseline", objective, logp.shape, arrays)
     return jnp.sum(contributions(objective, logp, jnp.zeros_like(logp), inputs))
 
 
