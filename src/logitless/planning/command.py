@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from logitless.planning.chips import CHIPS
 from logitless.planning.head import longest_context, plan
 from logitless.planning.mesh import parse_mesh, plan_mesh
 from logitless.planning.sparse import CALIBRATED
+from logitless.tools import records
 from logitless.tools.shapes import MODELS
 
 
@@ -165,7 +165,5 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(text)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        records.append(args.out, record)
     return 0

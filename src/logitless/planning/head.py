@@ -87,11 +87,7 @@ def plan(
         raise ValueError(f"plan: live_tokens={live_tokens}, expected 0 to {tokens}, the number of tokens.")
     item = jnp.dtype(hidden.dtype).itemsize
     _, mass = tolerance_of("plan", sparse_backward, hidden.dtype)
-    shares = None
-    if mass is None:
-        sparse.refuse_shares_without_it(active_columns, hard_rows)
-    else:
-        shares = sparse.shares_of(mass, active_columns, hard_rows)
+    shares = sparse.shares_of(mass, active_columns, hard_rows)
     w = Work(
         tokens=tokens,
         live=tokens if live_tokens is None else live_tokens,
@@ -129,13 +125,13 @@ def plan(
             given = dict(options, lora=lora, sparse_backward=sparse_backward)
             route = route_of("plan", call_arguments(call, shapes, given))
             way = _way(w, route)
-            if shares is not None:
-                price: Any = functools.partial(sparse.sparse_way, shard=vocabulary_shard)
+            if shares is not None and w.backward:
                 if route.backend == KERNELS["tpu"]:
-                    price = functools.partial(sparse.tpu_sparse_way, shard=vocabulary_shard)
+                    sparser = sparse.tpu_sparse_way(w, shares, way, route, vocabulary_shard)
                 elif "visit" in route.tiles:
-                    price = sparse.screened_way
-                sparser = price(w, shares, way, route)
+                    sparser = sparse.screened_way(w, shares, way, route)
+                else:
+                    sparser = sparse.sparse_way(w, shares, way, route, vocabulary_shard)
                 way = dataclasses.replace(sparser, narrow=way.narrow * sparser.matmuls / way.matmuls)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(

@@ -155,7 +155,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def _collective(what: str, kind: str, axis: str, axes: dict[str, int], size: float, chip: Chip) -> Collective:
+Sent = tuple[str, str, str, float]
+"""What, ``gather`` or ``reduce``, over which axis, and the bytes of the array."""
+
+
+def _collective(what: str, kind: str, axis: str, size: float, axes: dict[str, int], chip: Chip) -> Collective:
     """A ring over ``axis`` on an array of ``size`` bytes: ``gather`` (or reduce-scatter) or ``reduce`` (both)."""
     n = axes[axis]
     inner = 1
@@ -169,21 +173,15 @@ def _collective(what: str, kind: str, axis: str, axes: dict[str, int], size: flo
     return Collective(what, axis, link, network, link / chip.link + network / chip.network)
 
 
-def _lora_collectives(
-    rank: int, columns: int, width: int, item: int, wanted: bool, axes: dict[str, int], chip: Chip
-) -> list[Collective]:
+def _of_lora(rank: int, columns: int, width: int, item: int, wanted: bool, axes: dict[str, int]) -> list[Sent]:
     """The factor that meets the vocabulary is cut as the head is, the other one is whole; gradients in float32."""
     outer, inner = rank * columns, rank * width
-    found = []
-    if rank and axes["fsdp"] > 1:
-        found.append(_collective("all-gather of LoRA's factor", "gather", "fsdp", axes, outer * item, chip))
-    if rank and wanted:
-        if axes["fsdp"] > 1:
-            found.append(_collective("reduce-scatter of LoRA's gradient", "gather", "fsdp", axes, 4 * outer, chip))
+    found: list[Sent] = [("all-gather of LoRA's factor", "gather", "fsdp", outer * item)]
+    if wanted:
+        found.append(("reduce-scatter of LoRA's gradient", "gather", "fsdp", 4 * outer))
         for axis in AXES:
             size = inner + (outer / axes["fsdp"] if axis == "data" else 0)
-            if axes[axis] > 1:
-                found.append(_collective("all-reduce of LoRA's gradients", "reduce", axis, axes, 4 * size, chip))
+            found.append(("all-reduce of LoRA's gradients", "reduce", axis, 4 * size))
     return found
 
 
@@ -248,7 +246,6 @@ def plan_mesh(
     wanted = asked_for(gradients, lora_rank)
     wants_head, wants_hidden, wants_lora = (name in wanted for name in ("lm_head", "hidden", "lora"))
     rank = lora_rank or 0
-    found = []
     exact = options.get("sparse_backward", "off") == "off"
     in_parts = leaves_in = 1
     # With LoRA a part of dW would need the whole of dlow.
@@ -256,19 +253,17 @@ def plan_mesh(
         own = columns // axes["fsdp"]
         in_parts = parts.number(columns * width, own) if axes["fsdp"] > 1 and shards == 1 else 1
         leaves_in = parts.number(columns * width, own)
-    if axes["fsdp"] > 1:
-        passes = 2 if in_parts > 1 and wants_head else 1
-        found.append(_collective("all-gather of the head", "gather", "fsdp", axes, passes * part, where))
-        if wants_head:
-            found.append(_collective("reduce-scatter of dW", "gather", "fsdp", axes, dw, where))
-    if axes["data"] > 1 and wants_head:
-        found.append(_collective("all-reduce of dW", "reduce", "data", axes, dw / axes["fsdp"], where))
-    if shards > 1:
-        scalars = 4 * SCALARS * local
-        found.append(_collective("all-reduce of per-token scalars", "reduce", "tensor", axes, scalars, where))
-        if wants_hidden:
-            found.append(_collective("all-reduce of dH", "reduce", "tensor", axes, 4 * local * width, where))
-    found += _lora_collectives(rank, columns, width, item, wants_lora, axes, where)
+    passes = 2 if in_parts > 1 and wants_head else 1
+    sent: list[Sent] = [("all-gather of the head", "gather", "fsdp", passes * part)]
+    if wants_head:
+        sent.append(("reduce-scatter of dW", "gather", "fsdp", dw))
+        sent.append(("all-reduce of dW", "reduce", "data", dw / axes["fsdp"]))
+    sent.append(("all-reduce of per-token scalars", "reduce", "tensor", 4 * SCALARS * local))
+    if wants_hidden:
+        sent.append(("all-reduce of dH", "reduce", "tensor", 4 * local * width))
+    if rank:
+        sent += _of_lora(rank, columns, width, item, wants_lora, axes)
+    found = tuple(_collective(*s, axes, where) for s in sent if axes[s[2]] > 1)
     beside, reduced = part // axes["fsdp"] * (1 + wants_head) if axes["fsdp"] > 1 else 0, 0
     if rows > 1 and wants_head and head.backend == KERNELS["tpu"]:
         # The kernel leaves dW in the dtype it is summed in: beside the result, which is whole, a part of it at a time,
@@ -287,4 +282,4 @@ def plan_mesh(
         beside += max(reduced, 12 * local * width - head.temporaries)
     else:
         beside += reduced
-    return MeshPlan(dict(axes), where, local, head, beside, tuple(found))
+    return MeshPlan(dict(axes), where, local, head, beside, found)

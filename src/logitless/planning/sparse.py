@@ -59,13 +59,20 @@ _CPU_PASS_TILES = 6
 """Float32 ``[chunk, column tile]`` arrays of the widest of those passes, as XLA's CPU compiler has it."""
 
 
-def shares_of(tolerance: float, active_columns: Any, hard_rows: Any) -> Shares:
-    """The shares that were given, else those of the calibrated policy, which hold at its tolerance only."""
+def shares_of(tolerance: float | None, active_columns: Any, hard_rows: Any) -> Shares | None:
+    """The shares that were given, else those of the calibrated policy, which hold at its tolerance only; ``None``
+    without a sparse backward, where they mean nothing."""
     given = {"active_columns": active_columns, "hard_rows": hard_rows}
     for name, value in given.items():
+        if value is not None and tolerance is None:
+            raise ValueError(
+                f"plan: {name}={value!r} is about the sparse backward; give sparse_backward='auto' with it."
+            )
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value <= 1):
             raise ValueError(f"plan: {name}={value!r}, expected a share from 0 to 1, as the metric {name} has it.")
+    if tolerance is None:
+        return None
     missing = [name for name, value in given.items() if value is None]
     if missing and not math.isclose(tolerance, CALIBRATED_TOLERANCE):
         raise ValueError(
@@ -77,15 +84,6 @@ def shares_of(tolerance: float, active_columns: Any, hard_rows: Any) -> Shares:
         CALIBRATED.active_columns if active_columns is None else float(active_columns),
         CALIBRATED.hard_rows if hard_rows is None else float(hard_rows),
     )
-
-
-def refuse_shares_without_it(active_columns: Any, hard_rows: Any) -> None:
-    """Shares mean nothing with the option off."""
-    for name, value in (("active_columns", active_columns), ("hard_rows", hard_rows)):
-        if value is not None:
-            raise ValueError(
-                f"plan: {name}={value!r} is about the sparse backward; give sparse_backward='auto' with it."
-            )
 
 
 def backward_columns(vocab: int, slab: int, shares: Shares, gradients: int) -> int:
@@ -101,8 +99,6 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
     """The way of ``exact`` with a sparse backward in plain JAX; ``shard``: the head is a part of the vocabulary."""
     chunk, slab, by_recompute = min(route.tiles["chunk"], w.tokens), route.tiles["slab"], not route.in_forward
     b, plane = w.gradients, w.live * w.vocab
-    if not w.backward:
-        return exact
     temporaries = _temporaries(w, exact, chunk, slab)
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
@@ -142,8 +138,6 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
     """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
-    if not w.backward:
-        return exact
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
     bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
@@ -187,8 +181,6 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
     late = shard or not route.in_forward  # cotangents are not known when the columns are found
     whole = 2 if shard else 1
     b = w.gradients
-    if not w.backward:
-        return exact
     columns = backward_columns(w.vocab, slab, shares, b)
     tiles = _tiles(w, exact, slab, columns)
     most = most_columns(w.vocab, slab)

@@ -26,11 +26,16 @@ SOURCE = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 
 
+def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, with this package on the path, and ``own`` variables over it."""
+    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **(own or {})}
+
+
 class Worker:
     """``python *command`` with this package on its path, kept open between questions; a context manager."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
-        path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+    def __init__(self, command: Sequence[str], own: Mapping[str, str] | None = None):
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the worker)
         self._process = subprocess.Popen(
             [sys.executable, *command],
@@ -38,7 +43,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            env=environment(own),
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)

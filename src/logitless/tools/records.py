@@ -24,6 +24,13 @@ class RecordError(Exception):
     """A result file that cannot be used; the message names it."""
 
 
+def append(path: Path, record: Record) -> None:
+    """Write a record as the last line of a file, whose folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def provenance() -> dict[str, str]:
     """By which command, when, and from which code a result was made; ``commit`` where the code is a checkout's."""
     here = Path(__file__).parent

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from logitless.tools import records
 
 
 class Tracker:
@@ -38,8 +39,7 @@ class Tracker:
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        records.append(self.path, record)
         if self._run is not None:
             try:
                 self._run.log({k: v for k, v in record.items() if isinstance(v, (int, float, bool))})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.planning.mesh import parse_mesh
+from logitless.tools import child, records
 from logitless.tools.progress import Progress
 from logitless.tools.shapes import MODELS
 from logitless.tpu import aot, cycles
@@ -114,9 +114,7 @@ def _axes(text: str, topology: str, arguments: dict[str, Any]) -> dict[str, int]
 def _compile(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: libtpu reads its settings from the environment once, when it is loaded."""
     command = [sys.executable, "-m", "logitless.tpu.programs", topology, json.dumps(arguments)]
-    source = str(Path(aot.__file__).parents[2])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=path)
+    environment = child.environment(aot.ENVIRONMENT)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -220,7 +218,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"logitless tpu: {error}", file=sys.stderr)
         return 2
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        records.append(args.out, record)
     return code

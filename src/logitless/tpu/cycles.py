@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from logitless.tools import child
 from logitless.tpu import aot
 
 
@@ -63,22 +64,9 @@ def simulate(
     with tempfile.TemporaryDirectory() as folder:
         # Read by libtpu when it loads, hence the environment of a fresh process.
         flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_static_llo_profile_to={folder}"
-        source = str(Path(aot.__file__).parents[2])
-        environment = dict(
-            os.environ,
-            **aot.ENVIRONMENT,
-            LIBTPU_INIT_ARGS=flags.strip(),
-            PYTHONPATH=os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
-        )
+        environment = child.environment(dict(aot.ENVIRONMENT, LIBTPU_INIT_ARGS=flags.strip()))
         command = [sys.executable, "-m", "logitless.tpu.cycles", target, json.dumps(arguments), topology]
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         found = dict(_profile(path.read_text()) for path in sorted(Path(folder).glob("*.textproto")))
         if done.returncode and not (partial and found):
             raise RuntimeError(f"simulating {target} with {arguments} failed:\n{done.stderr[-2000:]}")
