@@ -151,7 +151,7 @@ def install() -> Installation:
 
     common, core, _ = modules()
     register()
-    replaced = [("compute_per_token_logps", common, logps.per_token_logps(known))]
+    replaced = [("compute_per_token_logps", common, logps.per_token_logps(common.compute_per_token_logps))]
     if known == "0.1.7":
         entropy = logps.entropy_from_logits(core.compute_entropy_from_logits)
         replaced.append(("compute_entropy_from_logits", core, entropy))

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.api import linear_logprobs
-from logitless.integrations.tunix.interface import Interface, modules
+from logitless.integrations.tunix.interface import modules
 from logitless.integrations.tunix.model import PolicyHead, take_head
 from logitless.integrations.tunix.placement import sharding_of
 from logitless.pytree import register
 from logitless.stats import TokenStats
+
+_STATIC = ("pad_id", "eos_id", "stop_gradient", "temperature", "return_logits", "return_entropy", "chunk_size")
+"""Arguments of ``compute_per_token_logps`` that are no arrays."""
 
 
 @register
@@ -109,58 +112,23 @@ def _statistics(temperature: float, pad_id: int, **what: Any) -> TokenStats:
     return stats.map(lambda s: jnp.pad(s, ((0, 0), (1, 0)))) if p.packed else stats
 
 
-def per_token_logps(interface: Interface) -> Callable[..., Any]:
-    """``compute_per_token_logps`` with the signature of an interface."""
-    static = ("pad_id", "eos_id", "stop_gradient", "temperature")
-    if interface == "0.1.7":
+def per_token_logps(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``tunix.rl.common.compute_per_token_logps`` of either interface, with its signature and its defaults."""
+    signature = inspect.signature(stock)
 
-        @functools.partial(jax.jit, static_argnames=(*static, "return_logits"))
-        def compute_per_token_logps(
-            graphdef: Any,
-            state: Any,
-            prompt_tokens: Array,
-            completion_tokens: Array,
-            pad_id: int,
-            eos_id: int,
-            images: Array | None = None,
-            stop_gradient: bool = True,
-            return_logits: bool = False,
-            segment_ids: Array | None = None,
-            segment_positions: Array | None = None,
-            temperature: float = 1.0,
-        ) -> Any:
-            stats = _statistics(
-                temperature, pad_id, graphdef=graphdef, state=state, prompt_tokens=prompt_tokens,
-                completion_tokens=completion_tokens, eos_id=eos_id, images=images, segment_ids=segment_ids,
-                segment_positions=segment_positions,
-            )  # fmt: skip
-            stats = jax.lax.stop_gradient(stats) if stop_gradient else stats
-            return (stats.logp, TokenEntropy(stats.entropy)) if return_logits else stats.logp
+    @functools.partial(jax.jit, static_argnames=[name for name in signature.parameters if name in _STATIC])
+    @functools.wraps(stock)
+    def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        what = given.arguments
+        what.pop("chunk_size", None)  # nothing to choose here: memory does not depend on it
+        constant, as_logits, entropy = (
+            what.pop(k, False) for k in ("stop_gradient", "return_logits", "return_entropy")
+        )
+        stats = _statistics(**what)
+        stats = jax.lax.stop_gradient(stats) if constant else stats
+        beside = TokenEntropy(stats.entropy) if as_logits else stats.entropy
+        return (stats.logp, beside) if as_logits or entropy else stats.logp
 
-        return compute_per_token_logps
-
-    @functools.partial(jax.jit, static_argnames=(*static, "return_entropy", "chunk_size"))
-    def compute_per_token_logps_and_entropy(
-        graphdef: Any,
-        state: Any,
-        prompt_tokens: Array,
-        completion_tokens: Array,
-        pad_id: int,
-        eos_id: int,
-        images: Array | None = None,
-        stop_gradient: bool = True,
-        return_entropy: bool = False,
-        segment_ids: Array | None = None,
-        segment_positions: Array | None = None,
-        temperature: float = 1.0,
-        chunk_size: int = 0,  # nothing to choose here: memory does not depend on it
-    ) -> Any:
-        stats = _statistics(
-            temperature, pad_id, graphdef=graphdef, state=state, prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens, eos_id=eos_id, images=images, segment_ids=segment_ids,
-            segment_positions=segment_positions,
-        )  # fmt: skip
-        stats = jax.lax.stop_gradient(stats) if stop_gradient else stats
-        return (stats.logp, stats.entropy) if return_entropy else stats.logp
-
-    return compute_per_token_logps_and_entropy
+    return compute_per_token_logps
