@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +63,8 @@ dense_logits.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
-    """The dense backend; JAX differentiates :meth:`statistics`, so it has no passes of its own."""
-
-    name: ClassVar[str] = "reference"
-    kernels: ClassVar[str | None] = None
-    in_forward: ClassVar[bool] = False
-
-    def check(self, p: Any, columns_apart: bool) -> None:
-        """It serves everything."""
+class Reference(logits_reference.Reference):
+    """That of the logits, over logits that it makes."""
 
     def describe(self, p: Any, way: Way) -> Cost:
         v, item = p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
@@ -79,7 +72,7 @@ class Reference:
         moved = f"logits and dlogits {2 * p.n * v * item:,} B, each written and read"
         return Cost(words, "3 (1 without a gradient)", moved, counts=(3, 3, 1))
 
-    def statistics(self, p: Problem, loss: Any = None) -> tuple[TokenStats, None]:
+    def statistics(self, p: Problem, loss: Any = None) -> tuple[TokenStats, None]:  # type: ignore[override]
         """Statistics of flattened tokens ``h [N, H]``."""
         h = p.h if p.live is None else jnp.where(p.live[:, None], p.h, jnp.zeros((), p.h.dtype))
         logits = dense_logits(h, p.head, p.call.logits_dtype)

@@ -128,17 +128,10 @@ class Chunked:
 
     # Passes.
 
-    def token_stats(self, p: LogitsProblem) -> TokenStats:
-        return token_stats(p)
-
-    def token_sums(self, p: LogitsProblem) -> RowSums:
-        return token_sums(p)
-
-    def dlogits(self, p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
-        return dlogits(p, stats, g)
-
-    def stats_and_dlogits(self, p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
-        return stats_and_dlogits(p, program)
+    token_stats = staticmethod(token_stats)
+    token_sums = staticmethod(token_sums)
+    dlogits = staticmethod(dlogits)
+    stats_and_dlogits = staticmethod(stats_and_dlogits)
 
     # The protocol.
 

@@ -268,11 +268,6 @@ class MosaicGpu(Chunked):
     def tiles(self, p: Any) -> dict[str, Any]:
         return describe(p.n, p.logits.shape[-1], p.logits.dtype)
 
-    def token_stats(self, p: LogitsProblem) -> TokenStats:
-        return token_stats(p)
-
-    def dlogits(self, p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
-        return dlogits(p, stats, g)
-
-    def stats_and_dlogits(self, p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
-        return stats_and_dlogits(p, program)
+    token_stats = staticmethod(token_stats)
+    dlogits = staticmethod(dlogits)
+    stats_and_dlogits = staticmethod(stats_and_dlogits)
