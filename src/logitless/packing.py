@@ -20,6 +20,7 @@ same ``length`` and ``rows``, whatever is in them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -208,12 +209,13 @@ class _Sequence:
         return int(self.valid.sum())
 
 
-@dataclasses.dataclass
-class _Unit:
-    """What goes into one row together: a sequence, or completions with the prompt that they share."""
+_Unit = list[_Sequence]
+"""What goes into one row together: a sequence, or completions with the prompt that they share."""
 
-    members: list[_Sequence]
-    slots: int
+
+def _slots(unit: _Unit) -> int:
+    """What it takes of a row: the prompt once, without its last token, and the completions."""
+    return len(unit[0].prompt) - 1 + sum(s.new for s in unit)
 
 
 def _place(sequences: list[_Sequence], length: int, share: bool) -> list[list[_Unit]]:
@@ -223,32 +225,18 @@ def _place(sequences: list[_Sequence], length: int, share: bool) -> list[list[_U
     for s in sequences:
         if not len(s.prompt):
             raise ValueError(f"pack: sequence {s.index} has no prompt; its first token would follow from nothing.")
-        if len(s.prompt) + s.new - 1 > length:
-            need = max(len(x.prompt) + x.new - 1 for x in sequences)
+        if _slots([s]) > length:
+            need = max(_slots([x]) for x in sequences)
             raise ValueError(
-                f"pack: sequence {s.index} takes {len(s.prompt) + s.new - 1} slots (prompt {len(s.prompt)} + "
+                f"pack: sequence {s.index} takes {_slots([s])} slots (prompt {len(s.prompt)} + "
                 f"completion {s.new} - 1), but length={length}; the longest takes {need}. None is cut: "
                 "make length larger."
             )
-    if not share:
-        units = [_Unit([s], len(s.prompt) + s.new - 1) for s in sequences]
-    else:
-        units = []
-        for group in _same_prompt(sequences):
-            prefix = len(group[0].prompt) - 1
-            for members in _first_fit(group, [s.new for s in group], length - prefix):
-                units.append(_Unit(members, prefix + sum(s.new for s in members)))
-    return _first_fit(units, [u.slots for u in units], length)
-
-
-def _same_prompt(sequences: list[_Sequence]) -> list[list[_Sequence]]:
-    groups: list[list[_Sequence]] = []
-    for s in sequences:
-        if groups and np.array_equal(groups[-1][0].prompt, s.prompt):
-            groups[-1].append(s)
-        else:
-            groups.append([s])
-    return groups
+    units = [[s] for s in sequences]
+    if share:
+        groups = [list(group) for _, group in itertools.groupby(sequences, lambda s: s.prompt.tobytes())]
+        units = [u for g in groups for u in _first_fit(g, [s.new for s in g], length - len(g[0].prompt) + 1)]
+    return _first_fit(units, [_slots(u) for u in units], length)
 
 
 def _first_fit(items: Sequence[Any], sizes: list[int], room: int) -> list[list[Any]]:
@@ -266,21 +254,21 @@ class _Rows:
     """The packed arrays while they are filled."""
 
     def __init__(self, shape: tuple[int, int], padded: tuple[int, ...]):
-        self.tokens, self.targets, self.positions, self.segments = (np.zeros(shape, np.int32) for _ in range(4))
-        self.prefixes = np.zeros(shape, np.int32)
+        arrays = (np.zeros(shape, np.int32) for _ in range(5))
+        self.tokens, self.targets, self.positions, self.segments, self.prefixes = arrays
         self.slots = np.full(padded, -1, np.int64)
         self._used = np.zeros(shape[0], np.int64)
         self._count = np.zeros(shape[0], np.int32)
 
     def put(self, row: int, unit: _Unit, completions: np.ndarray, share: bool) -> None:
         """Write a unit behind what the row has already."""
-        prompt = unit.members[0].prompt
+        prompt = unit[0].prompt
         prefix = 0
         if share and len(prompt) > 1:
             self._write(row, prompt[:-1], prompt[1:], 0)
             prefix = int(self._count[row])
             self.prefixes[row, self._used[row] - len(prompt) + 1 : self._used[row]] = prefix
-        for s in unit.members:
+        for s in unit:
             whole = np.concatenate([prompt[-1:] if share else s.prompt, completions[s.index][s.valid]])
             start = self._write(row, whole[:-1], whole[1:], len(prompt) - 1 if share else 0)
             first = start + len(whole) - 1 - s.new  # predicts the completion's first token

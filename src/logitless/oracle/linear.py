@@ -11,7 +11,7 @@ does not reach the head's gradient.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +20,7 @@ from logitless.oracle.token_stats import (
     Floats,
     TokenStats,
     live_tokens,
+    no_stats,
     per_token,
     row_blocks,
     to_float64,
@@ -62,9 +63,7 @@ def linear_token_stats(
     w, b = _head(lm_head, bias, head_layout, vocab_size)
     tau = per_token(temperature, y.shape, 1.0)
 
-    names = ("logp", "entropy", "lse", "max_logit", "log_sum_p2")
-    fields: dict[str, Any] = {name: np.zeros(flat_y.shape) for name in names}
-    fields["is_top1"] = np.zeros(flat_y.shape, dtype=bool)
+    fields = no_stats(flat_y.size)
     for i in row_blocks(live_tokens(mask, y.shape), len(w)):
         logits = to_float64(h[i]) @ w.T + b
         stats = token_stats(logits, flat_y[i], temperature=tau[i], softcap=softcap, scale=scale)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -129,6 +130,12 @@ def _softmax(z: Floats) -> _Softmax:
     )
 
 
+def no_stats(tokens: int) -> dict[str, NDArray[Any]]:
+    """The fields of :class:`TokenStats`, zeros, flat."""
+    names = [field.name for field in dataclasses.fields(TokenStats)]
+    return {name: np.zeros(tokens, dtype=bool if name == "is_top1" else np.float64) for name in names}
+
+
 def token_stats(
     logits: ArrayLike,
     targets: ArrayLike,
@@ -151,8 +158,7 @@ def token_stats(
     x, flat_y = raw.reshape(-1, raw.shape[-1]), y.reshape(-1)
     tau = per_token(temperature, y.shape, 1.0)
 
-    logp, entropy, lse, max_logit, log_sum_p2 = (np.zeros(flat_y.shape) for _ in range(5))
-    is_top1 = np.zeros(flat_y.shape, dtype=bool)
+    fields = no_stats(flat_y.size)
     for i in row_blocks(live_tokens(mask, y.shape), columns):
         known = (flat_y[i] >= 0) & (flat_y[i] < columns)
         column = np.where(known, flat_y[i], 0)
@@ -161,20 +167,11 @@ def token_stats(
             z = _transform(to_float64(x[i, :columns]), tau[i], softcap, scale)
             soft = _softmax(z)
         row = np.arange(len(i))
-        logp[i] = np.where(known, soft.log_p[row, column], np.nan)
-        entropy[i] = np.where(known, soft.entropy, np.nan)
-        lse[i] = np.where(known, soft.lse, np.nan)
-        max_logit[i] = np.where(known, soft.max_logit, np.nan)
-        log_sum_p2[i] = np.where(known, soft.log_sum_p2, np.nan)
-        is_top1[i] = known & (z[row, column] >= soft.max_logit)
-    return TokenStats(
-        logp=logp.reshape(y.shape),
-        entropy=entropy.reshape(y.shape),
-        lse=lse.reshape(y.shape),
-        max_logit=max_logit.reshape(y.shape),
-        log_sum_p2=log_sum_p2.reshape(y.shape),
-        is_top1=is_top1.reshape(y.shape),
-    )
+        fields["logp"][i] = np.where(known, soft.log_p[row, column], np.nan)
+        for name in ("entropy", "lse", "max_logit", "log_sum_p2"):
+            fields[name][i] = np.where(known, getattr(soft, name), np.nan)
+        fields["is_top1"][i] = known & (z[row, column] >= soft.max_logit)
+    return TokenStats(**{name: values.reshape(y.shape) for name, values in fields.items()})
 
 
 def token_stats_vjp(
