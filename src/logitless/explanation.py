@@ -58,9 +58,9 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
     if given["sharding"] is None:
         take(given)
     else:
-        from logitless.mesh import context
+        from logitless.mesh import context, spec
 
-        with context.under(name, given["sharding"]):
+        with context.under(spec.mesh_of(name, given["sharding"])):
             take(given)
     return found[0]
 

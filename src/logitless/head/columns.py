@@ -237,40 +237,33 @@ def take_logits(x: Array, index: Array) -> Array:
     return x.reshape(-1).at[at].get(mode="promise_in_bounds")
 
 
-def take_columns(x: Array, index: Array) -> Array:
-    """``x[:, index]``, zeros for indices beyond the array; ``x`` itself is not copied."""
+def _at(x: Array, index: Array, axis: int) -> Any:
+    """``x`` at ``index`` along dimension ``axis``; ``x`` itself is not copied."""
+    if axis == 0:
+        return x.at[index]
     if not _by_element():
-        return x.at[:, index].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, index[None, :]].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+        return x.at[:, index]
+    return x.at[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index[None, :]]
 
 
-def _add_columns(total: Array, index: Array, part: Array) -> Array:
-    if not _by_element():
-        return total.at[:, index].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
-    rows = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]
-    return total.at[rows, index[None, :]].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+def _take(x: Array, index: Array, axis: int = 0) -> Array:
+    """Zeros for indices beyond the array."""
+    return _at(x, index, axis).get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
 
 
-def _take_rows(x: Array, index: Array) -> Array:
-    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
-
-
-def _add_rows(total: Array, index: Array, part: Array) -> Array:
-    return total.at[index].add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+def _add(total: Array, index: Array, part: Array, axis: int) -> Array:
+    return _at(total, index, axis).add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def head_columns(head: Head, index: Array) -> Head:
     """The part of the head that makes the logits of the columns ``index``."""
-    by_row = head.layout == "vh"
     a, b = head.lora_a, head.lora_b
-    return Head(
-        weight=_take_rows(head.weight, index) if by_row else take_columns(head.weight, index),
-        bias=None if head.bias is None else _take_rows(head.bias, index),
-        lora_a=_take_rows(a, index) if a is not None and by_row else a,
-        lora_b=take_columns(b, index) if b is not None and not by_row else b,
-        lora_scale=head.lora_scale,
-        layout=head.layout,
+    return dataclasses.replace(
+        head,
+        weight=_take(head.weight, index, head.axis),
+        bias=None if head.bias is None else _take(head.bias, index),
+        lora_a=_take(a, index) if a is not None and head.axis == 0 else a,
+        lora_b=_take(b, index, 1) if b is not None and head.axis == 1 else b,
     )
 
 
@@ -293,16 +286,15 @@ def no_head_columns(total: HeadGrads, part: Head, dtype: Any = None) -> HeadGrad
 def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Layout) -> HeadGrads:
     """``total`` with the cotangents ``own`` of a gathered head added where its columns come from."""
     by_row = layout == "vh"
-    over_vocabulary = _add_rows if by_row else _add_columns
 
-    def put(whole: Array | None, new: Array | None, add: Any) -> Array | None:
-        return None if whole is None or new is None else add(whole, index, new.astype(whole.dtype))
+    def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:
+        return None if whole is None or new is None else _add(whole, index, new.astype(whole.dtype), axis)
 
     return HeadGrads(
-        weight=put(total.weight, own.weight, over_vocabulary),
-        bias=put(total.bias, own.bias, _add_rows),
-        lora_a=put(total.lora_a, own.lora_a, _add_rows) if by_row else own.lora_a,
-        lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, _add_columns),
+        weight=put(total.weight, own.weight, 0 if by_row else 1),
+        bias=put(total.bias, own.bias, 0),
+        lora_a=put(total.lora_a, own.lora_a, 0) if by_row else own.lora_a,
+        lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, 1),
     )
 
 

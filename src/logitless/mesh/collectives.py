@@ -13,59 +13,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
-from logitless.mesh.spec import Placement
-from logitless.problem import Head, HeadGrads, Layout
+from logitless.mesh.spec import Kinds, Placement, each_array
+from logitless.problem import Head, HeadGrads
 from logitless.stats import RowSums, rescale
 
 T = TypeVar("T")
-Kinds = tuple[str | None, ...]
-
-_KINDS: dict[Layout, dict[str, Kinds]] = {
-    "vh": {"weight": ("v", "h"), "bias": ("v",), "lora_a": ("v", None), "lora_b": (None, "h")},
-    "hv": {"weight": ("h", "v"), "bias": ("v",), "lora_a": ("h", None), "lora_b": (None, "v")},
-}
-"""Which dimension of each array is the vocabulary and which the hidden one."""
-
-
-def head_specs(place: Placement, head: Head, gathered: bool = False) -> Head:
-    """The PartitionSpec of each of a head's arrays, in the structure of the head."""
-    specs: dict[str, Any] = {
-        name: None if getattr(head, name) is None else place.head_spec(kinds, gathered)
-        for name, kinds in _KINDS[head.layout].items()
-    }
-    return Head(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
 
 
 def gather_head(place: Placement, head: Head) -> Head:
     """The head with its FSDP axes gathered; only its vocabulary-parallel part where there is one."""
 
-    def whole(x: Array | None, kinds: Kinds) -> Array | None:
-        if x is None:
-            return None
+    def whole(x: Array, kinds: Kinds) -> Array:
         for d, kind in enumerate(kinds):
             axes = place.gathered_over(kind)
             if axes:
                 x = lax.all_gather(x, axes, axis=d, tiled=True)
         return x
 
-    parts: dict[str, Any] = {name: whole(getattr(head, name), kinds) for name, kinds in _KINDS[head.layout].items()}
-    return dataclasses.replace(head, **parts)
+    return dataclasses.replace(head, **each_array(whole, head.layout, head))
 
 
 def reduce_grads(place: Placement, grads: HeadGrads, head: Head) -> HeadGrads:
     """A device's gradients of the gathered head, summed over devices in their own dtype, each device keeping its part
     of the head; then rounded to the parameters' dtypes."""
 
-    def reduced(g: Array | None, like: Array | None, kinds: Kinds) -> Array | None:
-        if g is None or like is None:
-            return None
+    def reduced(g: Array, like: Array, kinds: Kinds) -> Array:
         left = set(place.token_axes) if "v" in kinds else {*place.token_axes, *place.vocab}
         for d, kind in enumerate(kinds):
             axes = place.gathered_over(kind)
@@ -83,8 +61,7 @@ def reduce_grads(place: Placement, grads: HeadGrads, head: Head) -> HeadGrads:
         rest = tuple(a for a in (*place.token_axes, *place.vocab) if a in left)
         return (lax.psum(g, rest) if rest else g).astype(like.dtype)
 
-    parts = {n: reduced(getattr(grads, n), getattr(head, n), kinds) for n, kinds in _KINDS[head.layout].items()}
-    return HeadGrads(**parts)
+    return HeadGrads(**each_array(reduced, head.layout, grads, head))
 
 
 def merge_sums(axes: tuple[str, ...], sums: RowSums, k: Array | None) -> RowSums:

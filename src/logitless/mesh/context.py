@@ -44,7 +44,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
     given = dict(given, sharding=dataclasses.replace(sharding, mesh=mesh))
     _refuse_elsewhere(name, mesh, given)
     if all(t == AxisType.Auto for t in mesh.axis_types):
-        with _under(mesh):
+        with under(mesh):
             return run(given)
     leaves, tree = jax.tree.flatten(given)
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
@@ -62,7 +62,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
     out: Any = lies(PartitionSpec()) if "advantages" in given else tokens
     if with_stats:
         out = (out, LossAux(out, tokens))
-    with _under(mesh):
+    with under(mesh):
         return jax.sharding.auto_axes(automatic, out_sharding=out)(arrays)
 
 
@@ -101,13 +101,8 @@ def _named(devices: set[Any]) -> str:
     return f"{len(devices)} device{'s' * (len(devices) > 1)} ({shown}{', ...' * (len(devices) > 8)})"
 
 
-def under(call: str, sharding: Sharding | None) -> Any:
-    """The context in which a call's backend and tiles are chosen: that of its mesh, or the one that is there."""
-    return contextlib.nullcontext() if sharding is None else _under(mesh_of(call, sharding))
-
-
-def _under(mesh: Mesh | AbstractMesh) -> Any:
-    """The mesh as the ambient one, if it is not."""
+def under(mesh: Mesh | AbstractMesh) -> Any:
+    """The context in which a call's backend and tiles are chosen: its mesh as the ambient one, if it is not."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     if jax.sharding.get_abstract_mesh() == abstract:
         return contextlib.nullcontext()

@@ -44,10 +44,6 @@ def _of_tokens(place: Placement, tree: Any) -> Any:
     return jax.tree.map(lambda x: place.token_spec if jnp.ndim(x) else PartitionSpec(), tree)
 
 
-def _everywhere(tree: Any) -> Any:
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
-
-
 def _logits_spec(place: Placement) -> PartitionSpec:
     """Of the logits and dlogits."""
     return PartitionSpec(*place.token_spec, place.vocab or None)
@@ -59,11 +55,13 @@ def _specs(place: Placement, p: AnyProblem) -> Any:
         rest = _of_tokens(place, dataclasses.replace(p, logits=None))  # type: ignore[arg-type]
         return dataclasses.replace(rest, logits=_logits_spec(place))
     rest = _of_tokens(place, dataclasses.replace(p, head=None))  # type: ignore[arg-type]
-    return dataclasses.replace(rest, head=collectives.head_specs(place, p.head))
+    return dataclasses.replace(rest, head=place.head_specs(p.head))
 
 
 def _loss_specs(place: Placement, loss: Loss | None) -> Any:
-    return None if loss is None else Loss(_everywhere(loss.objective), _of_tokens(place, loss.inputs))
+    if loss is None:
+        return None
+    return Loss(jax.tree.map(lambda _: PartitionSpec(), loss.objective), _of_tokens(place, loss.inputs))
 
 
 def _gradient_specs(place: Placement, p: AnyProblem, want: Wanted | bool) -> Any:
@@ -71,7 +69,7 @@ def _gradient_specs(place: Placement, p: AnyProblem, want: Wanted | bool) -> Any
     if isinstance(p, LogitsProblem):
         return _logits_spec(place)
     assert isinstance(want, Wanted)
-    specs = collectives.head_specs(place, p.head)
+    specs = place.head_specs(p.head)
     head = HeadGrads(
         weight=specs.weight if want.weight else None,
         bias=specs.bias if want.bias else None,
@@ -89,7 +87,7 @@ def placed(place: Placement, p: AnyProblem) -> Any:
 
     if isinstance(p, LogitsProblem):
         return dataclasses.replace(p, logits=at(p.logits, _logits_spec(place)))
-    head = jax.tree.map(at, p.head, collectives.head_specs(place, p.head))
+    head = jax.tree.map(at, p.head, place.head_specs(p.head))
     return dataclasses.replace(p, h=at(p.h, place.token_spec), head=head)
 
 
@@ -210,7 +208,7 @@ class OverMesh:
             own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
             arriving = self._arriving(p)
             if arriving is not None:
-                return _unflat(arriving.statistics(_flat(place, p)), shape), None
+                return _unflat(arriving.forward(_flat(place, p), None)[0], shape), None
             out, report = self.device.statistics(_gathered(place, p), own)
             return _unflat(out, shape), _of_all_devices(place, report, shape, blank=True)
 

@@ -55,7 +55,9 @@ MOST_BYTES = 512 << 20
 def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
     """In how many parts dW leaves a device that has the whole head; 1 where it is small, not summed over devices, or
     not made by one sweep over the vocabulary."""
-    if not getattr(own, "head_in_parts", False) or not want.weight or not place.token_axes or _padded(place, p):
+    if not getattr(own, "head_in_parts", False) or not want.weight or not place.token_axes:
+        return 1
+    if p.call.vocab_size < p.head.vocab * place.count(place.vocab):  # a part would not be a run of real columns
         return 1
     if p.head.lora_a is not None:  # a part of dW would need the whole of dlow
         return 1
@@ -76,11 +78,6 @@ def arriving(own: Backend, place: Placement, p: Any) -> int:
     if shards == 1 or p.call.vocab_size < p.head.vocab * shards:
         return 1
     return number(p.head.weight.size * shards, p.head.vocab)
-
-
-def _padded(place: Placement, p: Problem) -> bool:
-    """A part would not be a run of real columns."""
-    return p.call.vocab_size < p.head.vocab * place.count(place.vocab)
 
 
 def number(size: int, columns: int) -> int:
@@ -117,13 +114,9 @@ class Arriving:
         y = jnp.where((y >= 0) & (column // size == k), y // columns * size + column % size, -1)
         return dataclasses.replace(p, head=head, targets=y).calling(vocab_size=head.vocab)
 
-    def statistics(self, p: Problem) -> TokenStats:
-        """One matmul per live token."""
-        return self.forward(p, None)[0]
-
     def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, Any]:
-        """``(statistics, d logp / d hidden or None)``. A barrier keeps the statistics' bits the same with and without a
-        gradient."""
+        """``(statistics, d logp / d hidden or None)``, one matmul per live token. A barrier keeps the statistics' bits
+        the same with and without a gradient."""
         factor = factor_of(p.transform)
 
         def swept(k: Array | int) -> Any:
@@ -196,15 +189,11 @@ def _each_part(parts: int, columns: int, axis: int, made: Any) -> Gradients:
         )  # fmt: skip
         return Gradients(None if own.hidden is None else total.hidden + own.hidden, head)
 
+    def whole(x: Any, axis: int) -> Any:
+        return None if x is None else jnp.zeros((*x.shape[:axis], columns, *x.shape[axis + 1 :]), x.dtype)
+
     like = jax.eval_shape(made, jnp.int32(0))
-    weight, bias = like.head.weight, like.head.bias
-    start = Gradients(
-        None if like.hidden is None else jnp.zeros(like.hidden.shape, like.hidden.dtype),
-        HeadGrads(
-            None if weight is None else jnp.zeros(_with_size(weight, axis, columns), weight.dtype),
-            None if bias is None else jnp.zeros((columns,), bias.dtype),
-        ),
-    )
+    start = Gradients(zeros(like.hidden), HeadGrads(whole(like.head.weight, axis), whole(like.head.bias, 0)))
     # Every device goes round as often: the collectives in this loop meet.
     return lax.fori_loop(0, parts, body, start)
 
@@ -239,7 +228,3 @@ def reduced_grads(
         return reduce_grads(place, own.backward(q, alone, *known, None, False).head, like)
 
     return _each_part(parts, columns, axis, lambda k: Gradients(None, reduced(k))).head
-
-
-def _with_size(x: Any, axis: int, size: int) -> tuple[int, ...]:
-    return (*x.shape[:axis], size, *x.shape[axis + 1 :])

@@ -24,7 +24,6 @@ from logitless.head.report import SparseReport, blank_report
 from logitless.head.slabs import Known, misses
 from logitless.head.sparse import Sparse
 from logitless.mesh.collectives import own_targets
-from logitless.mesh.spec import Placement
 from logitless.mesh.vocabulary import VocabularyShard, width_of
 from logitless.problem import Gradients, Loss, Problem, Wanted
 from logitless.pytree import register
@@ -48,7 +47,6 @@ class SparseShard(VocabularyShard):
     """:class:`VocabularyShard` around a sparse backend."""
 
     own: Sparse  # type: ignore[assignment]
-    place: Placement
 
     def shard(self, p: Any) -> Any:
         own = own_targets(self.place, p.targets, width_of(p))

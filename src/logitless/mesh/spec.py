@@ -13,15 +13,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from logitless.problem import Head, LogitsProblem, Problem
+from logitless.problem import Head, Layout, LogitsProblem, Problem
 
 Axes = tuple[str, ...]
+Kinds = tuple[str | None, ...]
+
+_KINDS: dict[Layout, dict[str, Kinds]] = {
+    "vh": {"weight": ("v", "h"), "bias": ("v",), "lora_a": ("v", None), "lora_b": (None, "h")},
+    "hv": {"weight": ("h", "v"), "bias": ("v",), "lora_a": ("h", None), "lora_b": (None, "v")},
+}
+"""Which dimension of each of a head's arrays is the vocabulary and which the hidden one."""
+
+
+def each_array(f: Callable[..., Any], layout: Layout, *heads: Any) -> dict[str, Any]:
+    """``f(arrays of that name, kinds of their dimensions)`` for each of the arrays of heads, or of their gradients;
+    ``None`` where one of them has none."""
+    found = {name: ([getattr(head, name) for head in heads], kinds) for name, kinds in _KINDS[layout].items()}
+    return {name: None if any(x is None for x in xs) else f(*xs, kinds) for name, (xs, kinds) in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +114,6 @@ class Placement:
         """Number of devices along the axes."""
         return math.prod(dict(self.sizes)[a] for a in axes)
 
-    def local_tokens(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A device's part of the token dimensions ``shape``."""
-        return tuple(n // self.count(axes) for n, axes in zip(shape, self.tokens, strict=True))
-
-    def local_vocab(self, vocab: int) -> int:
-        """A device's columns, once the head is gathered."""
-        return vocab // self.count(self.vocab)
-
     def gathered_over(self, kind: str | None) -> Axes:
         """FSDP axes of a dimension: ``"v"``, ``"h"``, or ``None`` for one that is never cut."""
         return {"v": self.vocab_gathered, "h": self.hidden_gathered}.get(kind or "", ())
@@ -117,36 +123,28 @@ class Placement:
         """Whether the head is gathered over any axis."""
         return bool(self.vocab_gathered or self.hidden_gathered)
 
-    def head_spec(self, kinds: Iterable[str | None], gathered: bool = False) -> PartitionSpec:
-        """Of one of the head's arrays, whose dimensions are ``kinds``; before or after it is gathered."""
-        entries = []
-        for kind in kinds:
-            axes = self.vocab if kind == "v" else ()
-            entries.append((axes if gathered else axes + self.gathered_over(kind)) or None)
-        return PartitionSpec(*entries)
+    def head_specs(self, head: Head) -> Head:
+        """Of each of a head's arrays before it is gathered, in the structure of the head."""
+
+        def spec(_: Any, kinds: Kinds) -> PartitionSpec:
+            return PartitionSpec(*(((self.vocab if k == "v" else ()) + self.gathered_over(k)) or None for k in kinds))
+
+        specs = each_array(spec, head.layout, head)
+        return Head(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
 
     def one_device(self, p: Any) -> Any:
         """The shapes of what a device works on: flat tokens, the head once it is gathered."""
-        tokens, parts = math.prod(self.local_tokens(p.targets.shape)), self.count(self.vocab)
+        tokens, parts = p.targets.size // self.count(self.token_axes), self.count(self.vocab)
         targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
         if isinstance(p, LogitsProblem):
-            logits = jax.ShapeDtypeStruct((tokens, self.local_vocab(p.logits.shape[-1])), p.logits.dtype)
+            logits = jax.ShapeDtypeStruct((tokens, p.logits.shape[-1] // parts), p.logits.dtype)
             return dataclasses.replace(p, logits=logits, targets=targets)  # type: ignore[arg-type]
 
-        def local(x: Any, vocab_dimension: int | None) -> Any:
-            if x is None:
-                return None
-            shape = [n // parts if d == vocab_dimension else n for d, n in enumerate(x.shape)]
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        def local(x: Any, kinds: Kinds) -> Any:
+            shape = tuple(n // parts if kind == "v" else n for n, kind in zip(x.shape, kinds, strict=True))
+            return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        vh = p.head.layout == "vh"
-        head = Head(
-            weight=local(p.head.weight, 0 if vh else 1),
-            bias=local(p.head.bias, 0),
-            lora_a=local(p.head.lora_a, 0 if vh else None),
-            lora_b=local(p.head.lora_b, None if vh else 1),
-            layout=p.head.layout,
-        )
+        head = Head(**each_array(local, p.head.layout, p.head), layout=p.head.layout)
         hidden = jax.ShapeDtypeStruct((tokens, p.h.shape[-1]), p.h.dtype)
         return dataclasses.replace(p, h=hidden, head=head, targets=targets)
 
