@@ -24,6 +24,7 @@ from logitless.explanation import explain
 from logitless.objectives.advantages import group_advantages
 from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
+from logitless.tools.timing import wall_times
 
 _ROWS = 8
 _GROUP = 4
@@ -58,19 +59,9 @@ def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     compiled = step.lower(arrays["hidden"], arrays["lm_head"], rest).compile()
     memory: Any = compiled.memory_analysis()
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        out = jax.block_until_ready(compiled(arrays["hidden"], arrays["lm_head"], rest))
-        times.append(time.perf_counter() - start)
-    (value, metrics), grads = out
-    return dict(
-        loss=value,
-        metrics=metrics,
-        grads=grads,
-        temp=memory.temp_size_in_bytes,
-        seconds=statistics.median(times[1:]),
-    )
+    (value, metrics), grads = jax.block_until_ready(compiled(arrays["hidden"], arrays["lm_head"], rest))
+    ms = statistics.median(wall_times(compiled, arrays["hidden"], arrays["lm_head"], rest, repeats=3))
+    return dict(loss=value, metrics=metrics, grads=grads, temp=memory.temp_size_in_bytes, ms=ms)
 
 
 def _free_folder(folder: Path) -> Path:
@@ -125,7 +116,7 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
         norms = [float(jnp.linalg.norm(g)) for g in arm["grads"]]
         print(
             f"{name:10s}{float(arm['loss']):14.8f}{norms[0]:12.4e}{norms[1]:12.4e}"
-            f"{arm['temp'] / 2**20:12.1f} MiB{arm['seconds'] * 1e3:8.1f} ms"
+            f"{arm['temp'] / 2**20:12.1f} MiB{arm['ms']:8.1f} ms"
         )
     a, b = arms["reference"], arms["chunked"]
     worst = 0.0

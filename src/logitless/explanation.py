@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -42,26 +43,21 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
 def route_of(name: str, given: dict[str, Any]) -> Route:
     """The described route of the public call ``name``; arrays among ``given`` may be shapes."""
     found: list[Route] = []
+    leaves, tree = jax.tree.flatten(given)
+    shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
-    def take(arguments: dict[str, Any]) -> None:
-        # Shapes become tracers: every check runs that does not read values, and nothing is computed.
-        leaves, tree = jax.tree.flatten(arguments)
-        shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    def trace(arrays: list[Any]) -> None:
+        given_now = iter(arrays)
+        leaves_now = [next(given_now) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+        found.append(_described(name, jax.tree.unflatten(tree, leaves_now)))
 
-        def trace(arrays: list[Any]) -> None:
-            given_now = iter(arrays)
-            leaves_now = [next(given_now) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
-            found.append(_described(name, jax.tree.unflatten(tree, leaves_now)))
-
-        jax.eval_shape(trace, shapes)
-
-    if given["sharding"] is None:
-        take(given)
-    else:
+    where: Any = contextlib.nullcontext()
+    if given["sharding"] is not None:
         from logitless.mesh import context, spec
 
-        with context.under(spec.mesh_of(name, given["sharding"])):
-            take(given)
+        where = context.under(spec.mesh_of(name, given["sharding"]))
+    with where:  # shapes become tracers: every check runs that does not read values, and nothing is computed
+        jax.eval_shape(trace, shapes)
     return found[0]
 
 

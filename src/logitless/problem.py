@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +125,25 @@ def perturbed(tree: Any) -> bool:
     return any(p.perturbed for p in leaves if isinstance(p, CustomVJPPrimal))
 
 
+class _OfTokens:
+    """What problems of both levels share."""
+
+    targets: Array
+    call: Call
+
+    @property
+    def n(self) -> int:
+        """Number of tokens."""
+        return self.targets.size
+
+    def calling(self, **choices: Any) -> Self:
+        """The same with other static choices."""
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))  # type: ignore[type-var]
+
+
 @register
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(_OfTokens):
     """A head-level call: ``h [N, H]`` and everything it meets."""
 
     h: Array
@@ -138,20 +154,11 @@ class Problem:
     tolerance: Array | None = None  # mass that a row's gradient may leave out; None: exact
     call: Call = static(kw_only=True)
 
-    @property
-    def n(self) -> int:
-        """Number of tokens."""
-        return self.targets.size
-
     def rows(self, take: Take) -> Problem:
         """The same call for other tokens: ``take`` on every array with one row per token."""
         live = None if self.live is None else take(self.live)
         t = self.transform.rows(take)
         return dataclasses.replace(self, h=take(self.h), targets=take(self.targets), transform=t, live=live)
-
-    def calling(self, **choices: Any) -> Problem:
-        """The same with other static choices."""
-        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))
 
     def wanted(self) -> Wanted:
         """Which gradients ``custom_vjp`` asks for; of a problem of ``CustomVJPPrimal``."""
@@ -172,7 +179,7 @@ class Problem:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class LogitsProblem:
+class LogitsProblem(_OfTokens):
     """A logits-level call: ``logits [N, V]`` and everything they meet."""
 
     logits: Array
@@ -181,20 +188,11 @@ class LogitsProblem:
     live: Array | None = None
     call: Call = static(kw_only=True)
 
-    @property
-    def n(self) -> int:
-        """Number of tokens."""
-        return self.targets.size
-
     def rows(self, take: Take) -> LogitsProblem:
         """See :meth:`Problem.rows`."""
         live = None if self.live is None else take(self.live)
         t = self.transform.rows(take)
         return LogitsProblem(take(self.logits), take(self.targets), t, live, call=self.call)
-
-    def calling(self, **choices: Any) -> LogitsProblem:
-        """The same with other static choices."""
-        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))
 
     def wanted(self) -> bool:
         """Whether ``custom_vjp`` asks for dlogits."""

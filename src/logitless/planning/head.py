@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -126,13 +125,7 @@ def plan(
             route = route_of("plan", call_arguments(call, shapes, given))
             way = _way(w, route)
             if shares is not None and w.backward:
-                if route.backend == KERNELS["tpu"]:
-                    sparser = sparse.tpu_sparse_way(w, shares, way, route, vocabulary_shard)
-                elif "visit" in route.tiles:
-                    sparser = sparse.screened_way(w, shares, way, route)
-                else:
-                    sparser = sparse.sparse_way(w, shares, way, route, vocabulary_shard)
-                way = dataclasses.replace(sparser, narrow=way.narrow * sparser.matmuls / way.matmuls)
+                way = sparse.way(w, shares, way, route, vocabulary_shard)
             dense_temporaries = _dense_temporaries(w)
         return HeadPlan(
             backend=route.backend,

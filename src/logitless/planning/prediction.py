@@ -77,13 +77,10 @@ class HeadPlan:
     def __str__(self) -> str:
         cut = "no logits in memory" if self.chunk is None else f"chunks of {self.chunk} tokens"
         tiles = ", ".join(f"{k} {v}" for k, v in self.tiles.items() if k not in ("chunk", "layout"))
+        since = [f"  {self.backend}, since {self.because}"] if self.chip and self.backend == ANYWHERE else []
         lines = [
             f"{self.backend}, {cut}, {self.matmuls:.3g} matmuls ({self.way})",
-            *(
-                [f"  {self.backend}, since {self.because}"]
-                if self.chip is not None and self.backend == ANYWHERE
-                else []
-            ),
+            *since,
             *([f"  tiles {tiles}"] if tiles else []),
             f"  {self.flops / 1e12:.2f} TFLOP, {self.moved / 1e9:.1f} GB of memory traffic",
             f"  peak {self.peak / MIB:,.0f} MiB = arguments {self.arguments / MIB:,.0f} + outputs "

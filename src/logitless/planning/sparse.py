@@ -22,6 +22,7 @@ from typing import Any
 from logitless.head.columns import Rule, chunk_rule, most_columns
 from logitless.head.sparse import hard_chunk
 from logitless.planning.work import GEMM_WORKSPACE, Way, Work
+from logitless.registry import KERNELS
 from logitless.route import Route
 from logitless.tiles import column_tile, platform
 
@@ -95,19 +96,31 @@ def backward_columns(vocab: int, slab: int, shares: Shares, gradients: int) -> i
     return -(-active // slab) * slab
 
 
-def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
-    """The way of ``exact`` with a sparse backward in plain JAX; ``shard``: the head is a part of the vocabulary."""
+def way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
+    """The way of ``exact`` with a sparse backward; ``shard``: the head is a part of the vocabulary."""
+    slab = route.tiles["slab"]
+    columns = backward_columns(w.vocab, slab, shares, w.gradients)
+    if route.backend == KERNELS["tpu"]:
+        own = _tpu_way(w, shares, columns, exact, route, shard)
+    elif "visit" in route.tiles:
+        own = _screened_way(w, shares, columns, route)
+    else:
+        own = _chunked_way(w, shares, columns, exact, route, shard)
+    tiles = {**exact.tiles, "slab": slab, "backward_columns": round(columns / w.vocab, 4)}  # the metric: 1 is dense
+    return dataclasses.replace(own, tiles=tiles, narrow=exact.narrow * own.matmuls / exact.matmuls)
+
+
+def _chunked_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route, shard: bool) -> Way:
+    """In plain JAX."""
     chunk, slab, by_recompute = min(route.tiles["chunk"], w.tokens), route.tiles["slab"], not route.in_forward
     b, plane = w.gradients, w.live * w.vocab
     temporaries = _temporaries(w, exact, chunk, slab)
-    columns = backward_columns(w.vocab, slab, shares, b)
-    tiles = _tiles(w, exact, slab, columns)
     whole, again = 2 if shard else 1, 1 if by_recompute else 0
     look = 3 * plane * w.logit  # statistics, column maxima and left-out mass each read the logits
     if columns == w.vocab:
         # As exact. In one pass a glance at a few rows of each chunk shows it; by recompute the columns are looked for.
         extra = look if by_recompute else 0
-        return Way(exact.matmuls, exact.moved + extra, exact.passes + extra, temporaries, tiles)
+        return Way(exact.matmuls, exact.moved + extra, exact.passes + extra, temporaries)
     chunks, hard = -(-w.live // chunk), shares.hard_rows * w.live
     # The head's rows are gathered, and those of dW summed and added where they belong.
     gathered = chunks * columns * w.width * (2 * w.item + (3 * w.sum_item if w.wants_head else 0))
@@ -126,7 +139,6 @@ def sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -
         moved=round(passes + by_matmuls),
         passes=round(passes),
         temporaries=temporaries,
-        tiles=tiles,
     )
 
 
@@ -134,12 +146,10 @@ _LOGITS_BLOCK = 64 << 20
 """Float32 logits that stand at a time (``head/mosaic_gpu/at_once.py``)."""
 
 
-def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
-    """The same by Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
+def _screened_way(w: Work, shares: Shares, columns: int, route: Route) -> Way:
+    """By Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
-    columns = backward_columns(w.vocab, slab, shares, b)
-    tiles = _tiles(w, exact, slab, columns)
     bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
     dw = w.head * w.wants_head
     # The hidden states in order and dH in float32 stay. Outputs lend their memory before they are written: that of dH
@@ -155,7 +165,7 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
         temporaries[1:] = [part + max(steps), half]
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
-        return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries), tiles)
+        return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries))
     groups = math.ceil(shares.hard_rows * w.live / group)
     gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)
     hard_plane = shares.hard_rows * w.live * w.vocab * (w.logit + w.item)
@@ -167,13 +177,12 @@ def screened_way(w: Work, shares: Shares, exact: Way, route: Route) -> Way:
         moved=seen + by_matmuls,
         passes=seen,
         temporaries=max(temporaries),
-        tiles=tiles,
     )
 
 
-def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
-    """The same by the TPU's kernels (``head/pallas_tpu/sparse.py``): no logits in memory but those of a slab.
-    ``shard``: the head is a part of the vocabulary, whose columns are found by a second sweep.
+def _tpu_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route, shard: bool) -> Way:
+    """By the TPU's kernels (``head/pallas_tpu/sparse.py``): no logits in memory but those of a slab; the columns of a
+    ``shard`` are found by a second sweep.
 
     Bytes of the sweeps are taken from ``exact``, whose are two.
     """
@@ -181,8 +190,6 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
     late = shard or not route.in_forward  # cotangents are not known when the columns are found
     whole = 2 if shard else 1
     b = w.gradients
-    columns = backward_columns(w.vocab, slab, shares, b)
-    tiles = _tiles(w, exact, slab, columns)
     most = most_columns(w.vocab, slab)
     # dH in float32 and dW of the active columns; a slab's buffers stand where the sweeps' have stood.
     kept = 4 * w.tokens * w.width * w.wants_hidden + most * w.width * w.item * w.wants_head
@@ -197,7 +204,7 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
         per_hard_row = 1 + b
     temporaries = max(exact.temporaries, kept + _INDEX_ARRAYS * 4 * w.vocab)
     if columns == w.vocab:
-        return Way(exact.matmuls + late, exact.moved, exact.passes, temporaries, tiles)
+        return Way(exact.matmuls + late, exact.moved, exact.passes, temporaries)
     gathered = columns * w.width * 2 * w.item + (2 * w.head if w.wants_head else 0)  # dW is put into place at once
     passes = _slab_passes(w, columns, slab) + gathered
     reads = -(-w.live // chunk) * (1 + w.wants_hidden) * columns * w.width * w.item
@@ -206,24 +213,13 @@ def tpu_sparse_way(w: Work, shares: Shares, exact: Way, route: Route, shard: boo
         moved=round(passes + reads + exact.moved * (0.5 * whole + shares.hard_rows)),
         passes=round(passes),
         temporaries=temporaries,
-        tiles=tiles,
     )
-
-
-def _tiles(w: Work, exact: Way, slab: int, columns: int) -> dict[str, Any]:
-    return {**exact.tiles, "slab": slab, "backward_columns": round(columns / w.vocab, 4)}  # the metric: 1 is dense
 
 
 def _slab_passes(w: Work, columns: int, slab: int) -> int:
     """Logits and dlogits of the slabs; ``[tokens, H]`` of dH in float32 once for each slab."""
     taken = w.live * columns * (w.logit + w.item)
     return taken + (8 * w.live * w.width * (columns // slab) if w.wants_hidden else 0)
-
-
-def _slab_buffers(w: Work, chunk: int, slab: int) -> int:
-    """A slab of the head, of the logits and dlogits, the chunk's hidden states, and index arrays."""
-    rows = chunk * w.width * w.item
-    return _INDEX_ARRAYS * 4 * w.vocab + rows + slab * w.width * w.item + chunk * slab * (w.logit + w.item)
 
 
 def _temporaries(w: Work, exact: Way, chunk: int, slab: int) -> int:
@@ -233,7 +229,8 @@ def _temporaries(w: Work, exact: Way, chunk: int, slab: int) -> int:
     if tile is not None:
         passes = _CPU_PASS_TILES * 4 * chunk * min(tile, w.vocab)
         return max(exact.temporaries, logits + _INDEX_ARRAYS * 4 * w.vocab + rows + passes)
-    slabs = (GEMM_WORKSPACE if platform() == "gpu" else 0) + _slab_buffers(w, chunk, slab)
+    slabs = (GEMM_WORKSPACE if platform() == "gpu" else 0) + _INDEX_ARRAYS * 4 * w.vocab + rows
+    slabs += slab * w.width * w.item + chunk * slab * (w.logit + w.item)  # of the head, of the logits and dlogits
     slabs += 4 * chunk * w.width if w.wants_hidden else 0  # [C, H] in float32
     dlogits = chunk * w.vocab * w.item if w.item != w.logit else 0
     sums = w.vocab * w.width * w.sum_item if w.wants_head and w.sum_item != w.item else 0

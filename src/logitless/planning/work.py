@@ -77,5 +77,5 @@ class Way:
     moved: int
     passes: int
     temporaries: int
-    tiles: dict[str, Any]
+    tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
     narrow: float = 0.0
