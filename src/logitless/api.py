@@ -311,7 +311,8 @@ def _run(b: Bound, with_stats: bool) -> Any:
         loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
         stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
         metrics = metrics_of(b.loss.objective, stats, b.loss.inputs)
-    metrics = _with_report(metrics, report, b)
+    if report is not None:
+        metrics = metrics | report.metrics(b.p.head.vocab)
     return loss, LossAux(metrics, stats) if with_stats else metrics
 
 
@@ -324,7 +325,3 @@ def _statistics(b: Bound) -> tuple[TokenStats, Any]:
 def _with_gradient(f: Any) -> Any:
     """``f``, a custom gradient; jitted inside a ``shard_map``, since JAX runs none in one that is not jitted itself."""
     return jax.jit(f, static_argnums=0) if jax.sharding.get_abstract_mesh().manual_axes else f
-
-
-def _with_report(metrics: Metrics, report: Any, b: Bound) -> Metrics:
-    return metrics if report is None else metrics | report.metrics(b.p.head.vocab)

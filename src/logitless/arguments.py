@@ -146,12 +146,6 @@ def _token_shape(name: str, what: str, x: Array, width: str, is_loss: bool) -> t
     return x.shape[:-1]
 
 
-def _targets(name: str, given: dict[str, Any], shape: tuple[int, ...], like: str) -> tuple[Array, Array | None]:
-    """``(targets, live)``."""
-    targets = validation.target_array(name, given["targets"], shape, like)
-    return targets, validation.mask_array(name, given["mask"], shape)
-
-
 def _transform(name: str, given: dict[str, Any], shape: tuple[int, ...]) -> LogitTransform:
     temperature = validation.scalar_or_per_token(name, "temperature", given.get("temperature"), shape)
     softcap, scale = (validation.scalar(name, k, given[k]) for k in ("softcap", "scale"))
@@ -177,7 +171,8 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
             f"{name}: hidden is {hidden.dtype} and lm_head {weight.dtype}; cast one of them, so that it is you who "
             "decides in which precision the head's matmul runs."
         )
-    targets, live = _targets(name, given, shape, "hidden without its last dimension")
+    targets = validation.target_array(name, given["targets"], shape, "hidden without its last dimension")
+    live = validation.mask_array(name, given["mask"], shape)
     head = Head(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
     if given["bias"] is not None:
         bias = validation.float_array(name, "bias", given["bias"])
@@ -205,7 +200,8 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
 def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> LogitsProblem:
     logits = validation.float_array(name, "logits", given["logits"])
     shape = _token_shape(name, "logits", logits, "V", is_loss)
-    targets, live = _targets(name, given, shape, "logits without the vocabulary")
+    targets = validation.target_array(name, given["targets"], shape, "logits without the vocabulary")
+    live = validation.mask_array(name, given["mask"], shape)
     columns = _columns(name, given, logits.shape[-1], "logits")
     transform = _transform(name, given, shape)
     if given["bwd_impl"] not in ("pallas", "jax"):

@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--vocab", type=int, default=32000, help="--quick: vocabulary size (default 32000)")
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     check = commands.add_parser("gradcheck", help="a backend's loss and gradients against the reference and float64")
-    check.add_argument(
-        "--config", action="append", default=[], help="a file, or a name of `logitless configs`; may be repeated"
-    )
+    check.add_argument("--config", action="append", default=[], help=_CONFIG_HELP)
     check.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     bench = commands.add_parser("bench", help="time and memory with and without the kernels, arms in alternation")
     bench_command.add_arguments(bench)

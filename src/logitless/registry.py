@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from logitless.backend import Backend
 
 Level = Literal["head", "logits"]
 
-BACKENDS: dict[Level, dict[str, str]] = {
-    "head": {
-        "reference": "logitless.head.reference:Reference",
-        "chunked": "logitless.head.chunked:Chunked",
-        "pallas_tpu": "logitless.head.pallas_tpu.backend:PallasTpu",
-        "mosaic_gpu": "logitless.head.mosaic_gpu.backend:MosaicGpu",
-    },
-    "logits": {
-        "reference": "logitless.logits.reference:Reference",
-        "chunked": "logitless.logits.chunked:Chunked",
-        "pallas_tpu": "logitless.logits.pallas_tpu.backend:PallasTpu",
-        "mosaic_gpu": "logitless.logits.mosaic_gpu.backend:MosaicGpu",
-    },
+_PLACES = {
+    "reference": "reference:Reference",
+    "chunked": "chunked:Chunked",
+    "pallas_tpu": "pallas_tpu.backend:PallasTpu",
+    "mosaic_gpu": "mosaic_gpu.backend:MosaicGpu",
 }
+BACKENDS: dict[Level, dict[str, str]] = {
+    level: {name: f"logitless.{level}.{place}" for name, place in _PLACES.items()} for level in get_args(Level)
+}
+"""Module and class of each backend: the same place in the folder of either level."""
 
 SPARSE = {
     "chunked": "logitless.head.sparse:Sparse",

@@ -85,18 +85,16 @@ class Route:
 
     def __str__(self) -> str:
         shown = ", ".join(f"{k}={v}" for k, v in self.tiles.items()) or "none"
-        return (
+        text = (
             f"{self.call}: backend {self.backend} ({self.because})\n"
             f"  way      {self.way}\n"
             f"  matmuls  {self.matmuls}\n"
             f"  bytes    {self.bytes_moved}\n"
             f"  tiles    {shown}"
-            + (
-                ""
-                if self.reference is None
-                else f"\n  first    {self.reference.backend}: log-probabilities of the reference, no gradient"
-            )
         )
+        if self.reference is None:
+            return text
+        return f"{text}\n  first    {self.reference.backend}: log-probabilities of the reference, no gradient"
 
 
 def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False) -> Route:

@@ -294,11 +294,6 @@ def _ceil(count: Array | int, chunk: int) -> Array | int:
     return (count + (chunk - 1)) // chunk
 
 
-def whole_sweep(n: int, chunk: int) -> Sweep:
-    """Every token."""
-    return Sweep(None, 0, n, n, n=n, chunk=chunk)
-
-
 def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
     """The tokens where ``live [N]`` is true, in their own order."""
     order = jnp.argsort(~live, stable=True).astype(jnp.int32)
@@ -308,7 +303,7 @@ def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
 
 def sweep_over(n: int, live: Array | None, chunk: int) -> Sweep:
     """Every token, or those where ``live [n]`` is true."""
-    return whole_sweep(n, chunk) if live is None else live_sweep(live, chunk)
+    return Sweep(None, 0, n, n, n=n, chunk=chunk) if live is None else live_sweep(live, chunk)
 
 
 def split_sweep(live: Array, active: Array, chunk: int) -> tuple[Sweep, Sweep]:

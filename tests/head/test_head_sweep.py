@@ -16,7 +16,7 @@ from interpreted import by_numpy, in_numpy
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
-from logitless.rows import Sweep, Visit, live_sweep, split_sweep, whole_sweep
+from logitless.rows import Sweep, Visit, live_sweep, split_sweep, sweep_over
 from numerics import assert_same_bits, f64, head_case
 
 SHAPE, WIDTH, VOCAB, CHUNK = (4, 16), 24, 211, 8
@@ -54,7 +54,7 @@ def test_sweeps_visit_each_live_token_once(live: list[bool], chunk: int, data: s
     moving = np.flatnonzero(alive & active).tolist()
     assert first[: len(moving)] == moving and len(first) - len(moving) < chunk
 
-    assert visited(whole_sweep(13, chunk))[0] == list(range(13))
+    assert visited(sweep_over(13, None, chunk))[0] == list(range(13))
 
 
 @pytest.mark.parametrize("count", [0, 1, 256, 257, 512, 513, 1023, 1024, 1025, 1536, 1537, 2048])

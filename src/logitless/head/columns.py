@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.linear import add_dhead
 from logitless.problem import Head, HeadGrads, Layout, Problem
 from logitless.pytree import register
 from logitless.rows import column_ids, columns, over_columns, probabilities
@@ -296,12 +295,6 @@ def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Lay
         lora_a=put(total.lora_a, own.lora_a, 0) if by_row else own.lora_a,
         lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, 1),
     )
-
-
-def add_head_columns(total: HeadGrads, index: Array, dx: Array, h: Array, part: Head) -> HeadGrads:
-    """``total`` plus the cotangents of the gathered head ``part``, put where its columns come from."""
-    own = add_dhead(no_head_columns(total, part), dx, h, part)
-    return put_head_columns(total, index, own, part.layout)
 
 
 def blank_columns(rule: Rule, width: int, rows: int) -> Columns:

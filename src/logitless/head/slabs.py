@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
-from logitless.head.linear import dhidden
+from logitless.head.linear import add_dhead, dhidden
 from logitless.problem import Gradients, Head, Problem
 from logitless.rows import swept_columns
 from logitless.stats import StatCotangents, TokenStats, dz
@@ -114,7 +114,8 @@ def add_slabs(
         part = columns_of.head_columns(p.head, own)
         dx = slab_dx(logits(own, part), own, p, known)
         dh = None if total.hidden is None else total.hidden + dhidden(dx, part)
-        return Gradients(dh, columns_of.add_head_columns(total.head, own, dx, p.h, part))
+        grads = add_dhead(columns_of.no_head_columns(total.head, part), dx, p.h, part)
+        return Gradients(dh, columns_of.put_head_columns(total.head, own, grads, part.layout))
 
     return lax.fori_loop(0, trips, slab, start)
 

@@ -166,7 +166,14 @@ class Sparse:
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
             part = dataclasses.replace(part, live=own.inputs.mask)
-            stats, g, found = once(~self._flat(rule, x, part, own), self._look(rule, x, part, own), _unseen(rule, part))
+
+            def look(_: Any) -> tuple[TokenStats, StatCotangents, Columns]:
+                stats = self.own.row_statistics(x, part)
+                g = own.cotangents(stats)
+                miss = misses(p.tolerance, stats, g, p.call.vocab_size)
+                return stats, g, columns_of.find(rule, x, part, stats, g.any_nonzero(), miss)
+
+            stats, g, found = once(~self._flat(rule, x, part, own), look, _unseen(rule, part))
             miss = misses(p.tolerance, stats, g, p.call.vocab_size)
             hard = g.any_nonzero() & miss(found.left_out) & ~found.dense
             easy = Known(stats, without(g, hard))
@@ -192,17 +199,6 @@ class Sparse:
         stats = rows.statistics(x, few)
         moving = loss.rows(lambda a: a[::every]).cotangents(stats).any_nonzero()
         return columns_of.surely_dense(rule, x, few, stats, moving)
-
-    def _look(self, rule: Rule, x: Array, p: Problem, loss: Loss) -> Any:
-        """Statistics, cotangents and columns of a chunk."""
-
-        def look(_: Any) -> tuple[TokenStats, StatCotangents, Columns]:
-            stats = self.own.row_statistics(x, p)
-            g = loss.cotangents(stats)
-            miss = misses(p.tolerance, stats, g, p.call.vocab_size)
-            return stats, g, columns_of.find(rule, x, p, stats, g.any_nonzero(), miss)
-
-        return look
 
     def _add_hard(self, p: Problem, hard: Array, out: TokenStats, g: StatCotangents, total: Gradients) -> Gradients:
         """``total`` with the rows ``hard [N]``, through all columns."""

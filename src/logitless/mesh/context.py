@@ -130,11 +130,9 @@ def refuse_replication(call: str, backend: Backend, arrays: Iterable[tuple[str, 
             raise ValueError(f"{call}: {name} has the explicit sharding {spec}. {_ADVICE}")
     if backend.kernels is None:
         return  # plain JAX: the compiler partitions it
-    why = None
-    for name, x in arrays:
-        if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
-            why = f"{name} lies on {len(x.sharding.device_set)} devices"
-            break
+    known = ((name, x) for name, x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    counts = ((name, len(x.sharding.device_set)) for name, x in known)
+    why = next((f"{name} lies on {count} devices" for name, count in counts if count > 1), None)
     if why is None and not ambient.empty and ambient.size > 1:
         why = f"the ambient mesh has {ambient.size} devices"
     if why is not None:

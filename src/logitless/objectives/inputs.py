@@ -111,6 +111,8 @@ def prepare(
     temperature = objective.temperature if objective.temperature_on == "logp" else None
     if temperature is not None and jnp.ndim(temperature):
         temperature = jnp.where(mask, jnp.asarray(temperature, jnp.float32), 1.0)
+    over_rows = objective.aggregation in ("grpo", "dr_grpo", "luspo") and sequences.index is None
+    counts_empty = over_rows and objective.count_rows == "all"  # rows without a token, by the aggregation
     return LossInputs(
         mask=mask,
         advantage=advantage,
@@ -127,17 +129,11 @@ def prepare(
         counted=Counted(
             sequences=sequences,
             denominator=total,
-            own_denominator=own if _counts_empty(objective, sequences) else jnp.where(jnp.any(mask), own, 0.0),
+            own_denominator=own if counts_empty else jnp.where(jnp.any(mask), own, 0.0),
             rollout_missing=None if rollout is None else jnp.sum(jnp.isnan(rollout), dtype=jnp.float32),
             one_advantage=advantages.ndim == 1,
         ),
     )
-
-
-def _counts_empty(objective: Objective, sequences: Sequences) -> bool:
-    """Whether rows without a token are counted by the aggregation."""
-    rows = objective.aggregation in ("grpo", "dr_grpo", "luspo") and sequences.index is None
-    return rows and objective.count_rows == "all"
 
 
 def _per_token(x: Array, shape: tuple[int, ...]) -> Array:

@@ -79,13 +79,12 @@ class Progress:
         self._last = time.monotonic()
         self._say(text)
 
-    def at(self, done: int, text: str | None = None, total: int | None = None) -> None:
+    def at(self, done: int, text: str | None = None) -> None:
         """So many steps are done, which is not said on a line of its own."""
         self.done = done
-        self.total = self.total if total is None else total
         if self._bar is not None:
             known = {} if text is None else {"description": text}
-            self._bar.update(self._task, completed=done, total=self.total, **known)
+            self._bar.update(self._task, completed=done, **known)
 
     def phase(self, name: str) -> None:
         """Something other than a step begins."""

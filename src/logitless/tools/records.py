@@ -97,15 +97,10 @@ def read(path: Path) -> list[Record]:
                     raise RecordError(f"{path}: line {number} is not JSON ({error})") from None
     known = [r for r in found if kind_of(r) is not None]
     if not known:
-        raise RecordError(
-            f"{path}: not a result of gradcheck, bench, plan, tpu, train or ab"
-            + (f" (its first record has the keys {', '.join(list(found[0])[:5])})" if _is_dict(found) else "")
-        )
+        keys = ", ".join(list(found[0])[:5]) if found and isinstance(found[0], dict) else ""
+        said = f" (its first record has the keys {keys})" if keys else ""
+        raise RecordError(f"{path}: not a result of gradcheck, bench, plan, tpu, train or ab{said}")
     return known
-
-
-def _is_dict(found: list[Any]) -> bool:
-    return bool(found) and isinstance(found[0], dict) and bool(found[0])
 
 
 def files_in(paths: Iterable[Path], left: list[Path] | None = None) -> list[Path]:

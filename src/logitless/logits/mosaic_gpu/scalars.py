@@ -97,10 +97,6 @@ def log1p(x: Array) -> Array:
     return jnp.where(near, _log1p_near(jnp.where(near, x, 0.0)), log(1.0 + x))
 
 
-def _logistic(x: Array) -> Array:
-    return 1.0 / (1.0 + exp(-x))
-
-
 def _tanh(x: Array) -> Array:
     e = expm1(-2.0 * jnp.abs(x))
     y = -e / (2.0 + e)
@@ -112,18 +108,15 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "expm1": lambda x, **_: expm1(x),
     "log": lambda x, **_: log(x),
     "log1p": lambda x, **_: log1p(x),
-    "logistic": lambda x, **_: _logistic(x),
+    "logistic": lambda x, **_: 1.0 / (1.0 + exp(-x)),
     "tanh": lambda x, **_: _tanh(x),
     "is_finite": lambda x: jnp.abs(x) < jnp.inf,
     "add_any": lambda x, y: x + y,
     "copy": lambda x, **_: x,
     "copy_p": lambda x, **_: x,
     "stop_gradient": lambda x, **_: x,
+    "not": lambda x: lax.bitwise_xor(x, True) if x.dtype == jnp.bool_ else lax.bitwise_not(x),
 }
-
-
-def _not(x: Array) -> Array:
-    return lax.bitwise_xor(x, True) if x.dtype == jnp.bool_ else lax.bitwise_not(x)
 
 
 def _call(eqn: Any) -> Any | None:
@@ -152,8 +145,6 @@ def _replay(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
             outs = _replay(closed, getattr(inner, "consts", ()), vals)
         elif name in _REPLACED:
             outs = [_REPLACED[name](*vals, **eqn.params)]
-        elif name == "not":
-            outs = [_not(vals[0])]
         elif name in ("broadcast_in_dim", "reshape", "squeeze", "reduce_sum") and eqn.invars[0].aval.shape == ():
             outs = [vals[0]]  # scalars stay scalars
         else:

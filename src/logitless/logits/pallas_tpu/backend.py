@@ -38,19 +38,6 @@ from logitless.problem import LogitsProblem
 from logitless.stats import RowSums, StatCotangents, TokenStats
 from logitless.transform import factor
 
-__all__ = [
-    "PallasTpu",
-    "check",
-    "describe",
-    "dlogits",
-    "stats_and_dlogits",
-    "supports",
-    "tiles_for",
-    "token_stats",
-    "token_sums",
-]
-
-
 # -- launcher --------------------------------------------------------------------------------------------------------
 
 

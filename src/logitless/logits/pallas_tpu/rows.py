@@ -128,11 +128,6 @@ def inside(group: Group, start: Any, columns: int) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, (group.size, columns), 1) < group.limit - start
 
 
-def step_transform(transform: LogitTransform, size: int, columns: int) -> LogitTransform:
-    """The transform with a per-row temperature spread over a step."""
-    return transform.rows(lambda t: across(lanes(t, size), columns))
-
-
 def swept_of(group: Group, start: Any, columns: int) -> Array:
     """``u`` of a step, float32, at least ``LOWEST``, which is also what columns past the vocabulary get."""
     u = swept(group.x[group.rows, pl.ds(start, columns)], group.transform)
@@ -242,7 +237,7 @@ def gradient(group: Group, out: Any, s_of: Callable[[Any, int], Array], a: Array
         d = jnp.exp(s) * (across(a, columns) - across(b, columns) * s)
         if group.transform.softcap is not None:
             x = group.x[group.rows, pl.ds(start, columns)]
-            d = pull_back(d, x, step_transform(group.transform, group.size, columns))
+            d = pull_back(d, x, group.transform.rows(lambda t: across(lanes(t, group.size), columns)))
         if kept is not None:
             d = jnp.where(across(kept, columns) > 0, d, 0.0)
         if crosses(group, start, columns):
