@@ -21,7 +21,7 @@ from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
 
 from logitless.objectives.inputs import LossInputs
-from logitless.objectives.loss import cotangents, may_have_gradient, total_loss
+from logitless.objectives.loss import contributions, cotangents, may_have_gradient
 from logitless.objectives.objective import Objective
 from logitless.pytree import register, static
 from logitless.stats import StatCotangents, TokenStats
@@ -90,6 +90,10 @@ class HeadGrads:
     bias: Array | None
     lora_a: Array | None = None
     lora_b: Array | None = None
+
+    def as_head(self, layout: Layout, lora_scale: Array | None) -> Head:
+        """In the structure of the head."""
+        return Head(self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)  # type: ignore[arg-type]
 
 
 @register
@@ -172,8 +176,7 @@ class Problem(_OfTokens):
 
     def cotangent(self, g: Gradients) -> Problem:
         """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
-        grads = {f.name: getattr(g.head, f.name) for f in dataclasses.fields(HeadGrads)}
-        head = Head(**grads, lora_scale=None, layout=self.head.layout)  # type: ignore[arg-type]
+        head = g.head.as_head(self.head.layout, None)
         return Problem(g.hidden, head, None, None, call=self.call)  # type: ignore[arg-type]
 
 
@@ -193,6 +196,10 @@ class LogitsProblem(_OfTokens):
         live = None if self.live is None else take(self.live)
         t = self.transform.rows(take)
         return LogitsProblem(take(self.logits), take(self.targets), t, live, call=self.call)
+
+    def counting(self, loss: Loss | None) -> LogitsProblem:
+        """The tokens that count are those of the loss, if there is one."""
+        return self if loss is None else dataclasses.replace(self, live=loss.inputs.mask)
 
     def wanted(self) -> bool:
         """Whether ``custom_vjp`` asks for dlogits."""
@@ -221,8 +228,9 @@ class Loss:
         return Loss(self.objective, inputs)
 
     def total(self, s: TokenStats) -> Array:
-        """The loss."""
-        return total_loss(self.objective, s.logp, s.entropy, self.inputs)
+        """The loss, behind a barrier: its sum is the same to the bit with and without a gradient around it."""
+        logp, entropy = jax.lax.optimization_barrier((s.logp, s.entropy))
+        return jnp.sum(contributions(self.objective, logp, entropy, self.inputs))
 
     def cotangents(self, s: TokenStats) -> StatCotangents:
         """Of the statistics, for a unit cotangent of the loss."""

@@ -10,7 +10,6 @@ Everything follows from shapes and static choices: every process of a multi-host
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from logitless import registry, tiles
 from logitless.backend import Backend, Cost, Way
+from logitless.objectives.checks import did_you_mean
 from logitless.problem import Call, Loss, Problem
 from logitless.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
 
@@ -218,6 +218,5 @@ def _known(call: str, backend: str, level: Level) -> None:
     """An unknown backend is refused, with the name that may have been meant."""
     known = tuple(registry.BACKENDS[level])
     if backend not in known:
-        close = difflib.get_close_matches(str(backend), known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(backend, known)
         raise ValueError(f"{call}: backend={backend!r} is not known; expected None or one of {', '.join(known)}.{hint}")

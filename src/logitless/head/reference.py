@@ -48,14 +48,7 @@ def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> 
     dx = dx.astype(h.dtype)
     everything = Wanted(True, True, True, True)
     grads = in_parameter_dtypes(add_dhead(zero_grads(head, everything), dx, h, head), head)
-    d_head = Head(
-        weight=grads.weight,  # type: ignore[arg-type]
-        bias=grads.bias,
-        lora_a=grads.lora_a,
-        lora_b=grads.lora_b,
-        lora_scale=_dscale(dx, h, head),
-        layout=head.layout,
-    )
+    d_head = grads.as_head(head.layout, _dscale(dx, h, head))
     return dhidden(dx, head).astype(h.dtype), d_head
 
 

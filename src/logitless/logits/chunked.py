@@ -154,7 +154,7 @@ class Chunked:
         return Cost(words, "0", bytes_moved(p, reads), self.tiles(p), counts=(0, 0, 0))
 
     def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
-        return self.token_stats(_live_for(p, loss)), None
+        return self.token_stats(p.counting(loss)), None
 
     def forward(self, p: LogitsProblem, want: bool) -> tuple[TokenStats, None, None]:
         return self.token_stats(p), None, None
@@ -166,7 +166,7 @@ class Chunked:
         return dlogits(p, out, g) if p.call.bwd_impl == "jax" else self.dlogits(p, out, g)
 
     def gradients_in_forward(self, p: LogitsProblem, want: bool, loss: Loss) -> tuple[TokenStats, None, Array]:
-        out, d = self.stats_and_dlogits(_live_for(p, loss), token_program(loss.objective, loss.inputs))
+        out, d = self.stats_and_dlogits(p.counting(loss), token_program(loss.objective, loss.inputs))
         return out, None, d
 
     # A shard of the vocabulary.
@@ -176,8 +176,3 @@ class Chunked:
 
     def shard_residual(self, p: LogitsProblem, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
         return None
-
-
-def _live_for(p: LogitsProblem, loss: Loss | None) -> LogitsProblem:
-    """The tokens that count are those of the loss, if there is one."""
-    return p if loss is None else dataclasses.replace(p, live=loss.inputs.mask)

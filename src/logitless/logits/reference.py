@@ -76,4 +76,4 @@ class Reference:
 
     def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
         """Statistics of flattened tokens."""
-        return token_stats(p if loss is None else dataclasses.replace(p, live=loss.inputs.mask)), None
+        return token_stats(p.counting(loss)), None

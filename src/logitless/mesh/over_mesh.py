@@ -70,12 +70,8 @@ def _gradient_specs(place: Placement, p: AnyProblem, want: Wanted | bool) -> Any
         return _logits_spec(place)
     assert isinstance(want, Wanted)
     specs = place.head_specs(p.head)
-    head = HeadGrads(
-        weight=specs.weight if want.weight else None,
-        bias=specs.bias if want.bias else None,
-        lora_a=specs.lora_a if want.lora else None,
-        lora_b=specs.lora_b if want.lora else None,
-    )
+    asked = dict(weight=want.weight, bias=want.bias, lora_a=want.lora, lora_b=want.lora)
+    head = HeadGrads(**{name: getattr(specs, name) if wanted else None for name, wanted in asked.items()})
     return Gradients(place.token_spec, head)  # type: ignore[arg-type]
 
 
@@ -107,10 +103,6 @@ def _flat(place: Placement, p: Problem) -> Problem:
     # What a device has is a part of a sum over the axes of the tokens (LoRA's inner factor also over the vocabulary's).
     summed = bool(place.token_axes) or (bool(place.vocab) and p.head.lora_a is not None)
     return dataclasses.replace(flat, head=p.head).calling(partial_hidden=bool(place.vocab), partial_head=summed)
-
-
-def _shaped(x: Array | None, shape: tuple[int, ...]) -> Array | None:
-    return None if x is None else x.reshape(shape)
 
 
 def _unflat(tree: Any, shape: tuple[int, ...]) -> Any:
@@ -243,7 +235,7 @@ class OverMesh:
             arriving = self._arriving(p)
             if arriving is not None:
                 found = arriving.backward(_flat(place, p), want, out, g, residual, only_logp)
-                return dataclasses.replace(found, hidden=_shaped(found.hidden, p.h.shape))
+                return dataclasses.replace(found, hidden=_unflat(found.hidden, p.targets.shape))
             own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
             if isinstance(p, LogitsProblem):
                 return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
@@ -254,7 +246,7 @@ class OverMesh:
                 head = collectives.reduce_grads(place, found.head, p.head)
             else:
                 head = parts.reduced_grads(self.own, place, own, want, (out, g), apart, p.head)
-            return Gradients(_shaped(found.hidden, p.h.shape), head)
+            return Gradients(_unflat(found.hidden, p.targets.shape), head)
 
         specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)
         return self._run(local, (p, out, g, residual), specs, _gradient_specs(place, p, want))
@@ -269,7 +261,7 @@ class OverMesh:
             out, report = _unflat(out, shape), _of_all_devices(place, report, shape)
             if isinstance(p, LogitsProblem):
                 return out, report, found.reshape(p.logits.shape)
-            hidden = _shaped(found.hidden, p.h.shape)
+            hidden = _unflat(found.hidden, shape)
             return out, report, Gradients(hidden, collectives.reduce_grads(place, found.head, p.head))
 
         specs = (_specs(place, p), _loss_specs(place, loss))

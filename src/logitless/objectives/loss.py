@@ -109,12 +109,6 @@ def contributions(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> A
     return token_terms(o, logp, entropy, x).contribution
 
 
-def total_loss(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Array:
-    """The loss, behind a barrier: its sum is the same to the bit with and without a gradient around it."""
-    logp, entropy = jax.lax.optimization_barrier((logp, entropy))
-    return jnp.sum(contributions(o, logp, entropy, x))
-
-
 def cotangents(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> tuple[Array, Array]:
     """``(d loss/d logp, d loss/d entropy)`` per token, by differentiating :func:`contributions`."""
     value, pull = jax.vjp(lambda lp, h: contributions(o, lp, h, x), logp, entropy)

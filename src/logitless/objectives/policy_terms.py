@@ -103,11 +103,6 @@ def cispo_weight(o: Objective, w: Array) -> Array:
     return jnp.clip(c1, 1.0 - jnp.asarray(o.eps_low), 1.0 + jnp.asarray(o.eps_high))
 
 
-def sapo_loss(o: Objective, w: Array, advantage: Array) -> Array:
-    tau = jnp.where(advantage > 0, o.tau_pos, o.tau_neg)
-    return -advantage * jax.nn.sigmoid(tau * (exp(w) - 1.0)) * (4.0 / tau)
-
-
 def vespo_weight(o: Objective, r: Array, advantage: Array, sequences: Sequences, log_correction: Array | None) -> Array:
     """``phi`` of VESPO, constant over a sequence except for the sign of the advantage."""
     total = sequences.total(jnp.clip(jax.lax.stop_gradient(r), -20.0, 20.0))
@@ -118,12 +113,6 @@ def vespo_weight(o: Objective, r: Array, advantage: Array, sequences: Sequences,
     lam = jnp.where(advantage >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
     phi = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
     return jnp.where(jnp.isinf(phi), 0.0, phi)
-
-
-def gmpo_loss(o: Objective, r: Array, advantage: Array, sequences: Sequences) -> Array:
-    clipped = clip(r, -jnp.asarray(o.eps_low), o.eps_high)
-    q = jnp.where(advantage > 0, minimum(r, clipped), maximum(r, clipped))
-    return -advantage * exp(sequences.mean(q))
 
 
 def policy_term(
@@ -144,13 +133,16 @@ def policy_term(
     elif o.policy == "cispo":
         loss = -cispo_weight(o, safe_w) * advantage * logp
     elif o.policy == "sapo":
-        loss = sapo_loss(o, safe_w, advantage)
+        tau = jnp.where(advantage > 0, o.tau_pos, o.tau_neg)
+        loss = -advantage * jax.nn.sigmoid(tau * (exp(safe_w) - 1.0)) * (4.0 / tau)
     elif o.policy == "vespo":
         assert phi is not None
         loss = -phi * advantage * logp
     elif o.policy == "gmpo":
         assert sequences is not None
-        loss = gmpo_loss(o, r, advantage, sequences)
+        clipped = clip(r, -jnp.asarray(o.eps_low), o.eps_high)
+        q = jnp.where(advantage > 0, minimum(r, clipped), maximum(r, clipped))
+        loss = -advantage * exp(sequences.mean(q))
     else:
         loss = -advantage * logp
     return jnp.where(moves, loss, 0.0)

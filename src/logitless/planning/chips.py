@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections.abc import Iterator
 
 import jax
+
+from logitless.objectives.checks import did_you_mean
 
 GB = 10**9
 
@@ -54,8 +55,7 @@ CHIPS: dict[str, Chip] = {
 def chip_of(name: str) -> Chip:
     """A chip by name; an unknown one is refused."""
     if name not in CHIPS:
-        close = difflib.get_close_matches(name.lower(), CHIPS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name.lower(), tuple(CHIPS))
         raise ValueError(f"chip {name!r} is not known; expected one of {', '.join(CHIPS)}.{hint}")
     return CHIPS[name]
 

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -24,7 +25,7 @@ from logitless.compat import gpu_load
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums
-from logitless.logits.mosaic_gpu.tiles import Slots, Sweep, clear_dead_rows, next_row
+from logitless.logits.mosaic_gpu.tiles import Sweep, clear_dead_rows, next_row
 from logitless.stats import StatCotangents, TokenStats
 from logitless.transform import LogitTransform, factor, swept
 
@@ -59,11 +60,7 @@ class Operands:
     given: tuple[Any, ...]  # whatever else it reads
 
     def transform_at(self, row: Array) -> LogitTransform:
-        def at(ref: Any | None) -> Array | None:
-            return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
-
-        given = self.transform
-        return LogitTransform(at(given.temperature), at(given.softcap), at(given.scale))
+        return jax.tree.map(lambda ref: ref[row if ref.shape[0] > 1 else 0], self.transform)
 
     def label_at(self, row: Array) -> Array:
         """The row's target as it was given; of the last row for one behind it."""
@@ -96,10 +93,6 @@ class Shared:
     gathered: Any
     ready: Any
     out: Any | None = None
-
-    def slots(self, o: Operands) -> Slots:
-        """What tiles are copied from and into."""
-        return Slots(o.shape, o.tiles, o.x, self.buf, self.full, self.buf if self.out is None else self.out)
 
 
 def scratch(t: Tiles, dtype: Any, sums: bool, out: Any) -> list[Any]:
@@ -224,13 +217,13 @@ def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
 def statistics(o: Operands, sm: Shared) -> None:
     """One sweep over a plain ring of slots that runs on across rows."""
     shape, t = o.shape, o.tiles
-    copies = Sweep(sm.slots(o), LogitTransform())
+    copies = Sweep(o, sm, LogitTransform())
     slots, _ = _ring(shape, t)
     start = o.first_row()
     pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
 
     def row(r: Array, label: Array, after: Array, n: Array) -> None:
-        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
+        sweep = Sweep(o, sm, o.transform_at(r), r)
         target = o.target_at(r, label)
         base = n * sweep.count
 
@@ -259,13 +252,13 @@ def statistics(o: Operands, sm: Shared) -> None:
 def gradient(o: Operands, sm: Shared) -> None:
     """dlogits from statistics and cotangents (``o.given``: those of logp, entropy and lse, each ``[N]``)."""
     shape, t = o.shape, o.tiles
-    copies = Sweep(sm.slots(o), LogitTransform())
+    copies = Sweep(o, sm, LogitTransform())
     slots, lag = _ring(shape, t)
     start = o.first_row()
     pl.when(start < shape.rows)(lambda: _loop(slots, lambda j: copies.load(start, j, j)))
 
     def row(r: Array, label: Array, after: Array, n: Array) -> None:
-        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
+        sweep = Sweep(o, sm, o.transform_at(r), r)
         target = o.target_at(r, label)
         s = TokenStats(*(ref[r] for ref in o.stats))
         g = StatCotangents(*(ref[r] for ref in o.given))
@@ -310,7 +303,7 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
     their first reads closely, then through the held tiles.
     """
     shape, t = o.shape, o.tiles
-    copies = Sweep(sm.slots(o), LogitTransform())
+    copies = Sweep(o, sm, LogitTransform())
     most = -(-shape.tiles(t) // t.warpgroups)
     held = most if most <= t.slots else t.slots - t.ring
     ring = 0 if most <= t.slots else t.ring
@@ -324,7 +317,7 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
         return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
 
     def row(r: Array, label: Array, after: Array, n: Array) -> None:
-        sweep = Sweep(sm.slots(o), o.transform_at(r), r)
+        sweep = Sweep(o, sm, o.transform_at(r), r)
         target = o.target_at(r, label)
         own = [ref[r] for ref in o.given[count:]]
         streamed = jnp.maximum(sweep.count - held, 0)

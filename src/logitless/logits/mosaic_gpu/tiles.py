@@ -21,9 +21,8 @@ clamped only at the end of the *array*, and write into the next row.)
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -32,32 +31,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless import transform as tr
 from logitless.compat import gpu_load
-from logitless.logits.mosaic_gpu.layout import Number, Shape, Tiles, row_index, select
+from logitless.logits.mosaic_gpu.layout import Number, row_index, select
 from logitless.logits.mosaic_gpu.row_terms import LOW, Coefficients, Lanes, Power
 from logitless.stats import NEG_INF
 from logitless.transform import LogitTransform
 
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """What tiles are copied from and into: the logits in global memory, slots in shared memory, a barrier for each; and
-    the slots that dlogits leave from (``buf`` itself where they are made in place)."""
-
-    shape: Shape
-    t: Tiles
-    x: Any
-    buf: Any
-    full: Any
-    out: Any
+if TYPE_CHECKING:
+    from logitless.logits.mosaic_gpu.kernels import Operands, Shared
 
 
 class Sweep:
-    """One warpgroup's view of the tiles: copies, patches, and the two loop bodies."""
+    """One warpgroup's view of the tiles: copies, patches, and the two loop bodies.
 
-    def __init__(self, slots: Slots, transform: LogitTransform, row: Number | None = None):
-        shape, t, x = slots.shape, slots.t, slots.x
-        self.shape, self.t, self.x, self.buf, self.full = shape, t, x, slots.buf, slots.full
-        self.out = slots.out
+    Tiles are copied from the logits in global memory into slots in shared memory, with a barrier for each; dlogits
+    leave from slots of their own, or from the same ones where they are made in place.
+    """
+
+    def __init__(self, o: Operands, sm: Shared, transform: LogitTransform, row: Number | None = None):
+        shape, t, x = o.shape, o.tiles, o.x
+        self.shape, self.t, self.x, self.buf, self.full = shape, t, x, sm.buf, sm.full
+        self.out = sm.buf if sm.out is None else sm.out
         self.row = row  # the row in the slots; ``None`` where only copies are made
         self.shift: Number = 0 if row is None else shape.shift(row)
         self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
@@ -91,7 +84,7 @@ class Sweep:
         """Start copying tile ``j`` of ``row`` into ``slot``, which nobody reads any more."""
         tile, i, c, last = self.tile(j), self.index(slot), self.t.columns, self.shape.last(self.t)
         shift = self.shape.shift(row)
-        start = row_index(self.shape.place(row, tile * c - shift), lambda at: at)
+        start = self.shape.place(row, tile * c - shift)
 
         def copy(width: int) -> None:
             plgpu.copy_gmem_to_smem(
