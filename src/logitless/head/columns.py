@@ -250,10 +250,6 @@ def _take(x: Array, index: Array, axis: int = 0) -> Array:
     return _at(x, index, axis).get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
 
 
-def _add(total: Array, index: Array, part: Array, axis: int) -> Array:
-    return _at(total, index, axis).add(part, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-
 def head_columns(head: Head, index: Array) -> Head:
     """The part of the head that makes the logits of the columns ``index``."""
     a, b = head.lora_a, head.lora_b
@@ -287,7 +283,10 @@ def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Lay
     by_row = layout == "vh"
 
     def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:
-        return None if whole is None or new is None else _add(whole, index, new.astype(whole.dtype), axis)
+        if whole is None or new is None:
+            return None
+        new = new.astype(whole.dtype)
+        return _at(whole, index, axis).add(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     return HeadGrads(
         weight=put(total.weight, own.weight, 0 if by_row else 1),

@@ -27,11 +27,6 @@ class Ordered:
     live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
     given: Problem  # the call's own, in its order
 
-    @property
-    def n(self) -> int:
-        """Tokens of the call."""
-        return self.given.n
-
     def take(self, x: Array) -> Array:
         """``[N]`` of the call in this order; zero behind the live tokens."""
         x = x.at[self.order].get(mode="promise_in_bounds")
@@ -39,7 +34,8 @@ class Ordered:
 
     def put_back(self, x: Array) -> Array:
         """``[tokens of p, ...]`` in the order of the call."""
-        place = jnp.zeros((self.n,), jnp.int32).at[self.order[: self.n]].set(jnp.arange(self.n, dtype=jnp.int32))
+        n = self.given.n
+        place = jnp.zeros((n,), jnp.int32).at[self.order[:n]].set(jnp.arange(n, dtype=jnp.int32))
         return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
 
     def hidden_of(self, rows: Array) -> Array:

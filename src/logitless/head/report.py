@@ -14,16 +14,6 @@ from logitless.problem import Head
 from logitless.pytree import register
 from logitless.rows import Visit
 
-SPARSE_METRICS = (
-    "left_out_mass",
-    "left_out_mass_max",
-    "hard_rows",
-    "active_columns",
-    "backward_columns",
-    "dense_chunks",
-)
-"""Names of :meth:`SparseReport.metrics`."""
-
 
 @register
 @dataclasses.dataclass(frozen=True)

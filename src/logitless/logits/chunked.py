@@ -54,11 +54,11 @@ def _over_chunks(f: Callable[..., Any], p: LogitsProblem, outputs: Any, *rowwise
 
 def token_sums(p: LogitsProblem) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
-    return _over_chunks(_sums, p, empty_sums((p.n,)))
 
+    def chunk(part: LogitsProblem) -> RowSums:
+        return rows.cached_sums(part.logits, part)[0] if platform() == "cpu" else rows.sums(part.logits, part)
 
-def _sums(p: LogitsProblem) -> RowSums:
-    return rows.cached_sums(p.logits, p)[0] if platform() == "cpu" else rows.sums(p.logits, p)
+    return _over_chunks(chunk, p, empty_sums((p.n,)))
 
 
 def _statistics(p: LogitsProblem) -> tuple[TokenStats, rows.Exponentials | None]:

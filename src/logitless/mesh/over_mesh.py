@@ -217,7 +217,8 @@ class OverMesh:
                 return _unflat(out, shape), None, (residual, None)
             own = _gathered(place, p)
             out, report, residual = self.device.forward(own, want)
-            whole = dataclasses.replace(own.head, lora_scale=None) if place.gathers else None
+            gathers = place.vocab_gathered or place.hidden_gathered
+            whole = dataclasses.replace(own.head, lora_scale=None) if gathers else None
             kept = jax.tree.map(lambda x: x if x.ndim else x[None], (residual, whole))
             return _unflat(out, shape), _of_all_devices(place, report, shape), kept
 

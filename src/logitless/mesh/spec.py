@@ -118,11 +118,6 @@ class Placement:
         """FSDP axes of a dimension: ``"v"``, ``"h"``, or ``None`` for one that is never cut."""
         return {"v": self.vocab_gathered, "h": self.hidden_gathered}.get(kind or "", ())
 
-    @property
-    def gathers(self) -> bool:
-        """Whether the head is gathered over any axis."""
-        return bool(self.vocab_gathered or self.hidden_gathered)
-
     def head_specs(self, head: Head) -> Head:
         """Of each of a head's arrays before it is gathered, in the structure of the head."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -65,18 +65,15 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)
 
 
-@contextlib.contextmanager
-def as_if_on(chip: Chip | None) -> Iterator[None]:
+def as_if_on(chip: Chip | None) -> contextlib.AbstractContextManager[Any]:
     """Choose backends, chunks and tiles as they would be chosen on ``chip`` (``None``: as they are here).
 
     This is JAX's own ambient mesh, with a device that need not be there.
     """
     if chip is None:
-        yield
-        return
+        return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice(chip.device_kind, chip.cores, chip.platform)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
-        yield
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device))
 
 
 def roofline_seconds(chip: Chip, flops: float, moved: float) -> float:

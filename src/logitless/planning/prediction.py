@@ -124,19 +124,8 @@ class HeadPlan:
 
     def after(self, first: HeadPlan) -> HeadPlan:
         """The plan of both, one after the other: ``first`` has inputs of its own, and its outputs are small."""
-        both = {
-            name: getattr(self, name) + getattr(first, name)
-            for name in (
-                "matmuls",
-                "flops",
-                "moved",
-                "passes",
-                "arguments",
-                "dense_flops",
-                "dense_moved",
-                "dense_passes",
-            )
-        }
+        work = ("matmuls", "flops", "moved", "passes", "dense_flops", "dense_moved", "dense_passes")
+        both = {name: getattr(self, name) + getattr(first, name) for name in (*work, "arguments")}
         larger = {k: max(getattr(self, k), getattr(first, k)) for k in ("temporaries", "dense_temporaries")}
         exact = None if self.exact is None else self.exact.after(first)
         return dataclasses.replace(self, **both, **larger, exact=exact)

@@ -139,11 +139,8 @@ def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) ->
     )
     while slots > 1:  # pairwise: log2(slots) steps
         half = slots // 2
-        first, second, odd = (_slots(whole, a, b) for a, b in ((0, half), (half, 2 * half), (2 * half, slots)))
+        runs = slice(0, half), slice(half, 2 * half), slice(2 * half, slots)
+        first, second, odd = (jax.tree.map(lambda x, run=run: x[run], whole) for run in runs)
         whole = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), st.merge(first, second, k), odd)
         slots -= half
     return jax.tree.map(lambda x: x[0], whole)
-
-
-def _slots(sums: RowSums, first: int, last: int) -> RowSums:
-    return jax.tree.map(lambda x: x[first:last], sums)

@@ -42,12 +42,6 @@ def policy_loss(interface: Interface) -> Callable[..., Any]:
     return logitless_loss_fn
 
 
-def objective_of(algo_config: Any, width: int) -> Objective:
-    """The objective of an ``algo_config``; sampler weights come with the example, as weights."""
-    objective = Objective.from_tunix(algo_config, max_length=float(width))
-    return objective.replace(correction=None, correction_max=2.0)
-
-
 def _loss(
     interface: Interface, model: Any, example: Any, algo_config: Any, pad_id: int, eos_id: int
 ) -> tuple[Array, TokenStats]:
@@ -66,7 +60,8 @@ def _loss(
         return x[:, 1:] if p.packed and x is not None and x.ndim == 2 else x
 
     width = example.completion_mask.shape[-1]
-    objective = objective_of(algo_config, width)
+    objective = Objective.from_tunix(algo_config, max_length=float(width))
+    objective = objective.replace(correction=None, correction_max=2.0)  # sampler weights come with the example
     denominator = None
     if interface == "0.1.8":  # the trainer divides, by the denominator of Tunix' own loss
         denominator = float(width) if objective.aggregation == "dr_grpo" else 1.0

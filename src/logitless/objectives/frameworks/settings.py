@@ -113,12 +113,10 @@ def _of_config(config: Any, library: Library) -> dict[str, tuple[Any, Any]]:
         )
     if isinstance(config, Mapping):
         return {str(k): (v, _MISSING) for k, v in config.items()}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        own = _own_names(type(config))
-        return {f.name: (getattr(config, f.name), _default(f)) for f in dataclasses.fields(config) if f.name in own} | {
-            k: (getattr(config, k), _MISSING) for k in library.loss if hasattr(config, k)
-        }
     found = {k: (getattr(config, k), _MISSING) for k in library.loss if hasattr(config, k)}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields, own = dataclasses.fields(config), _own_names(type(config))
+        return {f.name: (getattr(config, f.name), _default(f)) for f in fields if f.name in own} | found
     if not found:
         raise TypeError(
             f"{library.call}: {type(config).__name__} has none of the settings of {library.name}'s loss: "
