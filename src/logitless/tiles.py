@@ -59,8 +59,7 @@ def head_chunk(
                 f"({2 * vocab * logits_bytes} bytes at a vocabulary of {vocab}); give at least that."
             )
     else:
-        fit = _HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes)
-    fit = min(fit, _HEAD_CHUNK_MAX) if memory_budget is None else fit
+        fit = min(_HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes), _HEAD_CHUNK_MAX)
     if platform() == "cpu":
         if memory_budget is None:
             fit = max(fit, min(_CPU_HEAD_ROWS, head_bytes // 3 // (vocab * logits_bytes)))

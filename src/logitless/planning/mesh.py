@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from logitless.mesh import parts
-from logitless.objectives.objective import Objective
 from logitless.planning.chips import Chip, chip_of
 from logitless.planning.head import HeadPlan, asked_for, plan
 from logitless.registry import ANYWHERE, KERNELS
@@ -197,7 +196,6 @@ def plan_mesh(
     lora_rank: int | None = None,
     live_tokens: int | None = None,
     head_grad_dtype: str = "float32",
-    objective: Objective | None = Objective(),  # noqa: B008  (frozen)
     **options: Any,
 ) -> MeshPlan:
     """A step of ``tokens`` tokens in all on a mesh; ``options`` are those of :func:`logitless.plan`.
@@ -231,7 +229,6 @@ def plan_mesh(
             lora_rank=lora_rank,
             live_tokens=live_tokens,
             head_grad_dtype=head_grad_dtype,
-            objective=objective,
             head_layout="vh",
             chip=chip,
             vocabulary_shard=shards > 1,

@@ -12,6 +12,7 @@ entropy, no metrics), so they do less than the library's calls do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -103,22 +104,22 @@ def checkpointed_head_logp(h: Array, w: Array, targets: Array, dtype: Any, chunk
         return naive_head_logp(x[0], w, x[1], dtype)
 
     n = h.shape[0]
+    chunk = min(chunk, n)
     parts = lax.map(part, (h.reshape(n // chunk, chunk, -1), targets.reshape(n // chunk, chunk)))
     return parts.reshape(n)
 
 
-HEAD_BASELINES = ("naive", "strong", "checkpointed")
+_HEAD: dict[str, Callable[..., Array]] = {
+    "naive": naive_head_logp,
+    "strong": strong_head_logp,
+    "checkpointed": checkpointed_head_logp,
+}
+HEAD_BASELINES = tuple(_HEAD)
 
 
 def head_loss(
     kind: str, h: Array, w: Array, targets: Array, *, objective: Objective, logits_dtype: Any, **arrays: Any
 ) -> Array:
     """The loss from ``h [B, T, H]`` and ``w [V, H]``, dense, by one of :data:`HEAD_BASELINES`."""
-    flat, y = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
-    if kind == "strong":
-        logp = strong_head_logp(flat, w, y, jnp.dtype(logits_dtype))
-    elif kind == "checkpointed":
-        logp = checkpointed_head_logp(flat, w, y, jnp.dtype(logits_dtype), min(1024, flat.shape[0]))
-    else:
-        logp = naive_head_logp(flat, w, y, jnp.dtype(logits_dtype))
+    logp = _HEAD[kind](h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), jnp.dtype(logits_dtype))
     return _loss(logp.reshape(targets.shape), objective, arrays)
