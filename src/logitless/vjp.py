@@ -20,17 +20,16 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.backend import Backend
 from logitless.problem import Loss, perturbed
+from logitless.pytree import register, static
 from logitless.stats import StatCotangents, TokenStats
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Static:
     """A hashable value among the residuals of a custom_vjp: a pytree without leaves."""
 
-    value: Any
-
-
-jax.tree_util.register_pytree_node(Static, lambda s: ((), s.value), lambda value, _: Static(value))
+    value: Any = static()
 
 
 def _values(tree: Any) -> Any:

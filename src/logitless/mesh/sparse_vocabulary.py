@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.report import SparseReport, blank_report
+from logitless.head.report import blank_report
 from logitless.head.slabs import Known, misses
 from logitless.head.sparse import Sparse
 from logitless.mesh.collectives import own_targets
@@ -65,11 +65,7 @@ class SparseShard(VocabularyShard):
         assert p.tolerance is not None
         share = p.tolerance / shards
         out = self._statistics(p)
-
-        def columns(q: Problem) -> tuple[Any, SparseReport]:
-            return self.own.shard_columns(q, want, out, share)
-
-        kept, report = self.by_columns(self.shard(p), columns)
+        kept, report = self.by_columns(self.shard(p), lambda q: self.own.shard_columns(q, want, out, share))
         mass = report.left_out
         over = ~(mass <= share)  # NaN is over, too
         sums = jnp.stack([mass, jnp.where(over, 0.0, mass), over.astype(jnp.float32)])
@@ -92,10 +88,7 @@ class SparseShard(VocabularyShard):
         shares = misses(p.tolerance / self.place.count(self.place.vocab), out, g, p.call.vocab_size)
         whole = misses(p.tolerance, out, g, p.call.vocab_size)
         hard = jnp.isinf(mass) | (whole(residual.total) & shares(mass))  # infinite: a dense chunk
-
-        def local(q: Problem) -> Gradients:
-            return self.own.gradients_beside(q, want, Known(out, g), residual.kept, hard)
-
-        found = self.by_columns(self.shard(p), local)
+        known, kept = Known(out, g), residual.kept
+        found = self.by_columns(self.shard(p), lambda q: self.own.gradients_beside(q, want, known, kept, hard))
         hidden = None if found.hidden is None else lax.psum(found.hidden, self.place.vocab).astype(p.h.dtype)
         return Gradients(hidden, found.head)
