@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from logitless.problem import Loss
 from logitless.stats import RowSums, StatCotangents, TokenStats
@@ -83,6 +83,18 @@ class Backend(Protocol):
 
     def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
+
+
+class PlainJax:
+    """What backends without kernels have in common; see :class:`Backend` and :class:`Divisible`."""
+
+    kernels: ClassVar[str | None] = None
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """They serve everything."""
+
+    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
+        """Nothing of the forward pass is kept."""
 
 
 class Divisible(Backend, Protocol):

@@ -136,6 +136,7 @@ def pack(
     >>> shared.tokens.tolist(), shared.segment_ids.tolist()
     ([[5, 6, 1, 6], [9, 4, 0, 0]], [[1, 2, 2, 3], [1, 1, 0, 0]])
     """
+    given = locals()
     ids, live = _tokens("prompt", prompt), _mask("prompt_mask", prompt_mask, np.shape(prompt))
     done = _tokens("completion", completion)
     mask = _mask("completion_mask", completion_mask, done.shape)
@@ -147,8 +148,7 @@ def pack(
             "pack: completion_mask is set where completion_valid is not; the loss needs tokens that exist."
         )
     chosen = np.ones(len(ids), bool) if keep is None else _mask("keep", keep, (len(ids),))
-    given = (advantages, old_logp, ref_logp, rollout_logp, token_weights)
-    arrays = {n: _per_token(n, x, done.shape) for n, x in zip(_PER_TOKEN, given, strict=True) if x is not None}
+    arrays = {name: _per_token(name, given[name], done.shape) for name in _PER_TOKEN if given[name] is not None}
 
     sequences = [_Sequence(int(i), ids[i][live[i]], valid[i]) for i in np.flatnonzero(chosen & valid.any(axis=1))]
     placed = _place(sequences, length, share_prompts)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import rows
-from logitless.backend import Cost, Way
+from logitless.backend import Cost, PlainJax, Way
 from logitless.head.linear import add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.problem import Gradients, Loss, Problem, Wanted
 from logitless.rows import Sweep, Visit, live_sweep, split_sweep, sweep_over
@@ -71,17 +71,13 @@ def finished(p: Problem, g: Gradients) -> Gradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class Chunked(PlainJax):
     """Sweeps over chunks of tokens; the passes over a chunk's logits are methods, for kernels to take over."""
 
     name: ClassVar[str] = "chunked"
-    kernels: ClassVar[str | None] = None
     in_forward: ClassVar[bool] = True
     in_place: ClassVar[bool] = False
     """Whether dx is made in the place, and so in the dtype, of ``x``; another dtype is a copy of it."""
-
-    def check(self, p: Problem, columns_apart: bool) -> None:
-        """It serves everything."""
 
     def describe(self, p: Problem, way: Way) -> Cost:
         """Three matmuls in the forward pass, four by recompute."""
@@ -190,6 +186,3 @@ class Chunked:
             return visit.put_all(out, lax.optimization_barrier(rows.sums(x, part)))
 
         return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None
-
-    def shard_residual(self, p: Problem, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
-        return None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import rows
-from logitless.backend import Cost, Way
+from logitless.backend import Cost, PlainJax, Way
 from logitless.objectives.token_program import TokenProgram, token_program
 from logitless.problem import LogitsProblem, Loss
 from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
@@ -119,11 +119,10 @@ def bytes_moved(p: Any, reads: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class Chunked(PlainJax):
     """What ``vjp.Backend`` asks for, out of four passes over the logits, which are methods for kernels to take over."""
 
     name: ClassVar[str] = "chunked"
-    kernels: ClassVar[str | None] = None
     in_forward: ClassVar[bool] = True
 
     # Passes.
@@ -134,9 +133,6 @@ class Chunked:
     stats_and_dlogits = staticmethod(stats_and_dlogits)
 
     # The protocol.
-
-    def check(self, p: Any, columns_apart: bool) -> None:
-        """It serves everything."""
 
     def tiles(self, p: Any) -> dict[str, Any]:
         """How the logits are cut up; ``p`` has arrays or shapes."""
@@ -173,6 +169,3 @@ class Chunked:
 
     def sums(self, p: LogitsProblem, want: bool | None) -> tuple[RowSums, None]:
         return self.token_sums(p), None
-
-    def shard_residual(self, p: LogitsProblem, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
-        return None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.backend import Cost, Way
+from logitless.backend import Cost, PlainJax, Way
 from logitless.problem import LogitsProblem, Loss
 from logitless.rows import column_ids, swept_columns
 from logitless.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
@@ -58,15 +58,11 @@ def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class Reference(PlainJax):
     """The dense backend; JAX differentiates :meth:`statistics`, so it has no passes of its own."""
 
     name: ClassVar[str] = "reference"
-    kernels: ClassVar[str | None] = None
     in_forward: ClassVar[bool] = False
-
-    def check(self, p: Any, columns_apart: bool) -> None:
-        """It serves everything."""
 
     def describe(self, p: Any, way: Way) -> Cost:
         """What XLA makes of it is not known; ``p`` has arrays or shapes."""

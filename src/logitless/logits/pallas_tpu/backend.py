@@ -53,8 +53,8 @@ class Kernel:
     writes_logits: bool = False
 
 
-def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[Array | None, Array | None]:
-    """Run a kernel over the blocks of ``logits [N, V]``; ``(statistics [N, 8], dlogits [N, V])``, or ``None``."""
+def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> dict[str, Array]:
+    """Run a kernel over the blocks of ``logits [N, V]``; what it writes of ``stats [N, 8]`` and ``out [N, V]``."""
     n, v = p.logits.shape
     check(n, v, p.logits.dtype)
     t = tiles or tiles_for(n, v, p.logits.dtype)
@@ -116,8 +116,7 @@ def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[Array | N
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name=f"logitless_{k.name}_r{t.rows}_c{t.width}",
     )(numbers, _places(y, t), packed, p.logits)
-    found = dict(zip(outputs, outs, strict=True))
-    return found.get("stats"), found.get("out")
+    return dict(zip(outputs, outs, strict=True))
 
 
 def _places(labels: Array, t: Tiles) -> Array:
@@ -150,16 +149,13 @@ def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
 
     ``p.call.interpret``: ``True`` or a ``pltpu.InterpretParams``. ``tiles`` replaces the rule's choice.
     """
-    out, _ = _launch(p, Kernel("token_stats", kernels.stats_body, writes_stats=True), tiles)
-    assert out is not None
-    return _unpacked(out)
+    return _unpacked(_launch(p, Kernel("token_stats", kernels.stats_body, writes_stats=True), tiles)["stats"])
 
 
 def token_sums(p: LogitsProblem, tiles: Tiles | None = None) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; targets that are another shard's are -1."""
     body = functools.partial(kernels.stats_body, finished=False)
-    out, _ = _launch(p, Kernel("token_sums", body, writes_stats=True), tiles)
-    assert out is not None
+    out = _launch(p, Kernel("token_sums", body, writes_stats=True), tiles)["stats"]
     return RowSums(*(out[:, i] for i in range(len(dataclasses.fields(RowSums)))))
 
 
@@ -172,9 +168,7 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles
     a, b = S.dz_line(centre, stats, g, factor(p.transform))
     at_target = S.dz(stats.peak, jnp.full(moves.shape, True), stats, g)
     columns = {"centre": centre, "a": a, "b": b, "at_target": at_target, "moves": moves.astype(jnp.float32)}
-    _, out = _launch(p, Kernel("dlogits", kernels.dlogits_body, columns=columns, writes_logits=True), tiles)
-    assert out is not None
-    return out
+    return _launch(p, Kernel("dlogits", kernels.dlogits_body, columns=columns, writes_logits=True), tiles)["out"]
 
 
 def stats_and_dlogits(p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
@@ -191,9 +185,8 @@ def stats_and_dlogits(p: LogitsProblem, program: TokenProgram, tiles: Tiles | No
 
     body = functools.partial(kernels.fused_body, run=program.run)
     both = Kernel("stats_and_dlogits", body, named(program.scalars), named(program.columns), True, True)
-    found, written = _launch(p, both, t)
-    assert found is not None and written is not None
-    return _unpacked(found), written
+    written = _launch(p, both, t)
+    return _unpacked(written["stats"]), written["out"]
 
 
 @dataclasses.dataclass(frozen=True)
