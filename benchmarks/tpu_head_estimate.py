@@ -47,7 +47,7 @@ from logitless import Objective, linear_grpo_loss
 from logitless.head.pallas_tpu import kept as kept_module
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.kept import Kept
-from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
+from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
 from logitless.problem import Call, Head, Problem
 from logitless.stats import StatCotangents, TokenStats
 from logitless.tpu import aot, cycles
@@ -82,8 +82,8 @@ def program(
             return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)
         kept_module.has_gradient = lambda *_: True  # type: ignore[assignment]  # the simulator does not know what is read
         exponentials = jnp.zeros((columns, n) if layout == "vh" else (n, columns), h.dtype) + row[0].astype(h.dtype)
-        tops = jnp.zeros((n, -(-columns // 2048))) + row[:, None]
-        found = Kept(exponentials, tops, row, 2048)
+        tops = jnp.zeros((n, -(-columns // BLOCK))) + row[:, None]
+        found = Kept(exponentials, tops, row, BLOCK)
         return kernels.dhead(p, None, stats, StatCotangents(row, 0 * row, 0 * row), tiles=t, kept=found)
 
     shape = (columns, hidden) if layout == "vh" else (hidden, columns)

@@ -25,7 +25,6 @@ from logitless.head.pallas_tpu.operands import (
     clear_outside,
     column_ids,
     compiler_params,
-    head_tile,
     outer_bytes,
     over_vocabulary,
     raw_logits,
@@ -49,14 +48,13 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> No
         over_parts(spec.tiles.tokens, work, SUBLANES, lambda part: rows_of(part.rows, width, masked))
 
     def rows_of(rows: Any, width: int, masked: bool) -> None:
-        w = head_tile(spec, refs.weight, width)
-        x = raw_logits(spec, refs, w, rows)
+        x = raw_logits(spec, refs, rows, slice(0, width))
         column = column_ids(x)
         is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab
         d = cotangent_of_logits(spec, x, lambda k: refs.token[rows, k : k + 1], is_target, refs.scalars)
         if masked:
             d = jnp.where(column < spec.tail, d, 0.0)
-        add_head_rows(spec, refs, out_ref, rows, None, d.astype(w.dtype), w)
+        add_head_rows(spec, refs, out_ref, rows, None, d.astype(refs.weight.dtype), slice(0, width))
 
     over_vocabulary(spec, live, step)
 

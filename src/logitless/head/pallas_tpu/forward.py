@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,16 +49,26 @@ from logitless.head.pallas_tpu.operands import (
     clear_outside,
     column_ids,
     compiler_params,
-    head_tile,
     outer_bytes,
     over_vocabulary,
     raw_logits,
     sweep_blocks,
 )
-from logitless.head.pallas_tpu.tiles import LANES, SUBLANES, Part, Spec, fill_rows, over_parts, zero_rows
+from logitless.head.pallas_tpu.tiles import (
+    BLOCK,
+    LANES,
+    PIECE,
+    SUBLANES,
+    Part,
+    Spec,
+    cut,
+    fill_rows,
+    over_parts,
+    zero_rows,
+)
 from logitless.pytree import register
 from logitless.stats import NEG_INF, RowSums
-from logitless.transform import LogitTransform, factor, slope, swept, times
+from logitless.transform import LogitTransform, factor, pull_back, swept, times
 
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
@@ -80,31 +91,38 @@ class _Out:
     tops: Any = None  # [N, vocabulary tiles]: the maximum that each tile's exponentials are relative to
 
 
-def _absorb(sums: RowSums, u: Array, is_target: Array, k: Array | None) -> tuple[RowSums, Array, Array, Array]:
-    """``sums [T, 1]`` with the columns of ``u [T, C]`` taken in; also ``exp(s)``, the factor on what was there, and
-    ``s = k (u - m)``, ``-inf`` at the target.
+def _absorb(
+    sums: RowSums, others: list[Array], k: Array | None, beside: Callable[[int], None]
+) -> tuple[RowSums, Array, list[Array], list[Array]]:
+    """``sums [T, 1]`` with a block's columns taken in, in pieces of ``others [T, C]``, ``-inf`` at the target; also the
+    factor on what was there, and of each piece ``exp(s)`` and ``s = k (u - m)``. ``beside(n)`` is called before the
+    exponentials of piece ``n``: a matmul that is made there does not wait for them.
 
-    The same sums as ``merge(sums, row_sums(u, is_target, k), k)``, relative to the new maximum at once, so that the
-    exponentials serve the expected head row too.
+    The same sums as by :func:`logitless.stats.merge`, relative to the new maximum at once, so that the exponentials
+    serve the expected head row too.
     """
-    others = jnp.where(is_target, NEG_INF, u)
-    m = jnp.maximum(sums.maximum, jnp.max(others, axis=1, keepdims=True))
-    shifted = times(k, others - m)
-    e = jnp.exp(shifted)
+    m = functools.reduce(jnp.maximum, [jnp.max(u, axis=1, keepdims=True) for u in others], sums.maximum)
     step = times(k, sums.maximum - m)
     a = jnp.exp(step)
 
     def total(x: Array) -> Array:
         return jnp.sum(x, axis=1, keepdims=True)
 
+    s, e, found = [], [], []
+    for n, u in enumerate(others):
+        beside(n)
+        s.append(times(k, u - m))
+        e.append(jnp.exp(s[n]))
+        found.append((total(e[n]), total(e[n] * jnp.maximum(s[n], LOG_ZERO)), total(e[n] * e[n])))
+    own = [functools.reduce(jnp.add, parts) for parts in zip(*found, strict=True)]
     absorbed = RowSums(
         maximum=m,
-        total=a * sums.total + total(e),
-        centred=a * (sums.centred + step * sums.total) + total(e * jnp.maximum(shifted, LOG_ZERO)),
-        squares=a * a * sums.squares + total(e * e),
+        total=a * sums.total + own[0],
+        centred=a * (sums.centred + step * sums.total) + own[1],
+        squares=a * a * sums.squares + own[2],
         target=sums.target,
     )
-    return absorbed, e, a, shifted
+    return absorbed, a, e, s
 
 
 def upper_half(x: Array) -> Array:
@@ -113,13 +131,29 @@ def upper_half(x: Array) -> Array:
     return lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
 
 
-def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *scratch: Any) -> None:
-    """One (token tile, vocabulary tile) step; scratch carries the sums (``acc.target`` the target's raw logit), the
-    output block ``E``. If that leaves in halves, scratch carries it, and steps behind the last tile of the vocabulary
-    write a part of the tokens each."""
+def _apart(spec: Spec, values: Any) -> Any:
+    """The values themselves. In the interpreter, a CPU's program, what makes them is compiled apart from what they are
+    for: a product is fused with a sum or is not, whatever follows, and the two kernels agree to the bit."""
+    return lax.optimization_barrier(values) if spec.interpret else values
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """What a token tile's steps hand on."""
+
+    sums: Any  # RowSums of [tokens, 1]; `target` is the target's raw logit
+    expected: Any = None  # [tokens, H] float32: E, if it leaves in halves
+    pending: Any = None  # [tokens, a block] float32, without a direction: logits that are not in the sums yet
+
+
+def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratch) -> None:
+    """One (token tile, vocabulary tile) step. If E leaves in halves, steps behind the last tile of the vocabulary write
+    a part of the tokens each; without a direction one such step takes in the last block."""
     i, j = pl.program_id(0), pl.program_id(1)
-    live = spec.live(i, n_live)
-    expected = scratch[0] if scratch else out.expected
+    live, vocab = spec.live(i, n_live), spec.tiles.vocab
+    expected = out.expected if scratch.expected is None else scratch.expected
+    acc, pending = scratch.sums, scratch.pending
 
     def transform_of(rows: Any) -> LogitTransform:
         return spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[rows, :])
@@ -141,64 +175,122 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, acc: RowSums, *s
             if refs.low is not None:
                 clear_dead(refs.low, 0, dead[1])
 
-    def step(width: int, masked: bool) -> None:
-        if masked and expected is not None:
-            clear_outside(spec, refs, width)
-        if out.maxima is not None:
-            out.maxima[0, :, :width] = jnp.full((1, width), NEG_INF, jnp.float32)
-        work = spec.tiles.vocab * refs.h.shape[1] * (1 if expected is None else 2)
-        unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
-        over_parts(spec.tiles.tokens, work, unit, lambda part: rows_of(part.rows, width, masked))
+    def read(rows: Any) -> RowSums:
+        return jax.tree.map(lambda ref: ref[rows, :], acc)
 
-    def rows_of(rows: Any, width: int, masked: bool) -> None:
-        transform = transform_of(rows)
-        k = factor(transform)
-        w = head_tile(spec, refs.weight, width)
-        x = raw_logits(spec, refs, w, rows)
-        u = swept(x, transform)
-        column = column_ids(x)
+    def write(rows: Any, sums: RowSums) -> None:
+        jax.tree.map(lambda ref, value: ref.__setitem__((rows, slice(None)), value), acc, sums)
+
+    def logits(rows: Any, block: slice) -> list[Array]:
+        return [raw_logits(spec, refs, rows, piece) for piece in cut(block.start, block.stop, PIECE)]
+
+    def take_in(
+        rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = lambda n: None
+    ) -> tuple[RowSums, Array, list[Array], list[Array]]:
+        """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
+        count."""
+        transform, others, at = transform_of(rows), [], 0
+        for piece in x:
+            column, u = column_ids(piece), swept(piece, transform)
+            if limit is not None:
+                u = jnp.where(column < limit - at, u, NEG_INF)
+            is_target = column == refs.targets[rows, :] - (j * vocab + first + at)
+            own = jnp.sum(jnp.where(is_target, piece, 0.0), axis=1, keepdims=True)
+            sums = dataclasses.replace(sums, target=sums.target + own)
+            others.append(jnp.where(is_target, NEG_INF, u))
+            at += piece.shape[1]
+        others, sums = _apart(spec, (others, sums))
+        return _apart(spec, _absorb(sums, others, factor(transform), beside))
+
+    def with_direction(width: int, masked: bool) -> None:
         if masked:
-            u = jnp.where(column < spec.tail, u, NEG_INF)
-        is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab
-        sums, e, a, shifted = _absorb(jax.tree.map(lambda ref: ref[rows, :], acc), u, is_target, k)
-        acc.maximum[rows, :], acc.total[rows, :] = sums.maximum, sums.total
-        acc.centred[rows, :], acc.squares[rows, :] = sums.centred, sums.squares
-        acc.target[rows, :] += jnp.sum(jnp.where(is_target, x, 0.0), axis=1, keepdims=True)
-        if out.maxima is not None:
-            top = times(k, sums.maximum)
-            bound = jnp.maximum(refs.floor[rows, :], top + jnp.log(sums.total))
-            found = jnp.max(shifted + (top - bound), axis=0, keepdims=True)
-            out.maxima[0, :, :width] = jnp.maximum(out.maxima[0, :, :width], found)
-        if expected is None:
-            return
-        if spec.has_softcap:
-            # Columns at -inf have no weight; their slope may be 0 * inf.
-            bend = slope(x, transform)
-            assert bend is not None
-            e = jnp.where(e > 0, e * bend, 0.0)
-        e = e.astype(w.dtype)
-        add_head_rows(spec, refs, expected, rows, a, e, w)
-        if spec.kept:
-            pl.when(i < spec.kept_steps)(lambda: keep(e, rows, width))
-            tile = lax.broadcasted_iota(jnp.int32, (rows.size, out.tops.shape[1]), 1)
-            out.tops[rows, :] = jnp.where(tile == j, sums.maximum, out.tops[rows, :])
+            clear_outside(spec, refs, width)
+        blocks = cut(0, width, BLOCK)
 
-    def keep(e: Array, rows: Any, width: int) -> None:
+        def rows_of(part: Part) -> None:
+            rows, sums, x = part.rows, read(part.rows), logits(part.rows, blocks[0])
+            for n, block in enumerate(blocks):
+                following = logits(rows, blocks[n + 1]) if n + 1 < len(blocks) else []
+                limit = spec.tail - block.start if masked and n + 1 == len(blocks) else None
+                sums, a, e, _ = take_in(rows, sums, x, block.start, limit)
+                if spec.has_softcap:
+                    # Columns at -inf have no weight; their slope may be 0 * inf.
+                    e = [
+                        jnp.where(p > 0, pull_back(p, own, transform_of(rows)), 0.0)
+                        for p, own in zip(e, x, strict=True)
+                    ]
+                rounded = jnp.concatenate([piece.astype(refs.weight.dtype) for piece in e], axis=1)
+                add_head_rows(spec, refs, expected, rows, a, rounded, block)
+                if spec.kept:
+                    pl.when(i < spec.kept_steps)(functools.partial(keep, rounded, rows, block))
+                    at = lax.broadcasted_iota(jnp.int32, (part.size, out.tops.shape[1]), 1)
+                    is_own = at == j * len(cut(0, vocab, BLOCK)) + n
+                    out.tops[rows, :] = jnp.where(is_own, sums.maximum, out.tops[rows, :])
+                x = following
+            write(rows, sums)
+
+        unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
+        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], unit, rows_of)
+
+    def keep(e: Array, rows: Any, block: slice) -> None:
         if spec.layout == "vh":
-            out.kept[:width, rows] = e.T
+            out.kept[block, rows] = e.T
         else:
-            out.kept[rows, :width] = e
+            out.kept[rows, block] = e
 
-    over_vocabulary(spec, live & (j < spec.vocab_steps) if scratch else live, step)
+    def of_statistics(width: int, masked: bool = False, flush: bool = False) -> None:
+        """The block that is pending is taken in beside the first matmuls, each other one beside those of the next; the
+        last one waits. ``flush``: it does not."""
+        before = spec.waiting(spec.tail_width if flush else vocab)
+        if out.maxima is not None:
+            out.maxima[...] = jnp.full_like(out.maxima, NEG_INF)
 
-    @pl.when(live & (j == spec.vocab_steps - 1))
+        def rows_of(part: Part) -> None:
+            rows, sums = part.rows, read(part.rows)
+            x = [pending[rows, piece] for piece in cut(0, before.stop - before.start, PIECE)]
+            first, limit = before.start - vocab, spec.tail - before.start if flush and spec.tail % LANES else None
+            for block in [slice(0, 0)] if flush else cut(0, width, BLOCK):
+                following: list[Array] = []
+                pieces = cut(block.start, block.stop, PIECE)
+
+                def beside(n: int, pieces: list[slice] = pieces, count: int = len(x), out: Any = following) -> None:
+                    for piece in pieces[n * len(pieces) // count : (n + 1) * len(pieces) // count]:
+                        out.append(raw_logits(spec, refs, rows, piece))
+
+                found, _, _, s = take_in(rows, sums, x, first, limit, beside)
+                # Nothing is pending at a row's first step, whatever stands there.
+                sums = jax.tree.map(lambda new, old: jnp.where(j > 0, new, old), found, sums) if first < 0 else found
+                if out.maxima is not None:
+                    put_maxima(rows, sums, s, 0 if flush else first - before.start + vocab)
+                x, first, limit = following, block.start, None
+            for place, piece in zip(cut(0, BLOCK, PIECE), x, strict=False):
+                pending[rows, slice(place.start, place.start + piece.shape[1])] = piece
+            write(rows, sums)
+
+        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], SUBLANES, rows_of)
+
+    def put_maxima(rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
+        top = times(factor(transform_of(rows)), sums.maximum)
+        bound = jnp.maximum(refs.floor[rows, :], top + jnp.log(sums.total))
+        for piece in s:
+            place = slice(at, at + piece.shape[1])
+            found = jnp.max(piece + (top - bound), axis=0, keepdims=True)
+            out.maxima[0, :, place] = jnp.maximum(out.maxima[0, :, place], found)
+            at = place.stop
+
+    inside = live & (j < spec.vocab_steps) if spec.leaving else live
+    over_vocabulary(spec, inside, of_statistics if expected is None else with_direction)
+    if expected is None:
+        pl.when(live & (j == spec.vocab_steps))(lambda: of_statistics(0, flush=True))
+
+    @pl.when(live & (j == spec.vocab_steps - (expected is not None)))
     def _() -> None:
-        s = jax.tree.map(lambda ref: ref[...], acc)
+        s = read(slice(None))
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
         for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
             out.sums[:, i : i + 1] = value
 
-    if scratch:
+    if scratch.expected is not None:
         block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]
 
         @pl.when(live & (j >= spec.vocab_steps) & (block * size < spec.n))
@@ -223,6 +315,17 @@ def _block_of_half(spec: Spec, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((size, width), at)
 
 
+def _maxima_in_place(spec: Spec, found: Array) -> Array:
+    """``[token tiles, vocab_size]`` from what the steps wrote: each tile the block that had waited, and its own but for
+    the last; the step behind them the last of all."""
+    vocab, last = spec.tiles.vocab, spec.waiting(spec.tail_width)
+    first = spec.waiting(vocab)
+    size = first.stop - first.start
+    most = (spec.vocab_steps - 1) * vocab + last.start
+    end = spec.vocab_steps * vocab
+    return jnp.concatenate([found[:, size : size + most], found[:, end : end + spec.vocab_size - most]], axis=1)
+
+
 def forward_sweep(
     k: Launch, direction: bool, room: int = 0, halves: bool = False
 ) -> tuple[RowSums, Array, Array | tuple[Array, Array] | None, Array | None, Kept | None]:
@@ -234,9 +337,12 @@ def forward_sweep(
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
     width += k.rank
-    if halves:
-        spec = dataclasses.replace(spec, leaving=max(tokens // LANES, 1))
-        k = dataclasses.replace(k, spec=spec)
+    relative = min(spec.tiles.vocab, BLOCK)  # columns with one maximum
+    leaving = 0 if direction else 1
+    if direction and halves:
+        leaving = max(tokens // LANES, 1)
+    spec = dataclasses.replace(spec, leaving=leaving)
+    k = dataclasses.replace(k, spec=spec)
 
     # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
     def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
@@ -257,21 +363,26 @@ def forward_sweep(
     if x.floor is not None:
         block = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
         blocks = dataclasses.replace(blocks, maxima=block)
-        shape = jax.ShapeDtypeStruct((passes, 1, spec.vocab_size), jnp.float32)
+        shape = jax.ShapeDtypeStruct((passes, 1, (spec.vocab_steps + 1) * spec.tiles.vocab), jnp.float32)
         shapes = dataclasses.replace(shapes, maxima=shape)
         moved += 4 * passes * spec.vocab_size
     if direction and spec.kept:
         plane = (spec.vocab, room) if spec.layout == "vh" else (room, spec.vocab)
         item = x.weight.dtype
-        tops = pl.BlockSpec((tokens, spec.vocab_steps), own)
+        count = pl.cdiv(spec.vocab_size, relative)
+        tops = pl.BlockSpec((tokens, count), own)
         blocks = dataclasses.replace(blocks, kept=block_of_step(spec), tops=tops)
         shapes = dataclasses.replace(
             shapes,
             kept=compat.hbm_output(plane, item, spec.interpret),
-            tops=jax.ShapeDtypeStruct((n, spec.vocab_steps), jnp.float32),
+            tops=jax.ShapeDtypeStruct((n, count), jnp.float32),
         )
         moved += spec.kept * spec.vocab * item.itemsize
-    scratch: Any = RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5)  # type: ignore[arg-type]
+    scratch: Any = _Scratch(
+        RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5),  # type: ignore[arg-type]
+        pltpu.VMEM((tokens, width), jnp.float32) if direction and halves else None,
+        None if direction else pltpu.VMEM((tokens, relative), jnp.float32),
+    )
     what = "direction" if direction else "stats" if x.floor is None else "maxima"
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
@@ -280,7 +391,7 @@ def forward_sweep(
             grid=(passes, spec.vocab_steps + spec.leaving),
             in_specs=[sweep_blocks(k)],
             out_specs=blocks,
-            scratch_shapes=[scratch, *[pltpu.VMEM((tokens, width), jnp.float32)] * halves],
+            scratch_shapes=[scratch],
         ),
         out_shape=shapes,
         compiler_params=compiler_params(spec),
@@ -293,7 +404,7 @@ def forward_sweep(
         interpret=spec.interpret,
     )(k.n_live, x)
     sums = out.sums
-    maxima = None if out.maxima is None else out.maxima[:, 0]
-    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[: spec.kept, 5], spec.tiles.vocab)
-    expected = (out.high, out.rest) if halves else out.expected
+    maxima = None if out.maxima is None else _maxima_in_place(spec, out.maxima[:, 0])
+    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[: spec.kept, 5], relative)
+    expected = (out.high, out.rest) if direction and halves else out.expected
     return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], expected, maxima, kept

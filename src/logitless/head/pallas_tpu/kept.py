@@ -1,10 +1,10 @@
 """Exponentials that the forward sweep keeps for dW: whose tokens take three matmuls in the place of four.
 
 The forward sweep (``forward.py``) multiplies the head by ``e_v = exp(k (u_v - m))``, rounded to the head's dtype, where
-``m`` is the running maximum of the token's row after that tile of the vocabulary. Kept in HBM, they give a token's part
-of dW without its logits being made again: with no cotangent of the entropy
+``m`` is the running maximum of the token's row after that block of the vocabulary. Kept in HBM, they give a token's
+part of dW without its logits being made again: with no cotangent of the entropy
 
-    dx_v = e_v f        f = (g_lse - g_logp) p(m) slope,  one number for each token and tile (:func:`factors`)
+    dx_v = e_v f        f = (g_lse - g_logp) p(m) slope,  one number for each token and block (:func:`factors`)
 
 (a softcap's slope is in ``e`` already). The product is rounded to the head's dtype like every dlogit: where that is
 bfloat16, ``dx`` is rounded twice, at the exponential and here, and an element of dW has at most 1.5 times the ordinary
@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from logitless import compat
 from logitless.head.pallas_tpu.operands import Launch, tiles_of
-from logitless.head.pallas_tpu.tiles import LANES, Spec
+from logitless.head.pallas_tpu.tiles import BLOCK, LANES, Spec
 from logitless.problem import Problem
 from logitless.pytree import register, static
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
@@ -43,9 +43,9 @@ class Kept:
     """What a forward sweep kept of its first tokens."""
 
     exponentials: Array  # [V, room] of a [V, H] head, [room, V] of an [H, V] one
-    tops: Array  # [kept, vocabulary tiles] float32: m after each tile
+    tops: Array  # [kept, blocks] float32: m after each block of the vocabulary
     x_y: Array  # [kept] float32: raw logit of the target
-    tile: int = static(0)  # columns of a tile of that sweep
+    tile: int = static(0)  # columns of a block of that sweep
 
 
 LEAST_WIDTH = 1536
@@ -61,7 +61,8 @@ def nothing_kept_because(p: Problem) -> str | None:
     forward, dhead = tiles_of("forward", p, True), tiles_of("dhead", p, True)
     if width < LEAST_WIDTH:
         return f"at a hidden size of {width} keeping them costs what it saves"
-    if vocab % LANES or forward.vocab % dhead.vocab:
+    block = min(forward.vocab, BLOCK)
+    if vocab % LANES or forward.vocab % block or block % dhead.vocab:
         return f"the vocabulary, {vocab}, is not of whole tiles"
     if math.lcm(forward.tokens, dhead.tokens) % LANES or math.lcm(forward.tokens, dhead.tokens) > p.n:
         return f"{p.n} tokens are less than a tile"
@@ -93,7 +94,7 @@ def room_for(p: Problem, kept: int) -> int:
 
 
 def factors(p: Problem, kept: Kept, stats: TokenStats, g: StatCotangents) -> tuple[Array, Array]:
-    """``(f [kept, tiles], dx at the target [kept])`` of the problem's first tokens; zero where ``g`` is.
+    """``(f [kept, blocks], dx at the target [kept])`` of the problem's first tokens; zero where ``g`` is.
 
     ``stats`` and ``g`` are those of all tokens; ``g.entropy`` is zero.
     """

@@ -216,28 +216,28 @@ def rounded(spec: Spec, x: Array) -> Array:
     return x if spec.logits_dtype == jnp.float32 else x.astype(spec.logits_dtype).astype(jnp.float32)
 
 
-def raw_logits(spec: Spec, refs: Operands, w: Array, rows: Any) -> Array:
-    """``x [rows, width]`` of a tile's tokens ``rows`` and the columns ``w`` from the block's first on."""
-    x = dot(refs.h[rows, :], w, (1, 1 - spec.axis))
+def raw_logits(spec: Spec, refs: Operands, rows: Any, columns: slice) -> Array:
+    """``x [rows, columns]`` of a tile's tokens ``rows`` and some of its columns."""
+    x = dot(refs.h[rows, :], some_columns(spec, refs.weight, columns), (1, 1 - spec.axis))
     if refs.low is not None:
-        outer = head_tile(spec, refs.outer, x.shape[1])
+        outer = some_columns(spec, refs.outer, columns)
         x = x + refs.scalars[3] * dot(refs.low[rows, :], outer, (1, 1 - spec.axis))
     if refs.bias is not None:
-        x = x + refs.bias[:, : x.shape[1]]
+        x = x + refs.bias[:, columns]
     return rounded(spec, x)
 
 
-def head_tile(spec: Spec, w_ref: Any, width: int) -> Array:
-    """The first ``width`` columns of the vocabulary in the block of the head."""
-    if width == spec.tiles.vocab:
+def some_columns(spec: Spec, w_ref: Any, columns: slice) -> Array:
+    """Some columns of the vocabulary in the block of the head, or of LoRA's outer factor."""
+    if columns == slice(0, spec.tiles.vocab):
         return w_ref[...]
-    return w_ref[:width, :] if spec.layout == "vh" else w_ref[:, :width]
+    return w_ref[columns, :] if spec.layout == "vh" else w_ref[:, columns]
 
 
 def clear_outside(spec: Spec, refs: Operands, width: int) -> None:
     """Zero the columns of the last block beyond ``vocab_size``: what lies there is not ours, and 0 * NaN is NaN."""
     for ref in (refs.weight,) if refs.outer is None else (refs.weight, refs.outer):
-        w = head_tile(spec, ref, width)
+        w = some_columns(spec, ref, slice(0, width))
         kept = lax.broadcasted_iota(jnp.int32, w.shape, spec.axis) < spec.tail
         cleared = jnp.where(kept, w, jnp.zeros((), w.dtype))
         if spec.layout == "vh":
@@ -247,21 +247,21 @@ def clear_outside(spec: Spec, refs: Operands, width: int) -> None:
 
 
 def add_head_rows(
-    spec: Spec, refs: Operands, total: Any, tokens: Any, before: Array | None, d: Array, w: Array
+    spec: Spec, refs: Operands, total: Any, tokens: Any, before: Array | None, d: Array, columns: slice
 ) -> None:
-    """``total [tokens, H + R] = before total + d [W, outer]`` for a tile's ``tokens`` and the columns ``w`` from the
-    block's first on; ``before [tokens, 1]``, ``None``: 1."""
+    """``total [tokens, H + R] = before total + d [W, outer]`` for a tile's ``tokens`` and some of its columns;
+    ``before [tokens, 1]``, ``None``: 1."""
 
     def add(at: Any, rows: Array) -> None:
         old = total[tokens, at]
         total[tokens, at] = (old if before is None else before * old) + dot(d, rows, (1, spec.axis))
 
-    width = refs.h.shape[1]
+    width, w = refs.h.shape[1], some_columns(spec, refs.weight, columns)
     if refs.outer is None:
         add(slice(None), w)
         return
     add(slice(0, width), w)
-    add(slice(width, None), head_tile(spec, refs.outer, d.shape[1]))
+    add(slice(width, None), some_columns(spec, refs.outer, columns))
 
 
 def outer_bytes(k: Launch) -> int:

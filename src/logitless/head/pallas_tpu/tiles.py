@@ -53,6 +53,10 @@ LEAST = 256
 """Rows of a part, at least: as many as the matrix unit of a v6e is wide."""
 WORK = 1 << 32
 """Multiplications of a part, at least."""
+BLOCK = 1024
+"""Columns of a vocabulary tile whose exponentials are relative to one maximum in the forward sweep."""
+PIECE = 256
+"""Columns of a matmul of that sweep: as many as the matrix unit of a v6e is wide."""
 _FILLED = 64
 """Rows at a time of what is written without a matmul."""
 
@@ -171,6 +175,10 @@ class Spec:
         """``tail`` in whole lanes."""
         return min(pl.cdiv(self.tail, LANES) * LANES, self.tiles.vocab)
 
+    def waiting(self, width: int) -> slice:
+        """The last block of the first ``width`` columns of a tile."""
+        return cut(0, width, BLOCK)[-1]
+
     def live(self, tile: Any, n_live: Any) -> Any:
         """Whether a token tile has a live token."""
         return True if self.all_live else tile * self.tiles.tokens < n_live[0]
@@ -212,6 +220,11 @@ class Part:
     def rows(self) -> Any:
         """Their place, as an index of a reference."""
         return pl.ds(self.first, self.size)
+
+
+def cut(first: int, end: int, size: int) -> list[slice]:
+    """``first`` to ``end`` in slices of ``size``, the last one shorter."""
+    return [slice(at, min(at + size, end)) for at in range(first, end, size)]
 
 
 def parts_of(rows: int, unit: int, least: int) -> int:
