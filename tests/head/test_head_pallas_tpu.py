@@ -219,6 +219,19 @@ def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatc
     judge(c, i, run(c, i), bits=False)
 
 
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_contract_in_blocks_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of two and a half blocks, each block in two pieces; the last tile ends within its second block."""
+    monkeypatch.setattr(tiling, "BLOCK", 256)
+    monkeypatch.setattr(tiling, "PIECE", 128)
+    tiles = Tiles(128, 640, 34 * MIB)  # no other case has them, or its program would serve
+    assert [b.stop for b in tiling.blocks_of(640)] == [256, 512, 640]
+    c = Case(n=140, n_live=130, layout=layout, bias=True, temperature="token", softcap=8.0, vocab=1100, vocab_size=1070)
+    c = dataclasses.replace(c, tiles=tiles)
+    i = c.inputs()
+    judge(c, i, run(c, i))
+
+
 def test_parts_are_equal_whole_and_long_enough() -> None:
     for rows in (8, 128, 384, 640, 896, 1000, 1024):
         for unit in (16, 128):

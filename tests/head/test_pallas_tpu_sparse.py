@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_log
 from logitless.bench import realistic
 from logitless.head.pallas_tpu import kernels, look, sparse_columns
 from logitless.head.pallas_tpu import ordered_slabs as slabs
+from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.one_pass import one_pass_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from logitless.head.report import SparseReport
@@ -70,8 +72,19 @@ def small_steps() -> Iterator[None]:
 
 def test_maxima_are_bounds_and_statistics_keep_their_bits() -> None:
     """Ragged tokens and vocabulary, tokens that do not count, dead ones that hold NaN."""
-    n_live = 130
-    n, vocab, real, tile = 200, 515, 300, 128
+    judge_maxima(515, 300, 128, [128, 256, 300])
+
+
+def test_maxima_of_several_blocks_in_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of a tile waits for the next one, and the last of all is a narrow tile's only one."""
+    monkeypatch.setattr(tiling, "BLOCK", 256)
+    monkeypatch.setattr(tiling, "PIECE", 128)
+    judge_maxima(1000, 940, 384, [256, 384, 640, 768, 940])
+
+
+def judge_maxima(vocab: int, real: int, tile: int, ends: list[int]) -> None:
+    """``ends`` of the blocks of columns after which the bound is taken."""
+    n, n_live = 200, 130
     case = head_case(3, (n,), WIDTH, vocab, jnp.bfloat16, lead=3.0)
     y = case.targets % real
     live = np.arange(n) < n_live
@@ -99,11 +112,9 @@ def test_maxima_are_bounds_and_statistics_keep_their_bits() -> None:
     np.testing.assert_array_equal(np.asarray(maxima), np.asarray(same))
     others = np.where(np.arange(real)[None] == y[:, None], -np.inf, z)
     expected = np.full(real, -np.inf)
-    for start in range(0, real, tile):
-        seen = others[:, : start + tile]
-        bound = np.maximum(z_y, np.log(np.exp(seen - 50).sum(1)) + 50)
-        own = (others - bound[:, None])[counts, start : start + tile]
-        expected[start : start + tile] = own.max(0)
+    for start, end in itertools.pairwise([0, *ends]):
+        bound = np.maximum(z_y, np.log(np.exp(others[:, :end] - 50).sum(1)) + 50)
+        expected[start:end] = (others - bound[:, None])[counts, start:end].max(0)
     np.testing.assert_allclose(np.asarray(maxima), expected, rtol=0, atol=2e-5)
     lse = np.log(np.exp(z - 50).sum(1)) + 50
     assert (np.asarray(maxima) >= (others - lse[:, None])[counts].max(0) - 2e-5).all()

@@ -11,6 +11,7 @@ TPU_HEAD = "tests/head/test_head_pallas_tpu.py"
 KEPT = "tests/head/test_kept_exponentials.py"
 TPU_LORA = "tests/head/test_pallas_tpu_lora.py"
 TPU_SPARSE_HEADS = "tests/head/test_pallas_tpu_sparse_heads.py"
+TPU_SPARSE = "tests/head/test_pallas_tpu_sparse.py"
 TPU_LOGITS = "tests/logits/test_logits_pallas_tpu.py"
 GPU_HEAD = "tests/head/test_head_mosaic_gpu.py"
 GPU_SPARSE = "tests/head/test_mosaic_gpu_sparse.py"
@@ -151,8 +152,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/forward",
-        "u = jnp.where(column < spec.tail, u, NEG_INF)",
-        "u = jnp.where(column <= spec.tail, u, NEG_INF)",
+        "u = jnp.where(column < limit - at, u, NEG_INF)",
+        "u = jnp.where(column <= limit - at, u, NEG_INF)",
         f"{TPU_HEAD}::test_contract[dead tiles, padding fills whole tiles]",
     ),
     m(
@@ -181,9 +182,39 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/forward",
-        "out.tops[rows, :] = jnp.where(tile == j, sums.maximum, out.tops[rows, :])",
-        "out.tops[rows, :] = jnp.where(tile >= 0, sums.maximum, out.tops[rows, :])",
+        "is_own = at == j * len(blocks_of(vocab)) + n",
+        "is_own = at >= 0",
         f"{KEPT}::test_contract[some, in dW's place]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "is_own = at == j * len(blocks_of(vocab)) + n",
+        "is_own = at == j",
+        f"{KEPT}::test_several_blocks_in_a_tile",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "refs.targets[rows, :] - (j * vocab + first + at)",
+        "refs.targets[rows, :] - (j * vocab + first)",
+        f"{TPU_HEAD}::test_contract_in_blocks_of_a_tile[vh]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "lambda new, old: jnp.where(j > 0, new, old), found, sums) if first < 0 else found",
+        "lambda new, old: new, found, sums) if first < 0 else found",
+        f"{TPU_HEAD}::test_contract_in_blocks_of_a_tile[vh]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "spec.tail - before.start if flush and spec.tail % LANES else None",
+        "spec.tail if flush and spec.tail % LANES else None",
+        f"{TPU_HEAD}::test_contract_in_blocks_of_a_tile[vh]",
+    ),
+    m(
+        "head/pallas_tpu/forward",
+        "put_maxima(rows, sums, s, 0 if flush else first - before.start + vocab)",
+        "put_maxima(rows, sums, s, 0 if flush else max(first, 0))",
+        f"{TPU_SPARSE}::test_maxima_of_several_blocks_in_a_tile",
     ),
     m(
         "head/pallas_tpu/kept",

@@ -55,15 +55,14 @@ from logitless.head.pallas_tpu.operands import (
     sweep_blocks,
 )
 from logitless.head.pallas_tpu.tiles import (
-    BLOCK,
     LANES,
-    PIECE,
     SUBLANES,
     Part,
     Spec,
-    cut,
+    blocks_of,
     fill_rows,
     over_parts,
+    pieces_of,
     zero_rows,
 )
 from logitless.pytree import register
@@ -182,7 +181,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
         jax.tree.map(lambda ref, value: ref.__setitem__((rows, slice(None)), value), acc, sums)
 
     def logits(rows: Any, block: slice) -> list[Array]:
-        return [raw_logits(spec, refs, rows, piece) for piece in cut(block.start, block.stop, PIECE)]
+        return [raw_logits(spec, refs, rows, piece) for piece in pieces_of(block)]
 
     def take_in(
         rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = lambda n: None
@@ -205,7 +204,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
     def with_direction(width: int, masked: bool) -> None:
         if masked:
             clear_outside(spec, refs, width)
-        blocks = cut(0, width, BLOCK)
+        blocks = blocks_of(width)
 
         def rows_of(part: Part) -> None:
             rows, sums, x = part.rows, read(part.rows), logits(part.rows, blocks[0])
@@ -224,7 +223,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
                 if spec.kept:
                     pl.when(i < spec.kept_steps)(functools.partial(keep, rounded, rows, block))
                     at = lax.broadcasted_iota(jnp.int32, (part.size, out.tops.shape[1]), 1)
-                    is_own = at == j * len(cut(0, vocab, BLOCK)) + n
+                    is_own = at == j * len(blocks_of(vocab)) + n
                     out.tops[rows, :] = jnp.where(is_own, sums.maximum, out.tops[rows, :])
                 x = following
             write(rows, sums)
@@ -247,11 +246,11 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
 
         def rows_of(part: Part) -> None:
             rows, sums = part.rows, read(part.rows)
-            x = [pending[rows, piece] for piece in cut(0, before.stop - before.start, PIECE)]
+            x = [pending[rows, piece] for piece in pieces_of(slice(0, before.stop - before.start))]
             first, limit = before.start - vocab, spec.tail - before.start if flush and spec.tail % LANES else None
-            for block in [slice(0, 0)] if flush else cut(0, width, BLOCK):
+            for block in [slice(0, 0)] if flush else blocks_of(width):
                 following: list[Array] = []
-                pieces = cut(block.start, block.stop, PIECE)
+                pieces = pieces_of(block)
 
                 def beside(n: int, pieces: list[slice] = pieces, count: int = len(x), out: Any = following) -> None:
                     for piece in pieces[n * len(pieces) // count : (n + 1) * len(pieces) // count]:
@@ -263,8 +262,8 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
                 if out.maxima is not None:
                     put_maxima(rows, sums, s, 0 if flush else first - before.start + vocab)
                 x, first, limit = following, block.start, None
-            for place, piece in zip(cut(0, BLOCK, PIECE), x, strict=False):
-                pending[rows, slice(place.start, place.start + piece.shape[1])] = piece
+            for place, piece in zip(pieces_of(slice(0, sum(piece.shape[1] for piece in x))), x, strict=True):
+                pending[rows, place] = piece
             write(rows, sums)
 
         over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], SUBLANES, rows_of)
@@ -337,7 +336,7 @@ def forward_sweep(
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
     width += k.rank
-    relative = min(spec.tiles.vocab, BLOCK)  # columns with one maximum
+    relative = blocks_of(spec.tiles.vocab)[0].stop  # columns with one maximum
     leaving = 0 if direction else 1
     if direction and halves:
         leaving = max(tokens // LANES, 1)

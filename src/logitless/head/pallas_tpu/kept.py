@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from logitless import compat
 from logitless.head.pallas_tpu.operands import Launch, tiles_of
-from logitless.head.pallas_tpu.tiles import BLOCK, LANES, Spec
+from logitless.head.pallas_tpu.tiles import LANES, Spec, blocks_of
 from logitless.problem import Problem
 from logitless.pytree import register, static
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
@@ -61,7 +61,7 @@ def nothing_kept_because(p: Problem) -> str | None:
     forward, dhead = tiles_of("forward", p, True), tiles_of("dhead", p, True)
     if width < LEAST_WIDTH:
         return f"at a hidden size of {width} keeping them costs what it saves"
-    block = min(forward.vocab, BLOCK)
+    block = blocks_of(forward.vocab)[0].stop
     if vocab % LANES or forward.vocab % block or block % dhead.vocab:
         return f"the vocabulary, {vocab}, is not of whole tiles"
     if math.lcm(forward.tokens, dhead.tokens) % LANES or math.lcm(forward.tokens, dhead.tokens) > p.n:

@@ -177,7 +177,7 @@ class Spec:
 
     def waiting(self, width: int) -> slice:
         """The last block of the first ``width`` columns of a tile."""
-        return cut(0, width, BLOCK)[-1]
+        return blocks_of(width)[-1]
 
     def live(self, tile: Any, n_live: Any) -> Any:
         """Whether a token tile has a live token."""
@@ -222,9 +222,19 @@ class Part:
         return pl.ds(self.first, self.size)
 
 
-def cut(first: int, end: int, size: int) -> list[slice]:
+def _cut(first: int, end: int, size: int) -> list[slice]:
     """``first`` to ``end`` in slices of ``size``, the last one shorter."""
     return [slice(at, min(at + size, end)) for at in range(first, end, size)]
+
+
+def blocks_of(width: int) -> list[slice]:
+    """The first ``width`` columns of a tile in blocks, each with exponentials relative to one maximum."""
+    return _cut(0, width, BLOCK)
+
+
+def pieces_of(block: slice) -> list[slice]:
+    """A block in pieces, each of one matmul."""
+    return _cut(block.start, block.stop, PIECE)
 
 
 def parts_of(rows: int, unit: int, least: int) -> int:
