@@ -25,6 +25,10 @@ reads the head once, 0.8 ms.
 With ``kept`` behind the layout all tokens' exponentials are kept (``memory_budget=``). The simulator takes no branch on
 what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced by a constant; its cycles per tile are
 those without ``kept``. ``estimated_ms`` mixes the two by tokens: those that have room in dW's place, and all of them.
+``dense`` is the strong dense form (tools/baselines.py), plain XLA, with logits of the dtype behind it: all operations
+of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler counts for the
+program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other way round,
+which flatters it.
 The vocabulary is swept over part of a head that is too large for VMEM, so that it is read from HBM as in the real
 program. ``compile`` compiles the whole programs and records their HBM beside the times.
 An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
@@ -50,13 +54,14 @@ from logitless.head.pallas_tpu.kept import Kept
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
 from logitless.problem import Call, Head, Problem
 from logitless.stats import StatCotangents, TokenStats
+from logitless.tools.baselines import strong_head_logp
 from logitless.tpu import aot, cycles
 from logitless.transform import LogitTransform
 
 V = 151936
 SHAPES = {"": (8192, 4096), "H=1536": (8192, 1536), "H=896": (32768, 896)}
 """Tokens and hidden size, by what a case is called after ``@``."""
-BUDGETS = {"none kept": None, "kept in dW's place": 0, "all kept": 1 << 34}
+BUDGETS = {"none kept": None, "kept in dW's place": 1, "all kept": 1 << 34}
 V6E_VMEM = 128 * MIB
 RESULT = Path(__file__).parent / "results" / "tpu_v6e_head_estimate.json"
 HERE = str(Path(__file__).resolve())
@@ -67,6 +72,8 @@ def program(
 ) -> tuple[Any, tuple[Any, ...]]:
     """``(f, args)`` for one kernel over ``n`` tokens and ``swept`` of ``columns`` vocabulary columns;
     exponentials of ``kept`` tokens are kept."""
+    if kernel == "dense":
+        return dense(layout, n, hidden, columns)
     t = Tiles(*tiles)
     call = Call("estimate", columns if kernel == "dhead" else swept)
 
@@ -95,6 +102,54 @@ def program(
     )
 
 
+def dense(dtype: str, n: int, hidden: int, columns: int) -> tuple[Any, tuple[Any, ...]]:
+    """``(f, args)``: loss, dH and dW by the strong dense form."""
+
+    def f(h: Any, w: Any, y: Any, row: Any) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            return -jnp.sum(row * strong_head_logp(h, w, y, jnp.dtype(dtype)))
+
+        return jax.value_and_grad(loss, (0, 1))(h, w)
+
+    s = jax.ShapeDtypeStruct
+    rows = (s((n, hidden), jnp.bfloat16), s((columns, hidden), jnp.bfloat16))
+    return f, (*rows, s((n,), jnp.int32), s((n,), jnp.float32))
+
+
+def dense_estimate(case: str) -> dict[str, Any]:
+    """Estimated time of the strong dense form at a full shape, and its HBM."""
+    what, _, shape = case.partition("@")
+    dtype, (n, hidden), few = what.split(":")[1], SHAPES[shape], 1024
+    total = {
+        v: sum(
+            cycles.simulate(
+                f"{HERE}:program",
+                {"kernel": "dense", "layout": dtype, "n": few, "swept": v, "columns": v, "tiles": [], "hidden": hidden},
+                partial=True,
+            ).values()
+        )
+        for v in (4096, 8192)
+    }
+    per_column = (total[8192] - total[4096]) / 4096
+    done = aot.compile_for(cycles.V6E.topology, *dense(dtype, n, hidden, V)[:1], *dense(dtype, n, hidden, V)[1])
+    cost: Any = done.executable.cost_analysis()
+    moved = cost["bytes accessed"]
+    whole = n / few * V * per_column
+    seconds = cycles.seconds(cycles.V6E, whole, moved)
+    return {
+        "case": case,
+        "tokens": n,
+        "hidden": hidden,
+        "libtpu": aot.versions()["libtpu"],
+        "cycles_per_column_of_1024_tokens": per_column,
+        "hbm_bytes": moved,
+        "peak_bytes": done.peak_bytes,
+        "matmuls": 3,
+        "estimated_ms": round(1e3 * seconds, 2),
+        "share_of_918_tflops": round(3 * 2 * n * hidden * V / seconds / 918e12, 3),
+    }
+
+
 def kernel_cycles(**arguments: Any) -> tuple[int, int, int]:
     """``(cycles of the kernel, of everything else, of gathers among that)``."""
     found = cycles.simulate(f"{HERE}:program", arguments, partial=True)
@@ -105,6 +160,8 @@ def kernel_cycles(**arguments: Any) -> tuple[int, int, int]:
 
 def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Estimated time of one kernel at a full shape."""
+    if case.startswith("dense"):
+        return dense_estimate(case)
     what, _, shape = case.partition("@")
     kernel, layout, *rest = what.split(":")
     kept, (n, hidden) = rest == ["kept"], SHAPES[shape]
@@ -174,6 +231,10 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
                 return sum(r["estimated_ms"] * share for r, share in zip(found, shares, strict=True) if r is not None)
 
             name = f"{layout}, {shape}".rstrip(", ")
+            for dtype in ("bfloat16", "float32") if layout == "vh" else ():
+                strong = rows.get(f"dense:{dtype}@{shape}".rstrip("@"))
+                if strong is not None:
+                    total[f"strong dense form, {dtype} logits, {name}"] = strong["estimated_ms"]
             for words, kept in (("", 0), (f", {hidden} tokens kept in dW's place", hidden), (", all tokens kept", n)):
                 forward, backward = ms("token_stats_and_direction", kept), ms("dhead", kept)
                 if forward is not None and not kept:
@@ -216,7 +277,22 @@ CASES = [
     "token_stats_and_direction:vh:kept",
     "dhead:vh:kept",
     "dhead:hv",
+    "dense:bfloat16",
+    "dense:float32",
     "compile",
+    *(
+        f"{case}@{shape}"
+        for shape in ("H=1536", "H=896")
+        for case in (
+            "token_stats:vh",
+            "token_stats_and_direction:vh",
+            "dhead:vh",
+            "dense:bfloat16",
+            "dense:float32",
+            "compile",
+        )
+    ),
+    *(f"{case}@H=1536" for case in ("token_stats_and_direction:vh:kept", "dhead:vh:kept")),
 ]
 
 
