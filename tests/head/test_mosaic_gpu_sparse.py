@@ -4,6 +4,7 @@ CPU comes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -94,7 +95,8 @@ def test_bits_are_the_comparison_of_every_logit() -> None:
     assert_same_bits(stats, jax.jit(lambda p: matmul.token_stats(p, n_live=live, tiles=SMALL))(p))
 
 
-def test_it_lowers_for_cuda() -> None:
+@pytest.mark.parametrize("in_mesh", [False, True])
+def test_it_lowers_for_cuda(in_mesh: bool) -> None:
     def shape(*s: int) -> Any:
         return jax.ShapeDtypeStruct(s, jnp.bfloat16)
 
@@ -102,7 +104,8 @@ def test_it_lowers_for_cuda() -> None:
     p = head_problem(
         shape(1024, 512), shape(2048, 512), y, transform=LogitTransform(), vocab_size=2048, interpret=False
     )
-    lowered = jax.jit(matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))) if in_mesh else contextlib.nullcontext():
+        lowered = jax.jit(matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -1,5 +1,7 @@
 """The Hopper kernels in Pallas' GPU interpreter, against float64."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,7 +181,9 @@ def test_rounded_dlogits_of_float32_logits(v, dtype, tiles, transform):
 
 
 @needs_interpreter
-def test_rounded_dlogits_lower_for_cuda():
+@pytest.mark.parametrize("in_mesh", [False, True])
+def test_rounded_dlogits_lower_for_cuda(in_mesh: bool):
+    """Under ``jax.set_mesh`` too, where an array of one number would be a `reshard` that no kernel lowers."""
     n, v = 4096, 151936
     x, y = jax.ShapeDtypeStruct((n, v), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
     g = [jax.ShapeDtypeStruct((n,), jnp.float32)] * 3
@@ -195,7 +199,8 @@ def test_rounded_dlogits_lower_for_cuda():
     stats, d = jax.eval_shape(both, x, y, *g)
     assert d.dtype == jnp.bfloat16
     for f, arguments in ((both, (x, y, *g)), (gradient, (x, y, stats, *g))):
-        lowered = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        with jax.set_mesh(jax.make_mesh((1,), ("data",))) if in_mesh else contextlib.nullcontext():
+            lowered = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in lowered and f"tensor<{n}x{v}xbf16>" in lowered
         assert not [line for line in lowered.splitlines() if "stablehlo.convert" in line and f"{n}x{v}" in line]
 

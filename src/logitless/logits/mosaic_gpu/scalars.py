@@ -28,8 +28,8 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 def _exp_reduced(r: Array) -> Array:
     """``exp(r) - 1`` for ``|r| <= ln(2)/2``."""
-    p = jnp.full_like(r, _EXP[0])
-    for c in _EXP[1:]:
+    p = _EXP[0] * r + _EXP[1]  # no `full_like`, which a kernel does not lower under `jax.set_mesh`
+    for c in _EXP[2:]:
         p = p * r + c
     return p * r * r + r
 
@@ -73,8 +73,8 @@ def _log1p_near(x: Array) -> Array:
     """``log(1 + x) = 2 atanh(x / (2 + x))``, for x in [-0.35, 1.05]; accurate relative to the result."""
     s = x / (2.0 + x)
     square = s * s
-    p = jnp.full_like(x, 1.0 / 15.0)
-    for k in (13.0, 11.0, 9.0, 7.0, 5.0, 3.0):
+    p = 1.0 / 15.0 * square + 1.0 / 13.0
+    for k in (11.0, 9.0, 7.0, 5.0, 3.0):
         p = p * square + 1.0 / k
     return 2.0 * (s + s * square * p)
 
