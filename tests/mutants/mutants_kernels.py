@@ -194,8 +194,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/forward",
-        "refs.targets[rows, :] - (j * vocab + first + at)",
-        "refs.targets[rows, :] - (j * vocab + first)",
+        "is_target = column == target - at",
+        "is_target = column == target",
         f"{TPU_HEAD}::test_contract_in_blocks_of_a_tile[vh]",
     ),
     m(

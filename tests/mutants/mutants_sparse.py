@@ -224,8 +224,8 @@ MUTANTS = [
     # TPU: the other form, and the exact kernel
     m(
         "head/pallas_tpu/dhidden",
-        "is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab",
-        "is_target = column == refs.targets[rows, :]",
+        "is_target = column == token[rows, TARGET : TARGET + 1].astype(jnp.int32) - j * spec.tiles.vocab",
+        "is_target = column == token[rows, TARGET : TARGET + 1].astype(jnp.int32)",
         f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(

@@ -37,6 +37,7 @@ from logitless import compat
 from logitless.head.pallas_tpu import kept as kept_tokens
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
+    ROWS,
     Launch,
     Operands,
     clear_dead,
@@ -52,11 +53,9 @@ from logitless.pytree import register
 from logitless.stats import StatCotangents, TokenStats, dz, dz_line
 from logitless.transform import factor, pull_back, swept, times
 
-ROWS = 8
-"""Per-token numbers of a backward kernel: centre, a, b, at_target, temperature, of a kept token its dx at the target
-(``AT_TARGET``), and two unused."""
-
-AT_TARGET = 5
+AT_TARGET, TARGET = 5, 6
+"""Among the numbers of a token that a backward kernel is given: centre, a, b, at_target, temperature, of a kept token
+its dx at the target, its target, and one unused."""
 
 
 def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, padded: int) -> Array:
@@ -73,7 +72,8 @@ def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, 
     temperature = 1.0 if t.temperature is None else t.temperature
     rows.append(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,)))
     rows = [jnp.pad(v, (0, padded - n), constant_values=other) for v, other in zip(rows, _NOTHING, strict=True)]
-    return jnp.stack(rows + [jnp.zeros((padded,), jnp.float32)] * (ROWS - len(rows)))
+    numbers = jnp.stack(rows + [jnp.zeros((padded,), jnp.float32)] * (ROWS - len(rows)))
+    return numbers.at[TARGET, :n].set(p.targets.astype(jnp.float32))
 
 
 _NOTHING = (jnp.inf, 0.0, 0.0, 0.0, 1.0)

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
-from logitless.head.pallas_tpu.backward import ROWS, cotangent_of_logits
+from logitless.head.pallas_tpu.backward import TARGET, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import (
+    ROWS,
     Launch,
     Operands,
     add_head_rows,
@@ -33,13 +34,14 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import SUBLANES, Spec, over_parts, zero_rows
 
 
-def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> None:
+def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any, token: Any) -> None:
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
 
     @pl.when(live & (j == 0))
     def _() -> None:
         zero_rows(out_ref)
+        token[...] = refs.token[...].T
 
     def step(width: int, masked: bool) -> None:
         if masked:
@@ -50,8 +52,8 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any) -> No
     def rows_of(rows: Any, width: int, masked: bool) -> None:
         x = raw_logits(spec, refs, rows, slice(0, width))
         column = column_ids(x)
-        is_target = column == refs.targets[rows, :] - j * spec.tiles.vocab
-        d = cotangent_of_logits(spec, x, lambda k: refs.token[rows, k : k + 1], is_target, refs.scalars)
+        is_target = column == token[rows, TARGET : TARGET + 1].astype(jnp.int32) - j * spec.tiles.vocab
+        d = cotangent_of_logits(spec, x, lambda k: token[rows, k : k + 1], is_target, refs.scalars)
         if masked:
             d = jnp.where(column < spec.tail, d, 0.0)
         add_head_rows(spec, refs, out_ref, rows, None, d.astype(refs.weight.dtype), slice(0, width))
@@ -69,8 +71,9 @@ def dhidden_sweep(k: Launch) -> Array:
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(passes, spec.vocab_steps),
-            in_specs=[sweep_blocks(k, ROWS)],
+            in_specs=[sweep_blocks(k)],
             out_specs=pl.BlockSpec((tokens, width), lambda i, j, n_live: (i, 0), pipeline_mode=pl.Buffered(1)),
+            scratch_shapes=[pltpu.VMEM((spec.lanes, ROWS), jnp.float32)],
         ),
         out_shape=compat.hbm_output((n, width), jnp.float32, spec.interpret),
         compiler_params=compiler_params(spec),

@@ -49,7 +49,11 @@ from jax.experimental.pallas import tpu as pltpu
 from logitless import compat
 from logitless.head.pallas_tpu.kept import Kept, block_of_step
 from logitless.head.pallas_tpu.operands import (
+    FLOOR,
     LOG_ZERO,
+    ROWS,
+    TARGET,
+    TEMPERATURE,
     Launch,
     Operands,
     add_head_rows,
@@ -80,16 +84,13 @@ from logitless.transform import LogitTransform, factor, pull_back, swept, times
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
 
-SUMS = 8
-"""Columns of the output of per-token sums: m, S, A, Q, u_y, x_y, and two unused."""
-
 
 @register
 @dataclasses.dataclass(frozen=True)
 class _Out:
     """What the sweep writes: shapes, block specs, references, then arrays."""
 
-    sums: Any  # [N, SUMS]
+    sums: Any  # [ROWS, whole lanes]: m, S, A, Q, u_y, x_y, and two unused
     expected: Any = None  # [N, H]: E; with LoRA [N, H + R] (``lora.py``)
     high: Any = None  # [N, H], in the place of E: its upper half, in the hidden states' dtype
     rest: Any = None  # [N, H]: what that leaves of E
@@ -149,7 +150,8 @@ def _apart(spec: Spec, values: Any) -> Any:
 class _Scratch:
     """What a token tile's steps hand on."""
 
-    sums: Any  # RowSums of [tokens, 1]; `target` is the target's raw logit
+    sums: Any  # RowSums of [whole lanes, 1]; `target` is the target's raw logit
+    token: Any  # [whole lanes, ROWS]: `Operands.token` in columns
     expected: Any = None  # [tokens, H] float32: E, if it leaves in halves
     pending: Any = None  # [tokens, a block] float32, without a direction: logits that are not in the sums yet
 
@@ -163,10 +165,14 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
     acc, pending = scratch.sums, scratch.pending
 
     def transform_of(rows: Any) -> LogitTransform:
-        return spec.transform(refs.scalars, None if refs.temperature is None else refs.temperature[rows, :])
+        return spec.transform(refs.scalars, number(rows, TEMPERATURE))
+
+    def number(rows: Any, k: int) -> Array:
+        return scratch.token[rows, k : k + 1]
 
     @pl.when(live & (j == 0))
     def _() -> None:
+        scratch.token[...] = refs.token[...].T
         acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
         for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
             ref[...] = jnp.zeros_like(ref)
@@ -197,11 +203,12 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
         """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
         count."""
         transform, others, at = transform_of(rows), [], 0
+        target = number(rows, TARGET).astype(jnp.int32) - (j * vocab + first)
         for piece in x:
             column, u = column_ids(piece), swept(piece, transform)
             if limit is not None:
                 u = jnp.where(column < limit - at, u, NEG_INF)
-            is_target = column == refs.targets[rows, :] - (j * vocab + first + at)
+            is_target = column == target - at
             own = jnp.sum(jnp.where(is_target, piece, 0.0), axis=1, keepdims=True)
             sums = dataclasses.replace(sums, target=sums.target + own)
             others.append(jnp.where(is_target, NEG_INF, u))
@@ -278,7 +285,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
 
     def put_maxima(rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
         top = times(factor(transform_of(rows)), sums.maximum)
-        bound = jnp.maximum(refs.floor[rows, :], top + jnp.log(sums.total))
+        bound = jnp.maximum(number(rows, FLOOR), top + jnp.log(sums.total))
         for piece in s:
             place = slice(at, at + piece.shape[1])
             found = jnp.max(piece + (top - bound), axis=0, keepdims=True)
@@ -294,8 +301,10 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
     def _() -> None:
         s = read(slice(None))
         m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
-        for i, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
-            out.sums[:, i : i + 1] = value
+        columns, lane = jnp.zeros((spec.lanes, LANES), jnp.float32), column_ids(jnp.zeros((spec.lanes, LANES)))
+        for n, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
+            columns = jnp.where(lane == n, value, columns)
+        out.sums[...] = columns.T[:ROWS, :]
 
     if scratch.expected is not None:
         block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]
@@ -334,12 +343,12 @@ def _maxima_in_place(spec: Spec, found: Array) -> Array:
 
 
 def forward_sweep(
-    k: Launch, direction: bool, room: int = 0, halves: bool = False
+    k: Launch, direction: bool, room: int = 0, halves: bool = False, maxima: bool = False
 ) -> tuple[RowSums, Array, Array | tuple[Array, Array] | None, Array | None, Kept | None]:
     """``(sums [N], raw target logit [N], E [N, H] or None, maxima [token tiles, vocab_size] or None, exponentials or
-    None)``, E ``[N, H + R]`` with LoRA; what belongs to dead tiles is not written. A ``floor`` among the operands asks
-    for the maxima, a direction with ``spec.kept`` tokens for exponentials, with room for ``room`` tokens. With
-    ``halves`` E is two arrays if hidden states have 16 bits, its upper half and what that leaves."""
+    None)``, E ``[N, H + R]`` with LoRA; what belongs to dead tiles is not written. ``maxima`` takes a ``FLOOR`` among
+    the tokens' numbers; a direction with ``spec.kept`` tokens asks for exponentials, with room for ``room`` tokens.
+    With ``halves`` E is two arrays if hidden states have 16 bits, its upper half and what that leaves."""
     halves = halves and k.operands.h.dtype != jnp.float32
     spec, x = k.spec, k.operands
     (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
@@ -355,8 +364,8 @@ def forward_sweep(
     def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
         return i, 0
 
-    blocks = _Out(pl.BlockSpec((tokens, SUMS), own))
-    shapes = _Out(jax.ShapeDtypeStruct((n, SUMS), jnp.float32))
+    blocks = _Out(pl.BlockSpec((ROWS, spec.lanes), lambda i, j, n_live: (0, i)))
+    shapes = _Out(jax.ShapeDtypeStruct((ROWS, passes * spec.lanes), jnp.float32))
     moved = passes * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes
     if direction and halves:
         half, block = compat.hbm_output((n, width), x.h.dtype, spec.interpret), _block_of_half(spec, width)
@@ -367,7 +376,7 @@ def forward_sweep(
         blocks = dataclasses.replace(blocks, expected=block)
         shapes = dataclasses.replace(shapes, expected=compat.hbm_output((n, width), jnp.float32, spec.interpret))
     moved += 4 * n * width * direction
-    if x.floor is not None:
+    if maxima:
         block = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
         blocks = dataclasses.replace(blocks, maxima=block)
         shape = jax.ShapeDtypeStruct((passes, 1, (spec.vocab_steps + 1) * spec.tiles.vocab), jnp.float32)
@@ -386,11 +395,12 @@ def forward_sweep(
         )
         moved += spec.kept * spec.vocab * item.itemsize
     scratch: Any = _Scratch(
-        RowSums(*[pltpu.VMEM((tokens, 1), jnp.float32)] * 5),  # type: ignore[arg-type]
+        RowSums(*[pltpu.VMEM((spec.lanes, 1), jnp.float32)] * 5),  # type: ignore[arg-type]
+        pltpu.VMEM((spec.lanes, ROWS), jnp.float32),
         pltpu.VMEM((tokens, width), jnp.float32) if direction and halves else None,
         None if direction else pltpu.VMEM((tokens, relative), jnp.float32),
     )
-    what = "direction" if direction else "stats" if x.floor is None else "maxima"
+    what = "direction" if direction else "maxima" if maxima else "stats"
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -410,8 +420,8 @@ def forward_sweep(
         name=f"head_{what}_t{tokens}_v{spec.tiles.vocab}",
         interpret=spec.interpret,
     )(k.n_live, x)
-    sums = out.sums
-    maxima = None if out.maxima is None else _maxima_in_place(spec, out.maxima[:, 0])
-    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[: spec.kept, 5], relative)
+    sums = out.sums[:, :n]
+    columns = None if out.maxima is None else _maxima_in_place(spec, out.maxima[:, 0])
+    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[5, : spec.kept], relative)
     expected = (out.high, out.rest) if direction and halves else out.expected
-    return RowSums(*(sums[:, k] for k in range(5))), sums[:, 5], expected, maxima, kept
+    return RowSums(*(sums[k] for k in range(5))), sums[5], expected, columns, kept

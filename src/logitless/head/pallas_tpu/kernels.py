@@ -42,8 +42,8 @@ from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
-from logitless.head.pallas_tpu.operands import Launch, interpreter, prepare
-from logitless.head.pallas_tpu.tiles import Tiles
+from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
+from logitless.head.pallas_tpu.tiles import Tiles, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
 from logitless.rows import Front
@@ -110,8 +110,9 @@ def _sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | Non
     k = prepare("forward", p, n_live, tiles)
     tokens = k.spec.tiles.tokens
     # Rows of the last block beyond the array must not count, whatever would stand there.
-    floor = jnp.pad(jnp.where(k.live, floor, jnp.inf), (0, -p.n % tokens), constant_values=jnp.inf)
-    sums, _, _, maxima, _ = forward_sweep(k.reading(floor=floor[:, None]), False)
+    token = k.operands.token.at[FLOOR].set(jnp.inf).at[FLOOR, : p.n].set(jnp.where(k.live, floor, jnp.inf))
+    token = jnp.pad(token, ((0, 0), (0, -token.shape[1] % k.spec.lanes)), constant_values=jnp.inf)
+    sums, _, _, maxima, _ = forward_sweep(k.reading(token=token), False, maxima=True)
     assert maxima is not None
     written = jnp.arange(maxima.shape[0]) * tokens < k.n_live[0]
     return k, sums, jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
@@ -262,7 +263,7 @@ def rows_at(p: Problem, x: Array, y: Array) -> Array:
 def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Both:
     """dH for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
     k = prepare("dhidden", p, n_live, tiles)
-    out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, p.n).T))
+    out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, whole_lanes(p.n))))
     out = jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0)
     if not p.head.rank:
         return out, None

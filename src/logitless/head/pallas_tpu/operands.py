@@ -27,16 +27,15 @@ LOG_ZERO = -200.0
 @register
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a kernel reads. Numbers per token stand in a column, or (dhead of a ``[V, H]`` head) in a row."""
+    """What a kernel reads. Numbers per token stand along the lanes, 4 bytes each (a column would be stored 128 times
+    larger), but for dhead of an ``[H, V]`` head."""
 
     scalars: Any  # [4] float32, in SMEM: temperature, softcap, scale, LoRA's scale
     h: Any  # [N, H]
     weight: Any  # [V, H] or [H, V]; None in dhead where every token's exponentials are kept
-    targets: Any  # [N, 1] int32
+    targets: Any = None  # [N, 1] int32, dhead
     bias: Any = None  # [1, V] float32
-    temperature: Any = None  # [N, 1] float32, forward
-    floor: Any = None  # [N, 1] float32, forward with maxima
-    token: Any = None  # [N, ROWS] float32, backward: each token's coefficients
+    token: Any = None  # [ROWS, whole lanes] float32: each token's numbers; dhead's may be [N, ROWS]
     h_t: Any = None  # [H, N], dhead of an [H, V] head
     kept: Any = None  # [V, room] or [room, V], dhead: exponentials that the forward sweep kept
     factors: Any = None  # [tiles, 1, kept] or [kept, tiles] float32, dhead: what they are to be multiplied by
@@ -142,9 +141,9 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
         scalars=jnp.stack([jnp.asarray(1.0 if v is None else v, jnp.float32).reshape(()) for v in numbers]),
         h=compat.in_hbm(p.h, interpret),
         weight=compat.in_hbm(p.head.weight, interpret),
-        targets=p.targets.astype(jnp.int32)[:, None],
+        targets=p.targets.astype(jnp.int32)[:, None] if kernel == "dhead" else None,
         bias=None if p.head.bias is None else p.head.bias.astype(jnp.float32)[None, :],
-        temperature=jnp.asarray(t.temperature, jnp.float32)[:, None] if t.per_token and kernel == "forward" else None,
+        token=in_lanes(p.targets, t.temperature if t.per_token else 1.0) if kernel == "forward" else None,
         h_t=compat.in_hbm(p.h.T, interpret) if p.head.layout == "hv" and kernel == "dhead" else None,
         low=low,
         low_t=low.T if low is not None and p.head.layout == "hv" and kernel == "dhead" else None,
@@ -154,13 +153,28 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
     return Launch(spec, operands, count)
 
 
+TARGET, TEMPERATURE, FLOOR = range(3)
+"""What the forward sweep knows of a token: rows of ``Operands.token``."""
+
+ROWS = 8
+"""Numbers of a token that a kernel is given, some of them unused: rows of whole tiles."""
+
+
+def in_lanes(*rows: Any) -> Array:
+    """``[ROWS, whole lanes]`` float32 of numbers per token ``[N]``, the first of which says how many there are; a
+    column of the vocabulary is exact in float32."""
+    n = rows[0].shape[0]
+    full = [jnp.broadcast_to(jnp.asarray(row, jnp.float32), (n,)) for row in rows]
+    return jnp.pad(jnp.stack(full), ((0, ROWS - len(full)), (0, whole_lanes(n) - n)))
+
+
 def compiler_params(spec: Spec) -> pltpu.CompilerParams:
     """Of a two-dimensional grid that sums along its second dimension."""
     return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=spec.tiles.vmem_limit)
 
 
-def sweep_blocks(k: Launch, rows: int = 1) -> Operands:
-    """Block specs of the kernels whose grid is (token tile, vocabulary tile); ``rows`` coefficients per token."""
+def sweep_blocks(k: Launch) -> Operands:
+    """Block specs of the kernels whose grid is (token tile, vocabulary tile)."""
     spec, width = k.spec, k.operands.h.shape[1]
     tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
 
@@ -178,17 +192,13 @@ def sweep_blocks(k: Launch, rows: int = 1) -> Operands:
         return 0, column(i, j, n_live)
 
     # Changes once per token tile: a second buffer would hide a few microseconds and cost megabytes.
-    once = pl.Buffered(1)
-    per_token, vh = pl.BlockSpec((tokens, 1), token), spec.layout == "vh"
+    once, vh = pl.Buffered(1), spec.layout == "vh"
     return k.operands.blocks(
         scalars=pl.BlockSpec(memory_space=pltpu.SMEM),
         h=pl.BlockSpec((tokens, width), token, pipeline_mode=once),
         weight=pl.BlockSpec((vocab, width), head_vh) if vh else pl.BlockSpec((width, vocab), head_hv),
-        targets=per_token,
         bias=pl.BlockSpec((1, vocab), head_hv),
-        temperature=per_token,
-        floor=per_token,
-        token=pl.BlockSpec((tokens, rows), token),
+        token=pl.BlockSpec((ROWS, spec.lanes), lambda i, j, n_live: token(i, j, n_live)[::-1]),
         low=pl.BlockSpec((tokens, k.rank), token, pipeline_mode=once),
         outer=pl.BlockSpec((vocab, k.rank), head_vh) if vh else pl.BlockSpec((k.rank, vocab), head_hv),
     )

@@ -151,6 +151,11 @@ class Spec:
         return 0 if self.layout == "vh" else 1
 
     @property
+    def lanes(self) -> int:
+        """A token tile along the lanes, whole ones."""
+        return whole_lanes(self.tiles.tokens)
+
+    @property
     def token_steps(self) -> int:
         """Token tiles, dead ones included."""
         return pl.cdiv(self.n, self.tiles.tokens)
