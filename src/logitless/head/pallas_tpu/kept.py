@@ -48,9 +48,10 @@ class Kept:
     tile: int = static(0)  # columns of a block of that sweep
 
 
-LEAST_WIDTH = 1536
-"""Hidden size from which on exponentials are kept: to copy those of a tile costs about as much as a matmul of that tile
-at a hidden size of 1024 (8,200 cycles for 1024 x 2048 on v6e; the simulator's estimate)."""
+LEAST_WIDTH = 896
+"""Hidden size from which on exponentials are kept. To write those of a token and to read them again takes as many bytes
+as a matmul of that token at a hidden size of about 1100 takes time on a v6e, hidden behind what the two sweeps compute;
+at 896 that was simulated."""
 
 
 def nothing_kept_because(p: Problem) -> str | None:
