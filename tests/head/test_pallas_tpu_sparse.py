@@ -293,6 +293,16 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     assert values["hard_rows"] == pytest.approx(hard[counts].mean())
 
 
+@pytest.mark.parametrize(("size", "count"), [(1000, 230), (655, 384), (640, 1), (640, 0)])
+def test_positions_in_order_without_a_sort(size: int, count: int) -> None:
+    active = np.zeros(size, bool)
+    active[np.random.default_rng(count).permutation(size)[:count]] = True
+    first, last = (np.asarray(sparse_columns.positions(jnp.asarray(active), 384, 128, end)) for end in (False, True))
+    unused = size + np.arange(384)
+    np.testing.assert_array_equal(first, np.concatenate([np.flatnonzero(active), unused[count:]]))
+    np.testing.assert_array_equal(last, np.concatenate([unused[: 384 - count], np.flatnonzero(active)]))
+
+
 def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
     """And neither other data nor another tolerance compiles anew."""
     traced = []

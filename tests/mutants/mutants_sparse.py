@@ -15,6 +15,7 @@ CALIBRATED = f"{TPU}::test_calibrated_rows_as_good_as_the_ordinary_path_and_by_t
 COLLAPSED = f"{TPU}::test_collapsed_rows"
 OPTIONS = f"{TPU}::test_logprobs_with_every_option"
 SAMPLE = f"{TPU}::test_a_sample_of_the_columns_judges_as_all_do"
+PLACES = f"{TPU}::test_positions_in_order_without_a_sort[1000-230]"
 SCATTERED = f"{READY}::test_rows_in_place_and_the_others_exact[656-600-256-scattered]"
 DENSE = f"{READY}::test_rows_in_place_and_the_others_exact[655-655-384-dense]"
 DEFINED = f"{GPU}::test_guess_and_screen_by_the_definition"
@@ -136,10 +137,18 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/look",
-        "jnp.sort(jnp.where((level <= best) & ~dense, ids, -1))",
-        "jnp.sort(jnp.where((level < best) & ~dense, ids, -1))",
+        "positions((level <= best) & ~dense,",
+        "positions((level < best) & ~dense,",
         CALIBRATED,
     ),
+    m(
+        "head/pallas_tpu/sparse_columns",
+        "before = ends[None, :] <= k[:, None]",
+        "before = ends[None, :] < k[:, None]",
+        PLACES,
+    ),
+    m("head/pallas_tpu/sparse_columns", "find(wanted), own)", "find(wanted), find(wanted))", PLACES),
+    m("head/pallas_tpu/sparse_columns", "empty = size - count if last", "empty = size - count - 1 if last", PLACES),
     # TPU: one pass
     m(
         "head/pallas_tpu/one_pass",

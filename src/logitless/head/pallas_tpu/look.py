@@ -27,6 +27,7 @@ from logitless.head.pallas_tpu.sparse_columns import (
     costs_no_less,
     evenly_spaced,
     hard_whatever_is_kept,
+    positions,
 )
 from logitless.head.pallas_tpu.tiles import LANES
 from logitless.head.slabs import misses
@@ -65,11 +66,19 @@ def sampled(vocab_size: int) -> tuple[np.ndarray, int]:
 
 
 def _blocks(x: Array | None, vocab_size: int, axis: int) -> Array | None:
-    """The sampled part of ``x``: slices, where a gather would take a row at a time."""
+    """The sampled part of ``x``: a loop over slices, where a gather would take a row at a time."""
     if x is None:
         return None
     starts, size = sampled(vocab_size)
-    return jnp.concatenate([lax.slice_in_dim(x, s, s + size, axis=axis) for s in starts.tolist()], axis)
+    if starts.size == 1:
+        return lax.slice_in_dim(x, 0, size, axis=axis)
+    at, shape = jnp.asarray(starts), list(x.shape)
+    shape[axis] = starts.size * size
+
+    def copy(k: Array, out: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(out, lax.dynamic_slice_in_dim(x, at[k], size, axis), k * size, axis)
+
+    return lax.fori_loop(0, starts.size, copy, jnp.zeros(shape, x.dtype))
 
 
 def _some_columns(head: Head, vocab_size: int) -> Head:
@@ -141,8 +150,5 @@ def choose_columns(
     mass = few.share * jnp.matmul(probability, beyond, precision=lax.Precision.HIGHEST).T
     hard = jnp.stack([jnp.sum(moves & miss(m + MASS_ERROR)) for m in mass]) / jnp.maximum(jnp.sum(moves), 1)
     best, dense = rule.cheapest(number, hard, vocab_size)
-    ids = jnp.arange(width, dtype=jnp.int32)
-    # Sorted, since a scatter of V numbers is slow on this chip.
-    index = jnp.sort(jnp.where((level <= best) & ~dense, ids, -1))[width - rule.most :]
-    unused = width + jnp.arange(rule.most, dtype=jnp.int32)
-    return Active(jnp.where(index < 0, unused, index), jnp.where(dense, 0, number[best]), dense)
+    index = positions((level <= best) & ~dense, rule.most, rule.slab, last=True)
+    return Active(index, jnp.where(dense, 0, number[best]), dense)

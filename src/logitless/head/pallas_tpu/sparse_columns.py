@@ -13,10 +13,11 @@ A bound that is too low makes the active set larger, never wrong; and what a set
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from logitless import rows
 from logitless.head import columns as columns_of
@@ -24,10 +25,11 @@ from logitless.head.columns import HARD_ROW_COST, Rule
 from logitless.head.linear import raw_logits
 from logitless.head.pallas_tpu import kernels, lora
 from logitless.head.pallas_tpu.gathered import MASS_ERROR, least_logits
+from logitless.head.pallas_tpu.tiles import LANES
 from logitless.head.slabs import misses
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import column_ids, front
+from logitless.rows import column_ids
 from logitless.stats import StatCotangents, TokenStats, valid_targets
 from logitless.transform import forward
 
@@ -68,10 +70,8 @@ class Few:
 
 def evenly_spaced(n: int, counts: Array | None) -> Array:
     """``[FEW]`` int32: rows evenly spaced over those where ``counts [n]`` is true."""
-    f = front(counts)
-    total = jnp.int32(n) if f.count is None else f.count
-    at = (jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW  # the product stays below 2^31
-    return at if f.order is None else f.order.at[at].get(mode="promise_in_bounds").astype(jnp.int32)
+    find, total = (lambda k: k, jnp.int32(n)) if counts is None else ranked(counts)
+    return find((jnp.arange(FEW, dtype=jnp.int32) * jnp.minimum(total, 2**24)) // FEW)  # the product stays below 2^31
 
 
 def few_rows(p: Problem, counts: Array | None, stats: TokenStats | None = None) -> Few:
@@ -146,6 +146,50 @@ def no_columns(rule: Rule, vocab: int) -> Active:
     return Active(vocab + jnp.arange(rule.most, dtype=jnp.int32), jnp.int32(0), jnp.asarray(True))
 
 
+def ranked(active: Array) -> tuple[Callable[[Array], Array], Array]:
+    """``(k [S] -> [S] int32: where the k-th of those stands that ``active [V]`` has true, count () int32)``; beyond the
+    last of them anything inside V.
+
+    Its block of 128 is found among the blocks' running counts, its place there by a product with ones and zeros (``S V``
+    multiplications), exact since ranks in a block are at most 128. A sort of V numbers is 2.8 MB of code at V = 151936
+    and a scatter of them slow.
+    """
+    size, lane = active.size, jnp.arange(LANES, dtype=jnp.int32)
+    blocks = -(-size // LANES)
+    ones = jnp.pad(active, (0, blocks * LANES - size)).reshape(blocks, LANES).astype(jnp.bfloat16)
+    upto = jnp.triu(jnp.ones((LANES, LANES), jnp.bfloat16))
+    rank = jnp.matmul(ones, upto, preferred_element_type=jnp.float32)
+    inside = jnp.where(ones > 0, rank, 0.0).astype(jnp.bfloat16)
+    ends = jnp.cumsum(rank[:, -1].astype(jnp.int32))
+
+    def find(k: Array) -> Array:
+        before = ends[None, :] <= k[:, None]
+        block = jnp.sum(before, axis=1, dtype=jnp.int32)
+        own = k - jnp.max(jnp.where(before, ends[None, :], 0), axis=1) + 1
+        one_hot = (block[:, None] == jnp.arange(blocks, dtype=jnp.int32)).astype(jnp.bfloat16)
+        ranks = jnp.matmul(one_hot, inside, preferred_element_type=jnp.float32)
+        at = jnp.sum(jnp.where(ranks == own.astype(jnp.float32)[:, None], lane, 0), axis=1)
+        return jnp.minimum(block * LANES + at, size - 1)
+
+    return find, ends[-1]
+
+
+def positions(active: Array, size: int, step: int, last: bool = False) -> Array:
+    """``[size]`` int32: where ``active [V]`` is true, ascending, in the first slots or the ``last`` ones; beyond V in
+    the others. At most ``size`` are true; ``step`` slots are filled at a time, as long as there are any to fill."""
+    find, count = ranked(active)
+    unused = active.size + jnp.arange(size, dtype=jnp.int32)
+    empty = size - count if last else jnp.int32(0)
+
+    def fill(k: Array, index: Array) -> Array:
+        wanted = k * step + jnp.arange(step, dtype=jnp.int32) - empty
+        own = lax.dynamic_slice_in_dim(unused, k * step, step)
+        own = jnp.where((wanted >= 0) & (wanted < count), find(wanted), own)
+        return lax.dynamic_update_slice_in_dim(index, own, k * step, 0)
+
+    return lax.fori_loop(empty // step, (empty + count + (step - 1)) // step, fill, unused)
+
+
 def choose_columns(
     rule: Rule,
     p: Problem,
@@ -168,7 +212,5 @@ def choose_columns(
     mass = columns_of.masses(rule, few.x, few.p, few.stats, level[: p.head.vocab])
     hard = jnp.stack([jnp.sum(moves & miss(m + MASS_ERROR)) for m in mass]) / jnp.maximum(jnp.sum(moves), 1)
     best, dense = rule.cheapest(number, hard, vocab_size)
-    ids = jnp.arange(width, dtype=jnp.int32)
-    # Sorted, since a scatter of V numbers is slow on this chip.
-    index = jnp.sort(jnp.where((level <= best) & ~dense, ids, width + ids))[: rule.most]
+    index = positions((level <= best) & ~dense, rule.most, rule.slab)
     return Active(index, jnp.where(dense, 0, number[best]), dense)
