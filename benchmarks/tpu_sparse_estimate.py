@@ -47,7 +47,7 @@ import numpy as np
 from logitless import Objective, linear_grpo_loss
 from logitless.bench import realistic
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import dhead_around
+from logitless.head.pallas_tpu.around import hard_sweep
 from logitless.head.pallas_tpu.look import SAMPLE, sampled
 from logitless.head.pallas_tpu.one_pass import one_pass_rule
 from logitless.head.pallas_tpu.ordered_slabs import CHUNK, GROUP, HARD_TILES, over_slabs
@@ -217,7 +217,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     def around(h: Any, w: Any, y: Any, row: Any, rows: Any) -> Any:
         p = problem(h, w, y)
         known = Ready(rows, jnp.arange(2 * PART, dtype=jnp.int32), jnp.int32(2 * PART))
-        return dhead_around(p, None, _stats(row), _g(row), known, tiles, with_hidden=True)
+        return hard_sweep(p, None, _stats(row), _g(row), known, tiles, hidden=n)
 
     if kind == "hard":
         return around, (*rows_of, s((vocab, H), jnp.bfloat16)), (4,)

@@ -465,7 +465,7 @@ def frozen_head(case: Case, rest: Any) -> Any:
 def test_a_frozen_head_has_no_gradient_of_its_own() -> None:
     case = calibrated()
     program = str(frozen_head(case, loss_inputs(case)).jaxpr)
-    assert "head_dhidden" in program and "head_dhead" not in program
+    assert "head_more" in program and "head_hard" not in program and "head_dhead" not in program
 
 
 @pytest.mark.slow  # both are as near to float64 as the ordinary path, by tests of their own

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import dhead_around
+from logitless.head.pallas_tpu.around import hard_sweep
 from logitless.head.pallas_tpu.ready import Ready, blank_rows, parts_of, room_for
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from logitless.stats import StatCotangents
@@ -57,10 +57,10 @@ def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, c
         known = Ready(rows, index, jnp.int32(count))
         cotangents = StatCotangents(g, jnp.zeros_like(g), jnp.zeros_like(g))
         tiles = Tiles(128, TILE, 32 * MIB)
-        both = dhead_around(p, n_live, stats, cotangents, known, tiles, with_hidden=True)
+        both = hard_sweep(p, n_live, stats, cotangents, known, tiles, hidden=n)
         if columns != "scattered":
             return both, both.head.weight
-        return both, dhead_around(p, n_live, stats, cotangents, known, tiles).head.weight
+        return both, hard_sweep(p, n_live, stats, cotangents, known, tiles).head.weight
 
     both, alone = run(hidden, head, y, weights, own, index, n_live)
     z = f64(case.hidden) @ f64(case.lm_head)[:real].T + f64(bias)[:real]

@@ -33,8 +33,8 @@ MUTANTS = [
     # TPU: rows that are ready
     m(
         "head/pallas_tpu/ready",
-        "own = jnp.where((slot >= first) & (slot < end), own, jnp.zeros((), own.dtype))",
-        "own = own",
+        "return jnp.where((slot >= first) & (slot < end), rows[part.rows, :], jnp.zeros((), rows.dtype))",
+        "return rows[part.rows, :]",
         SCATTERED,
     ),
     m(
@@ -44,11 +44,17 @@ MUTANTS = [
         SCATTERED,
         DENSE,
     ),
-    m("head/pallas_tpu/ready", "self.is_ready[...] += find(k)", "self.is_ready[...] = find(k)", DENSE),
+    m("head/pallas_tpu/ready", ":] += find(k, own)", ":] = find(k, own)", DENSE),
     m(
         "head/pallas_tpu/ready",
-        "out[...] += self._placed(k).astype(out.dtype)",
-        "out[...] = self._placed(k).astype(out.dtype)",
+        "used = k * part + jnp.arange(part) >= slots - ready.count",
+        "used = k * part + jnp.arange(part) > slots - ready.count",
+        SCATTERED,
+    ),
+    m(
+        "head/pallas_tpu/ready",
+        "out[own.rows, :] += self._placed(k, own).astype(out.dtype)",
+        "out[own.rows, :] = self._placed(k, own).astype(out.dtype)",
         DENSE,
     ),
     m(
@@ -66,14 +72,14 @@ MUTANTS = [
     # TPU: dW around them
     m(
         "head/pallas_tpu/around",
-        "jnp.where((column < end) & (is_ready[...] == 0), d, 0.0)",
-        "jnp.where(column < end, d, 0.0)",
+        "counts = counts & (scratch.is_ready[part.rows, :] == 0)",
+        "pass",
         SCATTERED,
     ),
     m(
         "head/pallas_tpu/around",
-        "jnp.where((column < end) & (is_ready[...] == 0), d, 0.0)",
-        "jnp.where(is_ready[...] == 0, d, 0.0)",
+        "counts = column < end",
+        "counts = column >= 0",
         SCATTERED,
     ),
     m(
@@ -96,8 +102,14 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/around",
-        "dh[rows, :] += dot(d.T, w, (1, 0))",
-        "dh[rows, :] = dot(d.T, w, (1, 0))",
+        "dh[rows, part.rows] += dot(",
+        "dh[rows, part.rows] = dot(",
+        SCATTERED,
+    ),
+    m(
+        "head/pallas_tpu/around",
+        "acc[part.rows, :] = jnp.where(i == 0, 0.0, acc[part.rows, :]) + own",
+        "acc[part.rows, :] = own",
         SCATTERED,
     ),
     m(
@@ -108,7 +120,7 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/around",
-        "x = x + jnp.broadcast_to(refs.bias[...], (8, vocab)).T[:, :1]",
+        "x = x + jnp.broadcast_to(refs.bias[:, part.rows], (8, part.size)).T[:, :1]",
         "x = x",
         SCATTERED,
     ),
@@ -189,15 +201,21 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/ordered_slabs",
-        "both = (by_columns[:group] + out.hidden).astype(easy.dtype)",
-        "both = out.hidden.astype(easy.dtype)",
+        "by_columns + out.hidden, size, 0)",
+        "out.hidden, size, 0)",
         CALIBRATED,
     ),
     m(
         "head/pallas_tpu/ordered_slabs",
-        "easy = (slabs.dh + own)",
-        "easy = slabs.dh",
+        " + by[:, None] * c).astype(dtype)",
+        ").astype(dtype)",
         CALIBRATED,
+    ),
+    m(
+        "head/pallas_tpu/ordered_slabs",
+        "rows = lax.dynamic_slice_in_dim(order, k * part, part)",
+        "rows = lax.dynamic_slice_in_dim(order, 0, part)",
+        f"{TPU}::test_many_hard_rows_take_the_exact_kernels",
     ),
     m(
         "head/pallas_tpu/ordered_slabs",
@@ -246,8 +264,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/sparse_columns",
-        "least = jnp.maximum(least, mass - e * room)",
-        "least = jnp.maximum(least, mass)",
+        "return jnp.maximum(least, mass - e * room)",
+        "return jnp.maximum(least, mass)",
         SAMPLE,
     ),
     # what both have
@@ -261,8 +279,8 @@ MUTANTS = [
     m("head/order", "jnp.where(first, 0, jnp.where(live, 1, 2))", "jnp.where(first, 0, 1)", CALIBRATED),
     m(
         "head/order",
-        "h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))",
-        "h = ordered.h",
+        "return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)",
+        "return rows",
         COLLAPSED,
     ),
     m(

@@ -75,7 +75,7 @@ class Rule:
         """``(level [V], counts)``: how many thresholds each column's maximum is not above (a NaN is above all), and
         the number of columns active at each threshold."""
         bounds = jnp.log(tolerance * jnp.asarray(self.thresholds, jnp.float32))
-        level = jnp.sum(maxima[:, None] <= bounds, axis=1, dtype=jnp.int32)
+        level = sum(((maxima <= b).astype(jnp.int32) for b in bounds), jnp.zeros(maxima.shape, jnp.int32))
         return level, jnp.stack([jnp.sum(level <= j, dtype=jnp.int32) for j in range(len(self.thresholds))])
 
 

@@ -8,6 +8,7 @@ one of dH at the end.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,16 +62,35 @@ def some(tree: Any, begin: Array | int, size: int) -> Any:
     return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
 
 
-def in_order(p: Problem, first: Array, visit: int) -> Ordered:
+def in_parts(make: Callable[[Any, int], Array], size: int, out: Array) -> Array:
+    """``out`` with its rows made ``size`` at a time: ``make(first, count) [count, ...]``."""
+    n = out.shape[0]
+
+    def put(first: Any, count: int, so_far: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(so_far, make(first, count), first, 0)
+
+    out = lax.fori_loop(0, n // size, lambda i, so_far: put(i * size, size, so_far), out)
+    return put(n - n % size, n % size, out) if n % size else out
+
+
+def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> Ordered:
     """Tokens where ``first [N]`` is true, then the other live ones, then the dead; filled up to whole visits of
-    ``visit`` tokens."""
+    ``visit`` tokens. Hidden states are gathered ``part`` at a time: a gather of all of them goes to a TPU's sparse
+    core, and the compiler lets what that writes share memory with nothing else."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
     order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
     over = -p.n % visit
     order = jnp.pad(order, (0, over), mode="edge")
-    ordered = dataclasses.replace(p, live=None).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
-    alive = jnp.sum(live, dtype=jnp.int32)
-    h = jnp.where((jnp.arange(p.n + over) < alive)[:, None], ordered.h, jnp.zeros((), p.h.dtype))
-    count = jnp.sum(first, dtype=jnp.int32)
-    return Ordered(dataclasses.replace(ordered, h=h), order, count, alive, p)
+    numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
+    alive, size = jnp.sum(live, dtype=jnp.int32), p.n + over
+    # Not before the order is known: an array of zeros would be there from the program's start.
+    order, nothing = lax.optimization_barrier((order, jnp.zeros((), p.h.dtype)))
+
+    def hidden(begin: Any, count: int) -> Array:
+        rows = p.h.at[lax.dynamic_slice_in_dim(order, begin, count)].get(mode="promise_in_bounds")
+        return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)
+
+    whole = part is None or size < 2 * part
+    h = hidden(0, size) if whole else in_parts(hidden, part or size, jnp.broadcast_to(nothing, (size, p.h.shape[1])))
+    return Ordered(dataclasses.replace(numbers, h=h), order, jnp.sum(first, dtype=jnp.int32), alive, p)

@@ -2,11 +2,17 @@
 
     grid (vocabulary tile, token tile):   x^T = W h^T, dx as in ``backward.py``, zero in the columns that are ready
                                           dW [vocab, H]  = ready rows + dx^T h      written once, in its final dtype
-                                          dH [N, H]     += dx W                     float32, in VMEM for the whole sweep
+                                          dH [hidden, H] += dx W                    float32, in VMEM for the whole sweep
 
-for a ``[V, H]`` head. Three matmuls (``6 N H V`` FLOP), two without dH, which all tokens must fit into VMEM for
-(:func:`rows_beside`). HBM: W once, dW once, hidden states once per vocabulary tile if they are more than one token
-tile. Where a tile takes a single step, dW has no accumulator to go through.
+for a ``[V, H]`` head. Three matmuls (``6 N H V`` FLOP) for the tokens whose dH is made, which must fit into VMEM
+(:func:`rows_beside`), two for the others. HBM: W once, dW once, hidden states once per vocabulary tile if they are more
+than one token tile. Where the tokens that count fit into one, dW has no accumulator to go through: how many token tiles
+there are is known on the device alone, and the grid has as many.
+
+Without dW it is a sweep for dH alone, over all columns: two matmuls, W once.
+
+Loops over parts of the tile (``tiles.py``), over columns of the vocabulary for dx and dW, then over columns of dH, keep
+its program at a quarter.
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ from logitless import compat
 from logitless.head.pallas_tpu import ready
 from logitless.head.pallas_tpu.backward import ROWS, coefficients, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import clear_dead, column_ids, dot, prepare, rounded
-from logitless.head.pallas_tpu.ready import Placing, Ready
-from logitless.head.pallas_tpu.tiles import FIRST, LANES, Spec, Tiles, choose, need
+from logitless.head.pallas_tpu.ready import TURNS, Placing, Ready
+from logitless.head.pallas_tpu.tiles import FIRST, LANES, Part, Spec, Tiles, choose, need, over_parts, zero_rows
 from logitless.problem import Gradients, HeadGrads, Problem
 from logitless.pytree import register
 from logitless.stats import StatCotangents, TokenStats
@@ -47,6 +53,20 @@ class _Read:
     slots: Any  # [parts, 1, slots of a part] int32: their columns
 
 
+@register
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """What the kernel keeps in VMEM."""
+
+    weight: Any = None  # [vocab, H] float32: dW, where it is a sum of several steps
+    bias: Any = None  # [vocab, 1] float32
+    d: Any = None  # [vocab, tokens]: the step's dlogits, for dW
+    transposed: Any = None  # [tokens, vocab]: the same, for dH
+    buffer: Any = None  # of ready.py, with the next two
+    arrived: Any = None
+    is_ready: Any = None
+
+
 def rows_beside(p: Problem, tokens: int) -> int:
     """Rows of dH, whole token tiles of ``tokens``, that fit into VMEM beside dW's sweep with such tiles: in the place
     of the larger token tile that dW's ordinary sweep has."""
@@ -56,29 +76,27 @@ def rows_beside(p: Problem, tokens: int) -> int:
     return (large - small) // (4 * width) // tokens * tokens
 
 
-def _kernel(
-    spec: Spec, n_live: Any, refs: _Read, out: Gradients, acc: HeadGrads, buffer: Any, arrived: Any, is_ready: Any
-) -> None:
-    vocab, tokens = spec.tiles.vocab, spec.tiles.tokens
+def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scratch) -> None:
+    vocab, tokens, width = spec.tiles.vocab, spec.tiles.tokens, refs.h.shape[1]
     j, i = pl.program_id(0), pl.program_id(1)
-    placing = Placing(vocab, n_live, refs.rows, refs.slots, buffer, arrived, is_ready)
-    written: Any = out.head
-    dw: Any = written.weight if acc.weight is None else acc.weight
-    dbias: Any = acc.bias
-    dh: Any = out.hidden
     end = spec.vocab_size - j * vocab  # of the columns that count, in this tile
+    dw: Any = out.head.weight
+    dh: Any = out.hidden
+    dbias_out: Any = out.head.bias
+    acc, dbias = dw if scratch.weight is None else scratch.weight, scratch.bias  # a float32 dW is its own accumulator
+    placing: Any = None
+    if refs.rows is not None:
+        placing = Placing(vocab, n_live, refs.rows, refs.slots, scratch.buffer, scratch.arrived, scratch.is_ready)
 
     @pl.when(i == 0)
     def _() -> None:
-        placing.begin()
+        if placing is not None:
+            placing.begin()
         if dbias is not None:
             dbias[...] = jnp.zeros_like(dbias)
 
     if dh is not None:
-
-        @pl.when((i == 0) & (j == 0))
-        def _() -> None:
-            dh[...] = jnp.zeros_like(dh)
+        pl.when((i == 0) & (j == 0))(lambda: zero_rows(dh))
 
         @pl.when((i == 0) & (end < vocab))
         def _() -> None:  # dH is a sum over the rows of this block, and 0 * NaN is NaN
@@ -88,43 +106,68 @@ def _kernel(
     if dead is not None:
         pl.when(taken & dead[0])(lambda: clear_dead(refs.h, 0, dead[1]))
 
-    def step(first: bool) -> None:
-        h, w = refs.h[...], refs.weight[...]
-        x = dot(w, h, (1, 1))
+    def cotangent(part: Part) -> None:
+        """dx of the part's columns, zero in those that are ready."""
+        x = dot(refs.weight[part.rows, :], refs.h[...], (1, 1))
         if refs.bias is not None:
             # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
-            x = x + jnp.broadcast_to(refs.bias[...], (8, vocab)).T[:, :1]
+            x = x + jnp.broadcast_to(refs.bias[:, part.rows], (8, part.size)).T[:, :1]
         x = rounded(spec, x)
-        column = column_ids(x, 0)
+        column = part.first + column_ids(x, 0)
         is_target = column == refs.targets[...] - j * vocab
         d = cotangent_of_logits(spec, x, lambda k: refs.token[k : k + 1, :], is_target, refs.scalars)
-        d = jnp.where((column < end) & (is_ready[...] == 0), d, 0.0)
+        counts = column < end
+        if placing is not None:
+            counts = counts & (scratch.is_ready[part.rows, :] == 0)
+        d = jnp.where(counts, d, 0.0)
         if dbias is not None:
-            dbias[...] += jnp.sum(d, axis=1, keepdims=True)
-        d = d.astype(h.dtype)
-        own = dot(d, h, (1, 0))
-        if first:
-            dw[...] = (own + placing.first()).astype(dw.dtype)
-            placing.put_more(dw)
-        else:
-            dw[...] += own
-        if dh is not None:
-            rows = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
-            dh[rows, :] += dot(d.T, w, (1, 0))
+            dbias[part.rows, :] += jnp.sum(d, axis=1, keepdims=True)
+        d = d.astype(refs.h.dtype)
+        if scratch.d is not None:
+            scratch.d[part.rows, :] = d
+        if scratch.transposed is not None:
+            scratch.transposed[:, part.rows] = d.T
 
-    pl.when(i == 0)(lambda: step(True))
-    if spec.token_steps > 1:
-        pl.when((i > 0) & taken)(lambda: step(False))
+    def hidden(part: Part) -> None:  # some of its columns
+        rows = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
+        dh[rows, part.rows] += dot(scratch.transposed[...], refs.weight[:, part.rows], (1, 0))
 
-    @pl.when(i == pl.num_programs(1) - 1)
-    def _() -> None:
-        if acc.weight is not None:
-            written.weight[...] = dw[...].astype(written.weight.dtype)
-        if dbias is not None:
-            written.bias[...] = jnp.broadcast_to(dbias[...], (vocab, LANES)).T[:1, :]
+    def only(part: Part) -> None:
+        """dW where the tile has one step: nothing to carry."""
+        own = dot(scratch.d[part.rows, :], refs.h[...], (1, 0))
+        dw[part.rows, :] = (own + placing.first(part)).astype(dw.dtype)
+
+    def add(part: Part) -> None:
+        own = dot(scratch.d[part.rows, :], refs.h[...], (1, 0))
+        acc[part.rows, :] = jnp.where(i == 0, 0.0, acc[part.rows, :]) + own
+
+    def put(part: Part) -> None:
+        dw[part.rows, :] = (acc[part.rows, :] + placing.first(part)).astype(dw.dtype)
+
+    def over_columns(body: Any) -> None:
+        over_parts(vocab, TURNS * tokens * width, LANES, body)
+
+    pl.when(taken)(lambda: over_columns(cotangent))
+    if dh is not None:
+        made = taken & (i * tokens < dh.shape[0])
+        pl.when(made)(lambda: over_parts(width, TURNS * tokens * vocab, LANES, hidden))
+    if placing is not None:
+        last, alone = i == pl.num_programs(1) - 1, pl.num_programs(1) == 1
+        if spec.token_steps > 1:
+            pl.when(taken & ~alone)(lambda: over_columns(add))
+        pl.when(last)(placing.arrive)  # as late as can be: they come behind the next tile of the head
+        pl.when(alone)(lambda: over_columns(only))
+        if spec.token_steps > 1:
+            pl.when(last & ~alone)(lambda: over_columns(put))
+        pl.when(last)(lambda: placing.put_more(dw))
+    if dbias is not None:
+
+        @pl.when(i == pl.num_programs(1) - 1)
+        def _() -> None:
+            dbias_out[...] = jnp.broadcast_to(dbias[...], (vocab, LANES)).T[:1, :]
 
 
-def _blocks(spec: Spec, width: int, has_bias: bool) -> _Read:
+def _blocks(spec: Spec, width: int, x: _Read) -> _Read:
     tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
 
     def lanes(size: int) -> pl.BlockSpec:
@@ -135,30 +178,31 @@ def _blocks(spec: Spec, width: int, has_bias: bool) -> _Read:
         h=pl.BlockSpec((tokens, width), lambda j, i, n_live: (spec.readable(i, n_live), 0)),
         weight=pl.BlockSpec((vocab, width), lambda j, i, n_live: (j, 0)),
         targets=lanes(1),
-        bias=pl.BlockSpec((1, vocab), lambda j, i, n_live: (0, j)) if has_bias else None,
+        bias=None if x.bias is None else pl.BlockSpec((1, vocab), lambda j, i, n_live: (0, j)),
         token=lanes(ROWS),
-        rows=pl.BlockSpec(memory_space=pl.ANY),
-        slots=pl.BlockSpec(memory_space=pltpu.VMEM),
+        rows=None if x.rows is None else pl.BlockSpec(memory_space=pl.ANY),
+        slots=None if x.slots is None else pl.BlockSpec(memory_space=pltpu.VMEM),
     )
 
 
-def dhead_around(
+def hard_sweep(
     p: Problem,
     n_live: Array | int | None,
     stats: TokenStats,
     g: StatCotangents,
-    known: Ready,
+    known: Ready | None,
     tiles: Tiles,
-    with_hidden: bool = False,
+    hidden: int = 0,
 ) -> Gradients:
     """dW of a ``[V, H]`` head in the dtype of its ``known`` rows, which are put in their places; the other rows, and
     dbias ``[V]`` float32 outside of those columns, are what the exact kernels make of the first ``n_live`` tokens
-    (``None``: of all). With dH ``[N, H]`` float32 over the same other columns if that is asked for."""
+    (``None``: of all). With dH ``[hidden, H]`` float32 of the first ``hidden`` tokens over the same other columns.
+    Without ``known`` rows that dH alone, over all columns."""
     k = prepare("dhead", p, n_live, tiles)
     spec, x = k.spec, k.operands
-    (n, width), vocab, dtype = p.h.shape, spec.tiles.vocab, known.rows.dtype
-    passes, padded = pl.cdiv(spec.vocab, vocab), spec.token_steps * spec.tiles.tokens
-    slots = ready.slots_by_part(known)
+    (n, width), (tokens, vocab) = p.h.shape, (spec.tiles.tokens, spec.tiles.vocab)
+    passes, padded = pl.cdiv(spec.vocab, vocab), spec.token_steps * tokens
+    steps: Any = spec.token_steps if spec.all_live else jnp.clip(pl.cdiv(k.n_live[0], tokens), 1, spec.token_steps)
     read = _Read(
         scalars=x.scalars,
         h=x.h,
@@ -166,48 +210,59 @@ def dhead_around(
         targets=x.targets.reshape(1, n),
         bias=x.bias,
         token=coefficients(p, k.live, stats, g, padded),
-        rows=compat.in_hbm(known.rows, spec.interpret),
-        slots=slots,
+        rows=None if known is None else compat.in_hbm(known.rows, spec.interpret),
+        slots=None if known is None else ready.slots_by_part(known),
     )
-    has_bias, blocks = x.bias is not None, _blocks(spec, width, x.bias is not None)
-    weight, once = pl.BlockSpec((vocab, width), lambda j, i, n_live: (j, 0)), pl.Buffered(1)
-    whole = pl.BlockSpec((padded, width), lambda j, i, n_live: (0, 0), pipeline_mode=once) if with_hidden else None
-    shape = jax.ShapeDtypeStruct((padded, width), jnp.float32) if with_hidden else None
-    bias = jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32) if has_bias else None
-    shapes: Any = Gradients(shape, HeadGrads(compat.hbm_output((spec.vocab, width), dtype, spec.interpret), bias))  # type: ignore[arg-type]
-    # A float32 dW is its own accumulator; so is one whose tiles take a single step.
-    own = spec.token_steps > 1 and dtype != jnp.float32
-    scratch: Any = HeadGrads(
-        pltpu.VMEM((vocab, width), jnp.float32) if own else None,  # type: ignore[arg-type]
-        pltpu.VMEM((vocab, 1), jnp.float32) if has_bias else None,  # type: ignore[arg-type]
-    )
-    # The interpreter has no room for the end of a ragged block in an array that it is given.
-    in_place = known.rows.shape[0] == spec.vocab and not (spec.interpret and spec.vocab % vocab)
-    at = next(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is read.rows)
-    item = jnp.dtype(dtype).itemsize
+    once, item = pl.Buffered(1), jnp.dtype(p.h.dtype).itemsize
+    shapes, blocks = Gradients(None, HeadGrads(None, None)), Gradients(None, HeadGrads(None, None))
+    scratch, count, at, in_place = _Scratch(), k.n_live, 0, False
+    if hidden:
+        rows = pl.cdiv(hidden, tokens) * tokens
+        whole: Any = pl.BlockSpec((rows, width), lambda j, i, n_live: (0, 0), pipeline_mode=once)
+        shape: Any = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        shapes, blocks = dataclasses.replace(shapes, hidden=shape), dataclasses.replace(blocks, hidden=whole)
+        scratch = dataclasses.replace(scratch, transposed=pltpu.VMEM((tokens, vocab), p.h.dtype))
+    if known is not None:
+        dtype, own = known.rows.dtype, _blocks(spec, width, read)
+        dw: Any = HeadGrads(
+            compat.hbm_output((spec.vocab, width), dtype, spec.interpret),
+            None if x.bias is None else jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32),  # type: ignore[arg-type]
+        )
+        shapes = dataclasses.replace(shapes, head=dw)
+        blocks = dataclasses.replace(blocks, head=HeadGrads(own.weight, own.bias))
+        # A float32 dW is its own accumulator; a tile that takes a single step needs none.
+        sums = pltpu.VMEM((vocab, width), jnp.float32) if spec.token_steps > 1 and dtype != jnp.float32 else None
+        bias = None if x.bias is None else pltpu.VMEM((vocab, 1), jnp.float32)
+        buffer, arrived, is_ready = ready.scratch(vocab, read.slots, width, dtype)
+        d = pltpu.VMEM((vocab, tokens), p.h.dtype)
+        scratch = _Scratch(sums, bias, d, scratch.transposed, buffer, arrived, is_ready)
+        # The interpreter has no room for the end of a ragged block in an array that it is given.
+        in_place = known.rows.shape[0] == spec.vocab and not (spec.interpret and spec.vocab % vocab)
+        at = next(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is read.rows)
+        count = ready.schedule(known, k.n_live, passes, vocab)
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(passes, spec.token_steps),
-            in_specs=[blocks],
-            out_specs=Gradients(whole, HeadGrads(weight, blocks.bias)),  # type: ignore[arg-type]
-            scratch_shapes=[scratch, *ready.scratch(vocab, slots, width, dtype)],
+            grid=(passes, steps),
+            in_specs=[_blocks(spec, width, read)],
+            out_specs=blocks,
+            scratch_shapes=[scratch],  # type: ignore[list-item]
         ),
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=tiles.vmem_limit
         ),
         cost_estimate=pl.CostEstimate(
-            flops=(6 if with_hidden else 4) * n * width * spec.vocab_size,
+            flops=2 * (n * (1 + (known is not None)) + hidden) * width * spec.vocab_size,
             transcendentals=n * spec.vocab_size,
-            bytes_accessed=x.weight.nbytes + spec.vocab * width * item + passes * x.h.nbytes,
+            bytes_accessed=x.weight.nbytes * (1 + (known is not None)) + passes * n * width * item,
         ),
-        input_output_aliases={1 + at: int(with_hidden)} if in_place else {},  # of the outputs dH comes first
-        name=f"head_{'hard' if with_hidden else 'around'}_t{spec.tiles.tokens}_v{vocab}",
+        input_output_aliases={1 + at: int(hidden > 0)} if in_place else {},  # of the outputs dH comes first
+        name=f"head_{'hard' if known is not None else 'more'}_t{tokens}_v{vocab}",
         interpret=spec.interpret,
-    )(ready.schedule(known, k.n_live, passes, vocab), read)
-    hidden = None
-    if out.hidden is not None:
-        hidden = jnp.where((k.live & g.any_nonzero())[:, None], out.hidden[:n], 0.0)
-    return Gradients(hidden, HeadGrads(out.head.weight, None if out.head.bias is None else out.head.bias[0]))
+    )(count, read)
+    dh, bias = out.hidden, out.head.bias
+    if dh is not None:
+        dh = jnp.where((k.live & g.any_nonzero())[:hidden, None], dh[:hidden], 0.0)
+    return Gradients(dh, HeadGrads(out.head.weight, None if bias is None else bias[0]))

@@ -21,6 +21,8 @@ from logitless import rows
 from logitless.head.columns import Rule
 from logitless.head.expected import expected_lse, target_logits
 from logitless.head.linear import raw_logits
+from logitless.head.order import in_parts, some
+from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.sparse_columns import (
     MASS_ERROR,
     Active,
@@ -125,8 +127,13 @@ def exact_is_cheaper(rule: Rule, few: Few) -> Array:
 
 
 def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
-    """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count."""
-    floor = expected_lse(p, before)
+    """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count. The
+    targets' rows of the head are gathered ``kernels.PART`` at a time."""
+
+    def guess(first: Array, count: int) -> Array:
+        return expected_lse(some(p, first, count), some(before, first, count))
+
+    floor = in_parts(guess, min(kernels.PART, p.n), jnp.zeros((p.n,), jnp.float32))
     return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (floor < jnp.inf), floor, jnp.inf)
 
 

@@ -117,7 +117,7 @@ class OnePassSparse(TpuSparse):
             return self.own.statistics(p)[0], all_dense(p.head, counts), none
 
         def sparse() -> tuple[TokenStats, SparseReport, Active]:
-            f = in_order(p, counts, ordered_slabs.chunk_of(p))
+            f = in_order(p, counts, ordered_slabs.chunk_of(p), kernels.PART)
             stats, maxima = _statistics_and_maxima(f, None)
             out = jax.tree.map(f.put_back, stats)
             active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), None)
@@ -134,7 +134,7 @@ class OnePassSparse(TpuSparse):
         if not_in_one_pass_because(p) is not None:
             return super().backward(p, want, out, g, residual, only_logp)
         g = g if p.live is None else without(g, ~p.live)
-        f = in_order(p, g.any_nonzero(), ordered_slabs.chunk_of(p))
+        f = in_order(p, g.any_nonzero(), ordered_slabs.chunk_of(p), kernels.PART)
         known = Known(*jax.tree.map(f.take, (out, g)))
         return ordered_slabs.gradients(
             _rule(p, want), want, f, known, known.g.any_nonzero(), without_mesh_axis(residual)
@@ -149,7 +149,7 @@ class OnePassSparse(TpuSparse):
         few = few_rows(p, counts, before)
 
         def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
-            f = in_order(p, counts, ordered_slabs.chunk_of(p))
+            f = in_order(p, counts, ordered_slabs.chunk_of(p), kernels.PART)
             stats, maxima = _statistics_and_maxima(f, before)
             out = jax.tree.map(f.put_back, stats)
             g = live_cotangents(p, loss, out)

@@ -11,7 +11,6 @@ gradient: ``one_pass.py``.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +19,19 @@ from jax import Array, lax
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits
-from logitless.head.order import Ordered
+from logitless.head.order import Ordered, in_parts
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import dhead_around, rows_beside
+from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
 from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
 from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
-from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active
+from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active, positions
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
 from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import front, probabilities
+from logitless.rows import probabilities
 
 CHUNK = 2048
 """Tokens of a backward step, at most."""
@@ -56,7 +55,7 @@ class Slabs:
     """What the backward steps over the active columns give."""
 
     kept: Array  # [tokens] float32: mass of the active columns
-    dh: Array | None  # [tokens, H] float32
+    dh: Array | None  # [tokens, H] float32; behind them, with dW, place for a group of hard rows
     weight: Array | None  # [room, H]: rows of dW, in the last slots (``ready.py``)
     bias: Array | None  # [most] float32
 
@@ -109,7 +108,7 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
     room, interpret = room_for(head.vocab, rule.most), interpreter(p.call.interpret)
     start = Slabs(
         jnp.zeros((size,), jnp.float32),
-        jnp.zeros((size, width), jnp.float32) if want.hidden else None,
+        jnp.zeros((size + group_of(p) * want.weight, width), jnp.float32) if want.hidden else None,
         blank_rows(room, width, weight_dtype(p), interpret) if want.weight else None,
         jnp.zeros((rule.most,), jnp.float32) if want.bias else None,
     )
@@ -138,11 +137,8 @@ def gradients(
     )
     if not want:
         return Gradients(None, HeadGrads(None, None)), report
-    easy = None
-    if slabs.dh is not None:
-        own = in_their_place(mean_row(rule, p), mass, without(known.g, hard | ~moving), p.transform)
-        easy = (slabs.dh + own).astype(jnp.float32 if p.call.partial_hidden else p.h.dtype)
-    total = _with_hard_rows(want, f, known, hard, slabs, easy, active)
+    mean = in_their_place(jnp.ones((1, 1), jnp.float32), mass, without(known.g, hard | ~moving), p.transform)
+    total = _with_hard_rows(rule, want, f, known, hard, slabs, mean[:, 0], active)
     bias = total.head.bias
     if bias is not None and slabs.bias is not None:
         bias = bias.at[active.index].set(slabs.bias, mode="drop", unique_indices=True)
@@ -152,68 +148,72 @@ def gradients(
 
 
 def _with_hard_rows(
-    want: Wanted, f: Ordered, known: Known, hard: Array, slabs: Slabs, easy: Array | None, active: Active
+    rule: Rule, want: Wanted, f: Ordered, known: Known, hard: Array, slabs: Slabs, mean: Array, active: Active
 ) -> Gradients:
-    """The gradients of all rows: ``easy [tokens, H]`` and the slabs' rows of dW, and what the ``hard`` ones add.
+    """The gradients of all rows: those of the slabs, what the ``hard`` ones add, and of the others the mean row of the
+    head times ``mean [tokens]``.
 
-    What a branch is given stays in memory until its end: dH in float32 is not, but for some rows.
+    No branches: what one is given stays in memory until its end. How many hard rows there are is for the grid of the
+    first sweep and the turns of a loop to know. Their hidden states are gathered to the front of those of all, in
+    place, since none of them goes behind where it comes from; dH is then made where these stand.
     """
-    p, first = f.p, front(hard)
-    order, count = first.order, first.count
-    assert order is not None and count is not None
+    p, size = f.p, f.p.n
+    tiles, count = _hard_tiles("dhead", p), jnp.sum(hard, dtype=jnp.int32)
+    group, part = group_of(p), next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
+    order = jnp.minimum(positions(hard, size, chunk_of(p)), size - 1)
 
-    def of(at: Array) -> tuple[Problem, Known]:
+    def gathered(k: Array, h: Array) -> Array:
+        rows = lax.dynamic_slice_in_dim(order, k * part, part)
+        return lax.dynamic_update_slice_in_dim(h, h.at[rows].get(mode="promise_in_bounds"), k * part, 0)
+
+    def of(at: Array, q: Problem, own: Known) -> tuple[Problem, Known]:
         def take(a: Array) -> Array:
             return a.at[at].get(mode="promise_in_bounds")
 
-        return p.rows(take), Known(*jax.tree.map(take, (known.stats, known.g)))
+        return q.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
 
-    tiles = _hard_tiles("dhead", p)
-    some = min(GROUP, rows_beside(p, tiles.tokens), -(-p.n // tiles.tokens) * tiles.tokens)
-    group = max(some // tiles.tokens * tiles.tokens, tiles.tokens)
-    rows = order[jnp.minimum(jnp.arange(group), p.n - 1)]
+    q, own = of(order, dataclasses.replace(p, h=p.targets), known)
+    q = dataclasses.replace(q, h=lax.fori_loop(0, (count + (part - 1)) // part, gathered, p.h))
     ready = None if slabs.weight is None else Ready(slabs.weight, active.index, active.count)
-    by_columns = None if slabs.dh is None else slabs.dh.at[rows].get(mode="promise_in_bounds")
+    dh, head, groups = slabs.dh, HeadGrads(None, None), 0
+    if ready is not None:
+        out = hard_sweep(q, count, own.stats, own.g, ready, tiles, hidden=0 if dh is None else group)
+        head, groups = out.head, 1
+        if dh is not None and out.hidden is not None:
+            by_columns = dh.at[order[jnp.minimum(jnp.arange(group), size - 1)]].get(mode="promise_in_bounds")
+            dh = lax.dynamic_update_slice_in_dim(dh, by_columns + out.hidden, size, 0)
+    elif want.bias:
+        head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
+    if dh is None:
+        return Gradients(None, head)
 
-    def together(group: int) -> Gradients:
-        """One sweep for dH and dW of the columns that are not active, in the first ``group`` of the hard rows."""
-        assert ready is not None
-        q, own = of(rows[:group])
-        out = dhead_around(q, count, own.stats, own.g, ready, tiles, with_hidden=easy is not None)
-        if easy is None or by_columns is None or out.hidden is None:
-            return out
-        both = (by_columns[:group] + out.hidden).astype(easy.dtype)
-        rank = jnp.zeros((p.n,), jnp.int32).at[order].set(jnp.arange(p.n, dtype=jnp.int32), unique_indices=True)
-        place = f.put_back(jnp.where(hard, p.n + rank, jnp.arange(p.n, dtype=jnp.int32)))
-        return Gradients(jnp.concatenate([easy, both]).at[place].get(mode="promise_in_bounds"), out.head)
-
-    def exact_rows(k: Array, dh: Array) -> Array:
-        """``dh`` with a group of the hard rows by the exact kernel."""
+    def more(k: Array, dh: Array) -> Array:
+        """``dh`` with a further group of the hard rows, over all columns."""
         at = k * group + jnp.arange(group, dtype=jnp.int32)
-        row = order[jnp.minimum(at, p.n - 1)]
-        q, own = of(row)
-        tiles = _hard_tiles("dhidden", q)
-        exact, _ = kernels.dhidden(q, jnp.clip(count - k * group, 0, group), own.stats, own.g, tiles)
-        return dh.at[jnp.where(at < count, row, p.n)].set(exact.astype(dh.dtype), mode="drop")
+        some, numbers = of(jnp.minimum(at, size - 1), q, own)
+        exact = hard_sweep(some, jnp.clip(count - k * group, 0, group), numbers.stats, numbers.g, None, tiles, group)
+        row = jnp.where(at < count, order[jnp.minimum(at, size - 1)], dh.shape[0])
+        return dh.at[row].set(exact.hidden, mode="drop")
 
-    def apart() -> Gradients:
-        """dH by the exact kernel, a group of rows at a time; dW by a sweep of its own."""
-        dh, head = easy, HeadGrads(None, None)
-        if dh is not None:
-            dh = lax.fori_loop(0, (count + (group - 1)) // group, exact_rows, dh)
-        if ready is not None or want.bias:
-            q, own = of(order)
-            if ready is not None:
-                head = dhead_around(q, count, own.stats, own.g, ready, tiles).head
-            else:
-                head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
-        return Gradients(None if dh is None else f.put_back(dh), head)
+    dh = lax.fori_loop(groups, (count + (group - 1)) // group, more, dh)
+    rank, ids = jnp.cumsum(hard.astype(jnp.int32)) - 1, jnp.arange(size, dtype=jnp.int32)
+    row = f.put_back(jnp.where(hard & (rank < groups * group), size + rank, ids))
+    scale, c = f.put_back(mean), mean_row(rule, p)
+    dtype = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
 
-    if ready is None:
-        return apart()
-    sizes = [tiles.tokens, group] if tiles.tokens < group else [group]
-    ways = [functools.partial(together, size) for size in sizes] + ([] if group >= p.n else [apart])
-    return lax.switch(sum((count > size).astype(jnp.int32) for size in sizes[: len(ways) - 1]), ways)
+    def made(first: Array, count: int) -> Array:
+        at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
+        return (dh.at[at].get(mode="promise_in_bounds") + by[:, None] * c).astype(dtype)
+
+    place = q.h if dtype == p.h.dtype and size == f.n else jnp.zeros((f.n, p.h.shape[1]), dtype)
+    return Gradients(in_parts(made, min(kernels.PART, f.n), place), head)
+
+
+def group_of(p: Problem) -> int:
+    """Hard rows whose dH is made along with dW: whole token tiles."""
+    tokens = _hard_tiles("dhead", p).tokens
+    some = min(GROUP, rows_beside(p, tokens), -(-p.n // tokens) * tokens)
+    return max(some // tokens * tokens, tokens)
 
 
 def _hard_tiles(kernel: Kernel, p: Problem) -> Tiles:

@@ -18,6 +18,7 @@ and whatever is written before that lies in front of it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,12 +27,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
-from logitless.head.pallas_tpu.operands import column_ids, dot
-from logitless.head.pallas_tpu.tiles import LANES
+from logitless.head.pallas_tpu.operands import dot
+from logitless.head.pallas_tpu.tiles import LANES, Part, fill_rows, over_parts
 from logitless.pytree import register
 
 PART = 256
 """Slots at a time: as deep as a matrix unit."""
+
+TURNS = 8
+"""How much shorter the turns of a loop over parts of a tile are than those of the exact sweeps (``tiles.WORK``): a tile
+of few tokens has less to do."""
 
 _ALIGNED = 16
 """Rows of a bfloat16 array from one place where a copy may begin to the next."""
@@ -69,9 +74,15 @@ def parts_of(slots: int) -> int:
 def schedule(ready: Ready, n_live: Array, tiles: int, tile: int) -> Array:
     """``[how many tokens count, the first slot of every tile of the vocabulary, and the last one's end]``."""
     slots = ready.index.size
-    below = jnp.arange(1, tiles, dtype=jnp.int32) * tile
-    used = jnp.arange(slots) >= slots - ready.count
-    before = jnp.sum((ready.index[None, :] < below[:, None]) & used[None, :], axis=1, dtype=jnp.int32)
+    below, part = jnp.arange(1, tiles, dtype=jnp.int32) * tile, parts_of(slots)
+
+    def count(k: Array, before: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(ready.index, k * part, part)
+        used = k * part + jnp.arange(part) >= slots - ready.count
+        return before + jnp.sum((own[None, :] < below[:, None]) & used[None, :], axis=1, dtype=jnp.int32)
+
+    begin = (slots - ready.count) // part
+    before = lax.fori_loop(begin, slots // part, count, jnp.zeros(below.shape, jnp.int32))
     first = (slots - ready.count).astype(jnp.int32)
     ends = jnp.full((1,), slots, jnp.int32)
     return jnp.concatenate([n_live, first[None], first + before, ends])
@@ -118,24 +129,35 @@ class Placing:
         at = pl.multiple_of(self.rows.shape[0] - parts * part + k * part, _ALIGNED)
         return pltpu.make_async_copy(self.rows.at[pl.ds(at, part)], self.buffer.at[to], self.arrived.at[to])
 
-    def _one_hot(self, k: Any) -> Array:
-        """``[vocab, slots of a part]`` bool."""
+    def _one_hot(self, k: Any, own: Part) -> Array:
+        """``[columns of the part, slots of a part]`` bool."""
         part, (_, first, end) = self.slots.shape[2], self._span()
-        column = lax.broadcasted_iota(jnp.int32, (self.vocab, part), 0)
-        slot = k * part + column_ids(column)
-        own = column + pl.program_id(0) * self.vocab == self.slots[k]
-        return own & (slot >= first) & (slot < end)
+        slot = k * part + lax.broadcasted_iota(jnp.int32, (1, part), 1)
+        column = jnp.where((slot >= first) & (slot < end), self.slots[k], -1)  # slots of other tiles match nothing
+        own_first = pl.program_id(0) * self.vocab + own.first
+        return lax.broadcasted_iota(jnp.int32, (own.size, part), 0) == column - own_first
 
-    def _placed(self, k: Any) -> Array:
-        """``[vocab, H]`` float32: the rows of a part that has arrived, in their places."""
-        own, (_, first, end) = self.buffer[pl.program_id(0) % 2], self._span()
-        slot = k * self.slots.shape[2] + lax.broadcasted_iota(jnp.int32, own.shape, 0)
-        own = jnp.where((slot >= first) & (slot < end), own, jnp.zeros((), own.dtype))  # others' may be anything
-        return dot(self._one_hot(k).astype(jnp.float32).astype(own.dtype), own, (1, 0))
+    def _clear(self, k: Any) -> None:
+        """Zeros for the rows of a part that are others', which may be anything."""
+        at, (_, first, end) = pl.program_id(0) % 2, self._span()
+        rows = self.buffer.at[at]
+
+        def own(part: Part) -> Array:
+            slot = k * self.slots.shape[2] + part.first + lax.broadcasted_iota(jnp.int32, (part.size, 1), 0)
+            return jnp.where((slot >= first) & (slot < end), rows[part.rows, :], jnp.zeros((), rows.dtype))
+
+        fill_rows(rows, own)
+
+    def _placed(self, k: Any, own: Part) -> Array:
+        rows = self.buffer[pl.program_id(0) % 2]
+        return dot(self._one_hot(k, own).astype(jnp.float32).astype(rows.dtype), rows, (1, 0))
 
     def _over_more_parts(self, body: Any) -> None:
         here, _, end = self._span()
         lax.fori_loop(here + 1, pl.cdiv(end, self.slots.shape[2]), lambda k, _: body(k), None)
+
+    def _over_columns(self, body: Callable[[Part], None]) -> None:
+        over_parts(self.vocab, self.buffer.shape[1] * TURNS * self.slots.shape[2], LANES, body)
 
     def begin(self) -> None:
         """Before a tile's first step: its first rows are on their way, the next tile's as well."""
@@ -143,20 +165,30 @@ class Placing:
         pl.when(j == 0)(lambda: self._copy(self._first_part(0), 0).start())
         pl.when(j + 1 < pl.num_programs(0))(lambda: self._copy(self._first_part(j + 1), (j + 1) % 2).start())
 
-        def find(k: Any) -> Array:
-            return jnp.sum(jnp.where(self._one_hot(k), 1.0, 0.0), axis=1, keepdims=True)
+        def find(k: Any, own: Part) -> Array:
+            return jnp.sum(jnp.where(self._one_hot(k, own), 1.0, 0.0), axis=1, keepdims=True)
+
+        def begun(own: Part) -> None:
+            self.is_ready[own.rows, :] = find(self._span()[0], own)
 
         def more(k: Any) -> None:
-            self.is_ready[...] += find(k)
+            def add(own: Part) -> None:
+                self.is_ready[own.rows, :] += find(k, own)
 
-        self.is_ready[...] = find(self._span()[0])
+            self._over_columns(add)
+
+        self._over_columns(begun)
         self._over_more_parts(more)
 
-    def first(self) -> Array:
-        """``[vocab, H]`` float32: the rows of the tile's first part in their places, zeros elsewhere."""
-        here, at = self._span()[0], pl.program_id(0) % 2
-        self._copy(here, at).wait()
-        return self._placed(here)
+    def arrive(self) -> None:
+        """Wait for the rows of the tile's first part."""
+        here = self._span()[0]
+        self._copy(here, pl.program_id(0) % 2).wait()
+        self._clear(here)
+
+    def first(self, own: Part) -> Array:
+        """``[columns of the part, H]`` float32: the rows that have arrived in their places, zeros elsewhere."""
+        return self._placed(self._span()[0], own)
 
     def put_more(self, out: Any) -> None:
         """The rows of further parts over the zeros in ``out [vocab, H]``."""
@@ -165,6 +197,11 @@ class Placing:
         def put(k: Any) -> None:
             self._copy(k, at).start()
             self._copy(k, at).wait()
-            out[...] += self._placed(k).astype(out.dtype)
+            self._clear(k)
+
+            def add(own: Part) -> None:
+                out[own.rows, :] += self._placed(k, own).astype(out.dtype)
+
+            self._over_columns(add)
 
         self._over_more_parts(put)

@@ -90,13 +90,17 @@ def hard_whatever_is_kept(rule: Rule, p: Problem, probability: Array, share: flo
     A row that keeps every probability from e on, and fills up with others below e, leaves out at least
     ``sum of p below e - e (columns left to fill)``, for any e.
     """
-    least = jnp.zeros(probability.shape[:1], jnp.float32)
-    for k in range(-2, 14):  # the rule.most-th largest is at most 1 / rule.most, about 4 / V
-        e = 2.0**-k / p.call.vocab_size
+
+    def try_one(k: Array, least: Array) -> Array:
+        e = at[k]
         below = probability < e
         room = jnp.maximum(rule.most - share * jnp.sum(~below, axis=1), 0)
         mass = share * jnp.sum(jnp.where(below, probability, 0.0), axis=1)
-        least = jnp.maximum(least, mass - e * room)
+        return jnp.maximum(least, mass - e * room)
+
+    # The rule.most-th largest is at most 1 / rule.most, about 4 / V.
+    at = jnp.asarray([2.0**-k / p.call.vocab_size for k in range(-2, 14)], jnp.float32)
+    least = lax.fori_loop(0, at.size, try_one, jnp.zeros(probability.shape[:1], jnp.float32))
     assert p.tolerance is not None
     return ~(least <= p.tolerance)
 
@@ -150,9 +154,9 @@ def ranked(active: Array) -> tuple[Callable[[Array], Array], Array]:
     """``(k [S] -> [S] int32: where the k-th of those stands that ``active [V]`` has true, count () int32)``; beyond the
     last of them anything inside V.
 
-    Its block of 128 is found among the blocks' running counts, its place there by a product with ones and zeros (``S V``
-    multiplications), exact since ranks in a block are at most 128. A sort of V numbers is 2.8 MB of code at V = 151936
-    and a scatter of them slow.
+    Its block of 128 is found among the blocks' running counts, its place there by a product with ones and zeros (exact:
+    ranks in a block are at most 128), ``S V`` multiplications. A sort of V numbers is 2.8 MB of code at V = 151936, and
+    a scatter of them is slow.
     """
     size, lane = active.size, jnp.arange(LANES, dtype=jnp.int32)
     blocks = -(-size // LANES)
