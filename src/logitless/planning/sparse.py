@@ -197,10 +197,10 @@ def _tpu_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route, sh
     per_hard_row = 2 * (w.wants_hidden or w.wants_lora) + (2 if w.wants_head else w.wants_lora)
     if "group" in route.tiles:  # in one pass (``one_pass.py``): dW of the active columns stands in dW's own place
         beside = most * w.width * w.item if w.wants_head and w.vocab % 16 else 0
-        step = slab * w.width * (w.item + 4 * w.wants_head) + chunk * slab * (4 + w.item)
-        step += 4 * chunk * w.width * w.wants_hidden
-        hidden = (4 + w.item) * w.tokens + 4 * route.tiles["group"]  # in float32, rounded, and a group of hard rows
-        kept = w.rows + hidden * w.width * w.wants_hidden + beside + step
+        # dH in float32, with a group of hard rows; hidden states in order stand where dH will. A slab of the head; its
+        # logits, dlogits and float32 dW are in VMEM.
+        hidden = 4 * (w.tokens + route.tiles["group"]) * w.width if w.wants_hidden else w.rows
+        kept = hidden + beside + slab * w.width * w.item
         per_hard_row = 1 + b
     temporaries = max(exact.temporaries, kept + _INDEX_ARRAYS * 4 * w.vocab)
     if columns == w.vocab:

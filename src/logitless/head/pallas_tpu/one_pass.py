@@ -37,8 +37,9 @@ earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels.
 Over a mesh that shards tokens each device has its own columns and hard rows, and its dW is summed with the others' in
 float32, whole: which of its rows are zero differs between devices.
 
-Bytes beside those of the exact kernels: hidden states in the order of ``head/order.py``, a slab of the head, of x, dx
-and dW, ``[N, H]`` float32 of dH; where V is no multiple of 16 also ``[K limit, H]`` of dW's rows.
+Bytes beside inputs and outputs: dH in float32, ``[N + GROUP, H]``, and a slab of the head (x, dx and the slab's dW are
+in VMEM); where V is no multiple of 16 also ``[K limit, H]`` of dW's rows. Hidden states in the order of
+``head/order.py`` stand where dH will.
 """
 
 from __future__ import annotations

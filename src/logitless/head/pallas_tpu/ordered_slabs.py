@@ -1,8 +1,9 @@
 """The sparse backward's gradients with tokens in order, on TPU: slabs of the active columns, hard rows along with dW.
 
     over_slabs   x, dx, dh, a slab of dW, and the mass that each row keeps           3 M K / V
-    gradients    those, and the other columns of the rows that leave out more than the tolerance: up to ``GROUP`` of
-                 them by one sweep over the head (``around.py``), 3 matmuls each; more with dH by the exact kernel, 4
+    gradients    those, and the other columns of the rows that leave out more than the tolerance, by one sweep over the
+                 head (``around.py``): 3 matmuls each for up to ``GROUP`` of them, 4 for others, whose dH is by further
+                 sweeps, a group at a time
 
 Tokens stand in the order of ``head/order.py``, those with a gradient first: no step gathers any. How the parts make one
 gradient: ``one_pass.py``.
