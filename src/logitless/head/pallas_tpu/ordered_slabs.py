@@ -206,8 +206,8 @@ def _with_hard_rows(
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
         return (dh.at[at].get(mode="promise_in_bounds") + by[:, None] * c).astype(dtype)
 
-    place = q.h if dtype == p.h.dtype and size == f.n else jnp.zeros((f.n, p.h.shape[1]), dtype)
-    return Gradients(in_parts(made, min(kernels.PART, f.n), place), head)
+    place = q.h if dtype == p.h.dtype and size == f.given.n else jnp.zeros((f.given.n, p.h.shape[1]), dtype)
+    return Gradients(in_parts(made, min(kernels.PART, f.given.n), place), head)
 
 
 def group_of(p: Problem) -> int:
