@@ -20,11 +20,13 @@ the simulator takes 9 GB for four steps of dhead, and ends without a profile whe
 operations around the forward kernel (gather of the target rows, dH from its terms) are simulated at one token tile and
 scaled by tokens; hidden states are gathered once more for dW, at the cycles of the gather of target rows.
 For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
-was simulated without that at the same cycles per step as [V, H] (72077 against 72120), and the column kernel beside it
-reads the head once, 0.8 ms.
+was simulated without that at the same cycles per step as [V, H] (in an older form: 72077 against 72120), and the
+column kernel beside it reads the head once, 0.8 ms.
 With ``kept`` behind the layout all tokens' exponentials are kept (``memory_budget=``). The simulator takes no branch on
 what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced by a constant; its cycles per tile are
-those without ``kept``. ``estimated_ms`` mixes the two by tokens: those that have room in dW's place, and all of them.
+those without ``kept``. At H=1536 and H=896 it does not get through a forward sweep that keeps (a copy that it finds no
+start of), and the one that does not is taken: at H=4096 they differ by 0.1 %. ``estimated_ms`` mixes the two by
+tokens: those that have room in dW's place, and all of them.
 ``dense`` is the strong dense form (tools/baselines.py), plain XLA, with logits of the dtype behind it: all operations
 of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler counts for the
 program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other way round,
@@ -63,6 +65,8 @@ SHAPES = {"": (8192, 4096), "H=1536": (8192, 1536), "H=896": (32768, 896)}
 """Tokens and hidden size, by what a case is called after ``@``."""
 BUDGETS = {"none kept": None, "kept in dW's place": 1 << 24, "all kept": 1 << 34}
 V6E_VMEM = 128 * MIB
+TILE = 1024
+"""Tokens of a tile: exponentials are kept of whole ones."""
 RESULT = Path(__file__).parent / "results" / "tpu_v6e_head_estimate.json"
 HERE = str(Path(__file__).resolve())
 
@@ -185,14 +189,18 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
         forward = so_far.get(f"token_stats_and_direction:vh@{shape}".rstrip("@"))
         outside = 0.0 if forward is None else forward["cycles_of_gathers"]
     else:
+        # The simulator wants an array of exponentials of whole token tiles, and there is room for `hidden` of them.
+        some = 2 if kept and hidden > t.tokens and hidden % t.tokens else 1
         runs = {
-            k: kernel_cycles(**base, n=t.tokens, swept=k * t.vocab, columns=24 * t.vocab, kept=t.tokens * kept)
+            k: kernel_cycles(
+                **base, n=some * t.tokens, swept=k * t.vocab, columns=24 * t.vocab, kept=some * t.tokens * kept
+            )
             for k in (2, 4)
         }
-        per_step = (runs[4][0] - runs[2][0]) / 2
-        per_tile = runs[2][0] - 2 * per_step
+        per_step = (runs[4][0] - runs[2][0]) / 2 / some
+        per_tile = runs[2][0] / some - 2 * per_step
         outer, inner = n / t.tokens, V / t.vocab
-        outside, gathers = runs[4][1] * outer, runs[4][2] * outer
+        outside, gathers = runs[4][1] / some * outer, runs[4][2] / some * outer
         moved = outer * V * hidden * 2 + n * hidden * 2 + (4 * n * hidden if kernel.endswith("direction") else 0)
     moved += n * V * 2 if kept else 0
     total = outer * (inner * per_step + per_tile) + outside
@@ -225,6 +233,8 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
             def ms(kernel: str, kept: int, at: str = f":{layout}", shape: str = shape, n: int = n) -> float | None:
                 """With ``kept`` tokens; ``None`` where a part was not estimated."""
                 found = [rows.get(f"{kernel}{at}{k}@{shape}".rstrip("@")) for k in ("", ":kept")]
+                if kernel != "dhead" and found[1] is None:
+                    found[1] = found[0]
                 shares = (1 - kept / n, kept / n)
                 if any(r is None for r, share in zip(found, shares, strict=True) if share):
                     return None
@@ -235,7 +245,10 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
                 strong = rows.get(f"dense:{dtype}@{shape}".rstrip("@"))
                 if strong is not None:
                     total[f"strong dense form, {dtype} logits, {name}"] = strong["estimated_ms"]
-            for words, kept in (("", 0), (f", {hidden} tokens kept in dW's place", hidden), (", all tokens kept", n)):
+            place = hidden // TILE * TILE
+            for words, kept in (("", 0), (f", {place} tokens kept in dW's place", place), (", all tokens kept", n)):
+                if words and not kept:
+                    continue
                 forward, backward = ms("token_stats_and_direction", kept), ms("dhead", kept)
                 if forward is not None and not kept:
                     total[f"frozen head: loss and dH, {name}"] = round(forward, 2)

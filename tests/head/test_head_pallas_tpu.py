@@ -219,6 +219,7 @@ def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatc
     judge(c, i, run(c, i), bits=False)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_contract_in_blocks_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of two and a half blocks, each block in two pieces; the last tile ends within its second block."""
@@ -293,6 +294,7 @@ def test_bad_targets_are_nan_and_stay_in_their_row() -> None:
     np.testing.assert_array_equal(np.isnan(np.asarray(out["dh"], np.float32)).any(axis=1), bad)
 
 
+@pytest.mark.optimized
 def test_no_races() -> None:
     c = Case(n=140, vocab=200, tiles=SMALL, n_live=139, bias=True)
     i = c.inputs()

@@ -75,6 +75,7 @@ def test_maxima_are_bounds_and_statistics_keep_their_bits() -> None:
     judge_maxima(515, 300, 128, [128, 256, 300])
 
 
+@pytest.mark.optimized
 def test_maxima_of_several_blocks_in_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a tile waits for the next one, and the last of all is a narrow tile's only one."""
     monkeypatch.setattr(tiling, "BLOCK", 256)

@@ -100,11 +100,11 @@ class _Out:
 
 
 def _absorb(
-    sums: RowSums, others: list[Array], k: Array | None, beside: Callable[[int], None]
+    sums: RowSums, others: list[Array], k: Array | None, beside: Callable[[int], None], apart: Callable[[Any], Any]
 ) -> tuple[RowSums, Array, list[Array], list[Array]]:
     """``sums [T, 1]`` with a block's columns taken in, in pieces of ``others [T, C]``, ``-inf`` at the target; also the
     factor on what was there, and of each piece ``exp(s)`` and ``s = k (u - m)``. ``beside(n)`` is called before the
-    exponentials of piece ``n``: a matmul that is made there does not wait for them.
+    exponentials of piece ``n``: a matmul that is made there does not wait for them. ``apart``: see :func:`_apart`.
 
     The same sums as by :func:`logitless.stats.merge`, relative to the new maximum at once, so that the exponentials
     serve the expected head row too.
@@ -119,8 +119,9 @@ def _absorb(
     s, e, found = [], [], []
     for n, u in enumerate(others):
         beside(n)
-        s.append(times(k, u - m))
-        e.append(jnp.exp(s[n]))
+        shifted = apart(times(k, u - m))
+        s.append(shifted)
+        e.append(apart(jnp.exp(shifted)))
         found.append((total(e[n]), total(e[n] * jnp.maximum(s[n], LOG_ZERO)), total(e[n] * e[n])))
     own = [functools.reduce(jnp.add, parts) for parts in zip(*found, strict=True)]
     absorbed = RowSums(
@@ -214,7 +215,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
             others.append(jnp.where(is_target, NEG_INF, u))
             at += piece.shape[1]
         others, sums = _apart(spec, (others, sums))
-        return _apart(spec, _absorb(sums, others, factor(transform), beside))
+        return _apart(spec, _absorb(sums, others, factor(transform), beside, functools.partial(_apart, spec)))
 
     def with_direction(width: int, masked: bool) -> None:
         if masked:
