@@ -69,6 +69,7 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import (
     LANES,
     SUBLANES,
+    TURN,
     Part,
     Spec,
     blocks_of,
@@ -245,7 +246,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
             write(rows, sums)
 
         unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
-        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], unit, rows_of)
+        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], unit, rows_of, TURN)
 
     def keep(e: Array, rows: Any, block: slice) -> None:
         if spec.layout == "vh":
@@ -282,7 +283,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
                 pending[rows, place] = piece
             write(rows, sums)
 
-        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], SUBLANES, rows_of)
+        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], SUBLANES, rows_of, TURN)
 
     def put_maxima(rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
         top = times(factor(transform_of(rows)), sums.maximum)

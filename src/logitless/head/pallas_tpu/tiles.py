@@ -53,6 +53,9 @@ LEAST = 256
 """Rows of a part, at least: as many as the matrix unit of a v6e is wide."""
 WORK = 1 << 32
 """Multiplications of a part, at least."""
+TURN = 512
+"""Rows of a part of the forward sweep, about at most: it holds logits of two blocks, and 1024 rows of them may leave the
+compiler no VMEM for its registers (seen at a hidden size of 2304)."""
 BLOCK = 1024
 """Columns of a vocabulary tile whose exponentials are relative to one maximum in the forward sweep."""
 PIECE = 256
@@ -247,9 +250,11 @@ def parts_of(rows: int, unit: int, least: int) -> int:
     return next(n for n in range(max(rows // least, 1), 0, -1) if n == 1 or rows % (n * unit) == 0)
 
 
-def over_parts(rows: int, work: int, unit: int, body: Callable[[Part], None]) -> None:
-    """``body`` for each part of ``rows``, of ``work`` multiplications each; a part is of whole ``unit``, or all."""
-    _loop(rows, parts_of(rows, unit, max(LEAST, -(-WORK // work))), body)
+def over_parts(rows: int, work: int, unit: int, body: Callable[[Part], None], most: int | None = None) -> None:
+    """``body`` for each part of ``rows``, of ``work`` multiplications each; a part is of whole ``unit``, or all, and
+    has hardly more rows than ``most``."""
+    least = max(LEAST, -(-WORK // work))
+    _loop(rows, parts_of(rows, unit, least if most is None else min(least, most)), body)
 
 
 def fill_rows(ref: Any, value: Callable[[Part], Any]) -> None:
