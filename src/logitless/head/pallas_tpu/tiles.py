@@ -54,8 +54,8 @@ LEAST = 256
 WORK = 1 << 32
 """Multiplications of a part, at least."""
 TURN = 512
-"""Rows of a part of the forward sweep, about at most: it holds logits of two blocks, and 1024 rows of them may leave the
-compiler no VMEM for its registers (seen at a hidden size of 2304)."""
+"""Rows of a part of the forward sweep, about at most: it holds logits of two blocks, and 1024 rows of them may leave
+the compiler no VMEM for its registers (seen at a hidden size of 2304)."""
 BLOCK = 1024
 """Columns of a vocabulary tile whose exponentials are relative to one maximum in the forward sweep."""
 PIECE = 256
