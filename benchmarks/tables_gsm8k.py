@@ -5,7 +5,10 @@ Nothing is written while that file is not there, and nothing into a page without
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ from logitless.bench.charts import Lines, Series, to_svg
 from logitless.bench.report_charts import own_tone
 from logitless.train.ab_text import verdict
 from logitless.train.compare import agreements
+from logitless.train.config import load
 
 FILE = "train_gsm8k_learn.json"
 BEGIN, END = f"<!-- from {FILE}: begin -->\n", f"<!-- from {FILE}: end -->\n"
+SHIPPED = ROOT / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
 PAGE, PLOTS = ROOT / "docs" / "training.md", ROOT / "docs" / "plots"
 BLOCK = 5
 """Steps that a point of the curves is the mean of."""
@@ -114,6 +119,24 @@ def _setting(result: Record) -> str:
     )
 
 
+def unlike_shipped(result: Record) -> list[str]:
+    """``key=value`` of what the recorded run had set otherwise than the configuration that is shipped now; where
+    weights, data and runs lie is for every machine to say. A key that came later had its default."""
+
+    def leaves(tree: Record, before: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict) and value:
+                yield from leaves(value, f"{before}{key}.")
+            else:
+                yield before + key, value
+
+    shipped, default = (dict(leaves(dataclasses.asdict(load(path)))) for path in (SHIPPED, None))
+    had = {**default, **dict(leaves(result["config"]))}
+    elsewhere = ("run_dir", "model.weights", "data.path")
+    changed = {key: had[key] for key in shipped if key in had and had[key] != shipped[key] and key not in elsewhere}
+    return [f"{key}={json.dumps(value)}" for key, value in changed.items()]
+
+
 def section(result: Record, plots_at: str) -> str:
     """Setting, curves, table and verdict, with images at ``plots_at``."""
     images = [f"![{name.removesuffix('.svg')}]({plots_at}/{name})" for name in plots(result)]
@@ -153,12 +176,13 @@ def benchmark_tables() -> list[str]:
     result = read(FILE)
     if result is None:
         return []
+    command = "    python benchmarks/train_gsm8k.py learn --out benchmarks/results --work runs/gsm8k --resume"
     return [
         "## Training, Qwen2.5-1.5B on GSM8K",
         "",
         f"`benchmarks/results/{FILE}`. {_setting(result)}",
         "",
-        "    python benchmarks/train_gsm8k.py learn --out benchmarks/results --work runs/gsm8k --resume",
+        " ".join([command, *unlike_shipped(result)]),
         "",
         *table(result),
         "",
@@ -187,10 +211,13 @@ def _update() -> list[str]:
     ]  # fmt: skip
 
 
-_SIZES = (
-    "    python benchmarks/train_gsm8k.py sizes --out benchmarks/results --memory BYTES",
-    "    python benchmarks/train_gsm8k.py largest --out benchmarks/results --what context --arm dense",
-)
+SIZES = {
+    ("dense", "context"): "--start 5632",
+    ("fused", "context"): "--between 32448 32448",
+    ("dense", "batch"): "--between 160 168",
+    ("fused", "batch"): "--between 672 712",
+}
+"""Arm and what was enlarged, with the sizes that its bisection began from."""
 
 
 def _memory() -> list[str]:
@@ -199,7 +226,7 @@ def _memory() -> list[str]:
     if peak is None or found is None:
         return []
     c = peak["config"]["train"]
-    out = [
+    return [
         f"What the allocator held at most in three steps of each arm (random weights of the same shapes, with a tied "
         f"head; packed micro-batches of {c['microbatch']} x {c['pack_length']:,} tokens; aimed at 0.75 of dense):",
         "",
@@ -212,24 +239,47 @@ def _memory() -> list[str]:
         "",
         "    python benchmarks/train_gsm8k.py peak --out benchmarks/results",
         "",
-        "The largest sizes without packing and micro-batches, one gradient of all rows: by the compiler's plan of two "
-        f"sizes each and a straight line to {found['limit_bytes'] / 2**30:.1f} GiB, the most that a run has held; "
-        "in brackets what runs of two steps found, by bisection.",
-        "",
-        "| | dense | fused |",
-        "|---|---|---|",
+        *_largest(found),
     ]
-    for what, text in (("context", "completion tokens of 16 rows"), ("batch", "rows of 512 completion tokens")):
-        cells = []
-        for arm in ("dense", "fused"):
-            row, run = found["sizes"][f"{arm} {what}"], read(f"train_gsm8k_largest_{arm}_{what}.json")
-            tried = f" ({run['fits']:,} ran, {run['fails']:,} did not fit)" if run else ""
-            full = ""
-            if row["by_plan"] >= row["fits"] + 128:
-                full = f", the model's last position ({row['by_plan']:,} by memory)"
-            cells.append(f"{row['fits']:,}{full}{tried}")
-        out.append(f"| {text} | {' | '.join(cells)} |")
-    return [*out, "", *_SIZES, ""]
+
+
+def _largest(found: Record) -> list[str]:
+    """The largest batch and context of both arms: by plan, and by the runs that there are."""
+    limit = f"{found['limit_bytes'] / 2**30:.1f} GiB"
+    out = [
+        "The largest sizes without packing and micro-batches, one gradient of all rows. *By plan*: the compiler's plan "
+        f"of two sizes each and a straight line to {limit}, the peak of the longest dense context. *Ran*: found "
+        "by bisection, until the next size is 8 rows, 128 tokens or a sixteenth away; each size is two steps of the "
+        "arm with random weights, in a process of its own that may take 95 % of the device.",
+        "",
+        "| | by plan | ran | its peak, GiB | did not fit |",
+        "|---|---|---|---|---|",
+    ]
+    units = {"context": "completion tokens of 16 rows", "batch": "rows of 512 completion tokens"}
+    said, ran = [], {}
+    for arm, what in SIZES:
+        row, run = found["sizes"][f"{arm} {what}"], read(f"train_gsm8k_largest_{arm}_{what}.json")
+        planned = f"{row['fits']:,}"
+        if row["by_plan"] >= row["fits"] + 128:
+            planned += f", the model's last position ({row['by_plan']:,} by memory)"
+        cells = ["", "", ""]
+        if run:
+            ran[arm, what] = run["fits"]
+            peak = next(t["peak_bytes"] for t in run["tried"] if t["size"] == run["fits"])
+            too_large = f"{run['fails']:,}" if run["fails"] else "the model ends there"
+            cells = [f"{run['fits']:,}", f"{peak / 2**30:.1f}", too_large]
+            if row["fits"] > run["fits"]:
+                said.append(f"{row['fits']:,} {units[what]} ({arm}) fit by plan and did not run.")
+        out.append(f"| {arm}, {units[what]} | {planned} | {' | '.join(cells)} |")
+    if len(ran) == len(SIZES):
+        context, batch = (ran["fused", what] / ran["dense", what] for what in units)
+        said.append(f"The fused loss has room for {context:.1f} times the context and {batch:.1f} times the batch.")
+    commands = [
+        f"    python benchmarks/train_gsm8k.py largest --out benchmarks/results --what {what} --arm {arm} {begin}"
+        for (arm, what), begin in SIZES.items()
+    ]
+    sizes = f"    python benchmarks/train_gsm8k.py sizes --out benchmarks/results --memory {found['limit_bytes']}"
+    return [*out, "", *([" ".join(said), ""] if said else []), sizes, *commands, ""]
 
 
 def _start_up() -> list[str]:

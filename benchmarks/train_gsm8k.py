@@ -346,7 +346,7 @@ def largest_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         size = min(size, last or size)  # where that fits, nothing fails
         if size <= low:
             break
-    say(f"{args.arm}: {args.what} {low} fits, {high} does not")
+    say(f"{args.arm}: {args.what} {low} fits, {f'{high} does not' if high else 'and the model has no room for more'}")
     result = {
         "kind": "train_largest", "arm": args.arm, "what": args.what, "fits": low, "fails": high, "tried": tried,
         "environment": timing.environment(),

@@ -165,6 +165,8 @@ def test_training_memory_is_no_benchmark(tmp_path: Path) -> None:
         "largest": dict(kind="train_largest", arm="dense", what="context", fits=5376, fails=5632, environment=where,
                         tried=[dict(size=5632, fits=False, error="out of memory"),
                                dict(size=5376, fits=True, peak_bytes=119 * gib)]),
+        "last": dict(kind="train_largest", arm="fused", what="context", fits=32448, fails=0, environment=where,
+                     tried=[dict(size=32448, fits=True, peak_bytes=122 * gib)]),
     }  # fmt: skip
     for name, record in found.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
@@ -176,6 +178,8 @@ def test_training_memory_is_no_benchmark(tmp_path: Path) -> None:
     assert "<td>dense context</td><td>5,376</td><td>5,400</td><td>1,536: 48.0 GiB, 2,560: 72.0 GiB</td>" in text
     tried = "<tr><td>5,376</td><td>yes</td><td>119.0</td><td></td></tr>"
     assert f"{tried}<tr><td>5,632</td><td>no</td><td></td><td>out of memory</td></tr>" in text
+    assert "of dense that ran on chip: 5,376; 5,632 did not fit" in text
+    assert "of fused that ran on chip: 32,448; the model has no room for more" in text
 
 
 def test_records_of_other_scripts_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from logitless.train import compare
 from logitless.train.config import load
 from logitless.train.records import run_numbers
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
@@ -101,6 +102,17 @@ def test_pages_and_curves_hold_what_the_record_says(tables: ModuleType, record: 
     assert len({s.tone for s in chart.series}) == 3
 
 
+def test_the_command_names_what_was_set_otherwise_than_shipped(tables: ModuleType, record: dict[str, Any]) -> None:
+    shipped = dataclasses.asdict(load(tables.SHIPPED))
+    assert tables.unlike_shipped({"config": {**shipped, "run_dir": "elsewhere"}}) == []
+    train = {key: value for key, value in shipped["train"].items() if key != "microbatch_tail"} | {"microbatch": 8}
+    config = {**shipped, "train": train, "ab": {**shipped["ab"], "replay": False}}
+    said = ["train.microbatch=8", "train.microbatch_tail=0", "ab.replay=false"]
+    assert tables.unlike_shipped({"config": config}) == said
+    (tables.PLOTS / tables.FILE).write_text(json.dumps({**record, "config": config}))
+    assert any(line.endswith(" --resume " + " ".join(said)) for line in tables.benchmark_tables())
+
+
 def test_the_report_has_the_control_too(tables: ModuleType, record: dict[str, Any]) -> None:
     (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
     report.write([tables.PLOTS / tables.FILE], tables.PLOTS / "page.html", plots=tables.PLOTS / "plots")
@@ -111,3 +123,55 @@ def test_the_report_has_the_control_too(tables: ModuleType, record: dict[str, An
 
 def test_a_page_without_marks_stays_as_it_is(tables: ModuleType) -> None:
     assert tables.filled("nothing here\n", "content") == "nothing here\n"
+
+
+def largest(arm: str, what: str) -> dict[str, Any]:
+    return json.loads((BENCHMARKS / "results" / f"train_gsm8k_largest_{arm}_{what}.json").read_text())
+
+
+@pytest.mark.parametrize("what", ["context", "batch"])
+@pytest.mark.parametrize("arm", ["dense", "fused"])
+def test_a_recorded_bisection_is_what_its_runs_say(arm: str, what: str) -> None:
+    found = largest(arm, what)
+    assert (found["arm"], found["what"]) == (arm, what)
+    ran = {row["size"]: row for row in found["tried"] if row["fits"]}
+    too_large = [row["size"] for row in found["tried"] if not row["fits"]]
+    assert found["fits"] == max(ran) and found["fails"] == min(too_large, default=0)
+    for row in found["tried"]:
+        assert row["ran"] == row["fits"] and ("RESOURCE_EXHAUSTED" in row.get("error", "")) != row["ran"], row
+        assert (row["rows"], row["tokens"]) == ((16, row["size"]) if what == "context" else (row["size"], 512))
+    unit = 8 if what == "batch" else 128
+    if found["fails"]:
+        assert 0 < found["fails"] - found["fits"] <= max(unit, found["fits"] // 16), "not yet halved far enough"
+    else:
+        assert (arm, what, found["fits"]) == ("fused", "context", 32768 - 320), "only the model's last position ends it"
+
+
+def test_the_fused_loss_has_room_for_more_and_the_pages_say_how_much() -> None:
+    fits = {(arm, what): largest(arm, what)["fits"] for arm in ("dense", "fused") for what in ("context", "batch")}
+    assert fits["fused", "context"] >= 6 * fits["dense", "context"]
+    assert fits["fused", "batch"] >= 4 * fits["dense", "batch"]
+    sizes = json.loads((BENCHMARKS / "results" / "train_gsm8k_sizes.json").read_text())
+    dense = largest("dense", "context")
+    assert sizes["limit_bytes"] == dense["tried"][-1]["peak_bytes"], "what docs/benchmarks.md calls its peak"
+    for page in ("README.md", "docs/training.md", "docs/benchmarks.md"):
+        text = (ROOT / page).read_text()
+        assert all(f"{size:,}" in text for size in fits.values()), page
+
+
+def test_sizes_stand_beside_those_of_the_plan(tables: ModuleType) -> None:
+    planned = {f"{arm} {what}": {"fits": 160, "by_plan": 161} for arm, what in tables.SIZES}
+    planned["fused context"] = {"fits": 1000, "by_plan": 1500}
+    found = {"limit_bytes": 2**30, "sizes": planned}
+    assert "| dense, rows of 512 completion tokens | 160 |  |  |  |" in tables._largest(found), "no run as yet"
+    for arm, what in tables.SIZES:
+        fits, fails = {"dense": (152, 160), "fused": (1000, 0)}[arm]
+        tried = [{"size": 160}, {"size": fits, "peak_bytes": 3 * 2**29}]
+        run = {"fits": fits, "fails": fails, "tried": tried}
+        (tables.PLOTS / f"train_gsm8k_largest_{arm}_{what}.json").write_text(json.dumps(run))
+    text = "\n".join(tables._largest(found))
+    assert "| dense, rows of 512 completion tokens | 160 | 152 | 1.5 | 160 |" in text
+    last = "1,000, the model's last position (1,500 by memory) | 1,000 | 1.5 | the model ends there |"
+    assert f"| fused, completion tokens of 16 rows | {last}" in text
+    assert "160 rows of 512 completion tokens (dense) fit by plan and did not run." in text
+    assert "room for 6.6 times the context and 6.6 times the batch" in text

@@ -121,7 +121,8 @@ def memory(records: list[Record]) -> Section:
                 (cell(t["size"]), "yes" if t["fits"] else "no", _gib(t.get("peak_bytes")), t.get("error", ""))
                 for t in sorted(r["tried"], key=lambda t: t["size"])
             ]
-            title = f"Largest {r['what']} of {r['arm']} that ran on {where}: {r['fits']:,}; {r['fails']:,} did not fit"
+            end = f"{r['fails']:,} did not fit" if r["fails"] else "the model has no room for more"
+            title = f"Largest {r['what']} of {r['arm']} that ran on {where}: {r['fits']:,}; {end}"
             s.tables.append(Table(title, (r["what"], "fits", "peak, GiB", "error"), tuple(rows)))
     return s
 
