@@ -73,6 +73,16 @@ def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int,
     return step(whole * tile, width % tile, carry) if width % tile else carry
 
 
+def in_parts(make: Callable[[Any, int, Array], Array], size: int, out: Array) -> Array:
+    """``out [N, ...]`` with its rows made ``size`` at a time, the last ones fewer: ``make(first, count, so_far)
+    [count, ...]``, of anything that ``so_far`` still holds in their place."""
+
+    def put(first: Any, count: int, so_far: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(so_far, make(first, count, so_far), first, 0)
+
+    return over_columns(out.shape[0], size, put, out)
+
+
 def columns(x: Array, start: Array | int, size: int) -> Array:
     """A slice of the last dimension."""
     return x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 1)

@@ -8,7 +8,6 @@ one of dH at the end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import Problem
+from logitless.rows import in_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +62,6 @@ def some(tree: Any, begin: Array | int, size: int) -> Any:
     return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
 
 
-def in_parts(make: Callable[[Any, int], Array], size: int, out: Array) -> Array:
-    """``out`` with its rows made ``size`` at a time: ``make(first, count) [count, ...]``."""
-    n = out.shape[0]
-
-    def put(first: Any, count: int, so_far: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(so_far, make(first, count), first, 0)
-
-    out = lax.fori_loop(0, n // size, lambda i, so_far: put(i * size, size, so_far), out)
-    return put(n - n % size, n % size, out) if n % size else out
-
-
 def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> Ordered:
     """Tokens where ``first [N]`` is true, then the other live ones, then the dead; filled up to whole visits of
     ``visit`` tokens. Hidden states are gathered ``part`` at a time: a gather of all of them goes to a TPU's sparse
@@ -87,7 +76,7 @@ def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> O
     # Not before the order is known: an array of zeros would be there from the program's start.
     order, nothing = lax.optimization_barrier((order, jnp.zeros((), p.h.dtype)))
 
-    def hidden(begin: Any, count: int) -> Array:
+    def hidden(begin: Any, count: int, _: Array | None = None) -> Array:
         rows = p.h.at[lax.dynamic_slice_in_dim(order, begin, count)].get(mode="promise_in_bounds")
         return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)
 

@@ -30,7 +30,6 @@ Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tile
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepa
 from logitless.head.pallas_tpu.tiles import Tiles, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import Front
+from logitless.rows import Front, in_parts
 from logitless.stats import (
     RowSums,
     StatCotangents,
@@ -175,13 +174,7 @@ class Terms:
             d = (scale * cut(self.own)[:, None]) * w - (scale * cut(self.others)[:, None]) * e
             return jnp.where(scale != 0, d, 0.0).astype(dtype)
 
-        if size == n:
-            return made(0, n, out)
-
-        def part(first: Any, count: int, so_far: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(so_far, made(first, count, so_far), first, 0)
-
-        return _by_parts(n, size, part, out)
+        return made(0, n, out) if size == n else in_parts(made, size, out)
 
 
 def in_order(f: Front, p: Problem) -> Problem:
@@ -196,20 +189,13 @@ def in_order(f: Front, p: Problem) -> Problem:
         # Not before the order is known: an array of zeros would be there from the program's start.
         ordered, nothing = lax.optimization_barrier((order, jnp.zeros((), x.dtype)))
 
-        def part(first: Any, count: int, so_far: Array) -> Array:
+        def part(first: Any, count: int, _: Array) -> Array:
             some = lax.dynamic_slice_in_dim(ordered, first, count)
-            rows = x.at[some].get(mode="promise_in_bounds", unique_indices=True)
-            return lax.dynamic_update_slice_in_dim(so_far, rows, first, 0)
+            return x.at[some].get(mode="promise_in_bounds", unique_indices=True)
 
-        return _by_parts(n, PART, part, jnp.broadcast_to(nothing, x.shape))
+        return in_parts(part, PART, jnp.broadcast_to(nothing, x.shape))
 
     return dataclasses.replace(p, live=None).rows(take)
-
-
-def _by_parts(n: int, size: int, part: Callable[[Any, int, Array], Array], out: Array) -> Array:
-    """``part(first, count, out)`` in turn for parts of ``n`` rows, the last one shorter."""
-    out = lax.fori_loop(0, n // size, lambda i, x: part(i * size, size, x), out)
-    return part(n - n % size, n % size, out) if n % size else out
 
 
 def factors_of(

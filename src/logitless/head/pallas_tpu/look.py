@@ -21,7 +21,7 @@ from logitless import rows
 from logitless.head.columns import Rule
 from logitless.head.expected import expected_lse, target_logits
 from logitless.head.linear import raw_logits
-from logitless.head.order import in_parts, some
+from logitless.head.order import some
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.sparse_columns import (
     MASS_ERROR,
@@ -34,7 +34,7 @@ from logitless.head.pallas_tpu.sparse_columns import (
 from logitless.head.pallas_tpu.tiles import LANES
 from logitless.head.slabs import misses
 from logitless.problem import Head, Problem
-from logitless.rows import swept_columns
+from logitless.rows import in_parts, swept_columns
 from logitless.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
 from logitless.transform import factor, times
 
@@ -130,10 +130,10 @@ def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
     """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count. The
     targets' rows of the head are gathered ``kernels.PART`` at a time."""
 
-    def guess(first: Array, count: int) -> Array:
+    def guess(first: Array, count: int, _: Array) -> Array:
         return expected_lse(some(p, first, count), some(before, first, count))
 
-    floor = in_parts(guess, min(kernels.PART, p.n), jnp.zeros((p.n,), jnp.float32))
+    floor = in_parts(guess, kernels.PART, jnp.zeros((p.n,), jnp.float32))
     return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (floor < jnp.inf), floor, jnp.inf)
 
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits
-from logitless.head.order import Ordered, in_parts
+from logitless.head.order import Ordered
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
@@ -32,7 +32,7 @@ from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import probabilities
+from logitless.rows import in_parts, probabilities
 
 CHUNK = 2048
 """Tokens of a backward step, at most."""
@@ -202,12 +202,12 @@ def _with_hard_rows(
     scale, c = f.put_back(mean), mean_row(rule, p)
     dtype = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
 
-    def made(first: Array, count: int) -> Array:
+    def made(first: Array, count: int, _: Array) -> Array:
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
         return (dh.at[at].get(mode="promise_in_bounds") + by[:, None] * c).astype(dtype)
 
     place = q.h if dtype == p.h.dtype and size == f.given.n else jnp.zeros((f.given.n, p.h.shape[1]), dtype)
-    return Gradients(in_parts(made, min(kernels.PART, f.given.n), place), head)
+    return Gradients(in_parts(made, kernels.PART, place), head)
 
 
 def group_of(p: Problem) -> int:
