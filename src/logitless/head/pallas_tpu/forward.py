@@ -52,7 +52,7 @@ from logitless.head.pallas_tpu.operands import (
     FLOOR,
     LOG_ZERO,
     ROWS,
-    TARGET,
+    TARGET_COLUMN,
     TEMPERATURE,
     Launch,
     Operands,
@@ -205,7 +205,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
         """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
         count."""
         transform, others, at = transform_of(rows), [], 0
-        target = number(rows, TARGET).astype(jnp.int32) - (j * vocab + first)
+        target = number(rows, TARGET_COLUMN).astype(jnp.int32) - (j * vocab + first)
         for piece in x:
             column, u = column_ids(piece), swept(piece, transform)
             if limit is not None:

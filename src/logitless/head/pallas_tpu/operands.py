@@ -153,7 +153,7 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
     return Launch(spec, operands, count)
 
 
-TARGET, TEMPERATURE, FLOOR = range(3)
+TARGET_COLUMN, TEMPERATURE, FLOOR = range(3)
 """What the forward sweep knows of a token: rows of ``Operands.token``."""
 
 ROWS = 8
