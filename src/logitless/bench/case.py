@@ -12,7 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from logitless import registry
 from logitless.bench import states
 from logitless.tools.baselines import HEAD_BASELINES, LOGITS_BASELINES
 from logitless.tools.config import ConfigError, check_common, sparse_backward_of
@@ -97,6 +96,8 @@ class Arm:
 
 def check(c: BenchConfig) -> None:
     """Refuse by name what cannot be run."""
+    from logitless import registry  # not above: another tree's worker has this file, too, and may have no registry
+
     check_common(c.seed, c.wandb_mode)
     if c.level not in BASELINES:
         raise ConfigError(f"level: {c.level!r}, expected logits or head")
