@@ -48,8 +48,8 @@ def test_runs_records_and_compares(
 
 
 def test_two_trees_in_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another tree's library runs in the other tree's arm and nowhere else: there the loss is 7 too large. That tree may
-    be older than the registry of backends."""
+    """Another tree's library runs in the other tree's arm and nowhere else: there the loss is 7 too large. That
+    tree may be older than the registry of backends."""
     package = tmp_path / "other" / "src" / "logitless"
     shutil.copytree(Path(logitless.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "bench"))
     (package / "registry.py").rename(package / "table.py")
