@@ -178,7 +178,8 @@ def linear_logprobs(
         for every token: those that would leave out more go through all columns, and so does everything where that is
         cheaper (docs/sparse-backward.md).
       chunk_size: tokens per chunk; ``None`` lets the library choose.
-      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. The TPU kernels
+      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. Hopper's sparse
+        backward has no such logits, and spends them on a policy that is not sparse, by the exact path. The TPU kernels
         have no chunks: there it is what exponentials may take that the forward pass keeps for the gradient of the head,
         a matmul less for each token that fits; with a smaller one, those that fit where that gradient will stand.
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one

@@ -19,9 +19,14 @@ from interpreted import in_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, plan
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
-from logitless.head.mosaic_gpu import at_once, matmul, screen, sparse
-from logitless.head.mosaic_gpu.schedule import Tiles, tiles_for
+from logitless.head.linear import raw_logits
+from logitless.head.mosaic_gpu import at_once, backend, dx, matmul, screen, sparse
+from logitless.head.mosaic_gpu.schedule import Tiles, tile_by_tile, tiles_for
+from logitless.head.slabs import Known, slab_dx
 from logitless.problem import Problem
+from logitless.rows import probabilities as row_probabilities
+from logitless.rows import statistics
+from logitless.stats import StatCotangents
 from logitless.transform import LogitTransform
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem
@@ -61,6 +66,7 @@ def few_blocks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul, "tiles_for", tiles)
+        patch.setattr(dx, "tiles_for", tiles)
         yield
 
 
@@ -107,6 +113,83 @@ def test_it_lowers_for_cuda(in_mesh: bool) -> None:
     with jax.set_mesh(jax.make_mesh((1,), ("data",))) if in_mesh else contextlib.nullcontext():
         lowered = jax.jit(matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+# -- dx without logits -----------------------------------------------------------------------------------------------
+
+
+DX_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one tile": (dict(n=64, h=64, v=64), {}),
+    "ragged": (dict(n=300, h=72, v=333), {}),
+    "temperature": (dict(n=130, h=64, v=200), dict(temperature=np.linspace(0.5, 2, 130, dtype=np.float32))),
+    "[H, V], bias": (dict(n=130, h=128, v=256, layout="hv", bias=True), {}),
+    "bent": (dict(n=130, h=128, v=200, bias=True), dict(temperature=0.7, softcap=5.0, scale=-1.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DX_CASES)
+def test_dx_is_that_of_logits_in_memory(name: str) -> None:
+    """Random cotangents of all three statistics, columns that do not count, rows that do not move (one of which has
+    infinite logits) and one that is NaN; and the mass in the columns that count."""
+    size, numbers = DX_CASES[name]
+    size = {"layout": "vh", "bias": False, **size}
+    n, v, rng = size["n"], size["v"], np.random.default_rng(3)
+    h = jnp.asarray(rng.normal(size=(n, size["h"])), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(v, size["h"])) * 3 / size["h"] ** 0.5, jnp.bfloat16)
+    y = jnp.asarray(rng.integers(0, v, n), jnp.int32)
+    bias = jnp.asarray(rng.normal(size=v), jnp.float32) if size["bias"] else None
+    t = LogitTransform(**{k: jnp.asarray(x, jnp.float32) for k, x in numbers.items()})
+    still, lost = np.arange(n) % 5 == 0, 7
+    h = h.at[0].set(jnp.inf).at[lost].set(jnp.nan)
+    w = w if size["layout"] == "vh" else w.T
+    p = head_problem(h, w, y, layout=size["layout"], bias=bias, transform=t, vocab_size=v, interpret=True)
+    counts = jnp.asarray(rng.random(v) < 0.7)
+
+    @jax.jit
+    def both(p: Problem, g: StatCotangents, counts: Any) -> Any:
+        x = raw_logits(p.h, p.head, jnp.float32)
+        known = Known(statistics(x, p), g)
+        want = jnp.where(counts, slab_dx(x, jnp.arange(v, dtype=jnp.int32), p, known), 0)
+        mass = jnp.where(counts, row_probabilities(x, p, known.stats, jnp.arange(v)[None]), 0).sum(1)
+        target = jnp.where(counts[p.targets], p.targets, -1)
+        rows, mine = dx.row_numbers(p, known), jnp.exp(known.stats.max_logp)
+        got, part = dx._columns_dx(p, rows, p.head, target, counts, tiles=SMALL)
+        return got, part * mine, want, mass
+
+    g = StatCotangents(*(jnp.asarray(np.where(still, 0.0, rng.normal(size=n)), jnp.float32) for _ in range(3)))
+    got, mass, want, kept = (f64(x) for x in both(p, g, counts))
+    assert (got[still] == 0).all() and np.isnan(want[lost]).any()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    sound = ~still & (np.arange(n) != lost)
+    assert np.abs(want[sound]).max() > 0 and (got[:, ~np.asarray(counts)][sound] == 0).all()
+    # One rounding to bfloat16, which may go the other way.
+    np.testing.assert_allclose(got[sound], want[sound], rtol=2.0**-8, atol=1e-5 * np.abs(want[sound]).max())
+    np.testing.assert_allclose(mass[sound], kept[sound], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "v", "layout"), [(1024, 2048, "vh"), (128, 151936, "vh"), (300, 1000, "vh"), (256, 2048, "hv")]
+)
+def test_dx_lowers_for_cuda(n: int, v: int, layout: str) -> None:
+    def shape(dtype: Any, *s: int) -> Any:
+        return jax.ShapeDtypeStruct(s, dtype)
+
+    w = shape(jnp.bfloat16, *((v, 512) if layout == "vh" else (512, v)))
+    y, counts = shape(jnp.int32, n), shape(jnp.bool_, v)
+    p = head_problem(shape(jnp.bfloat16, n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
+    run = jax.jit(lambda p, rows, y, counts: dx._columns_dx(p, rows, p.head, y, counts))
+    lowered = run.trace(p, shape(jnp.float32, 5, n), y, counts).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(64, 26), (64, 34), (16, 20), (1, 594), (4, 594), (3, 2)])
+def test_every_tile_once_and_no_block_idle_for_long(tokens: int, columns: int) -> None:
+    t = tiles_for(tokens * 128, 4096, columns * 256)
+    s = tile_by_tile(t, tokens, columns)
+    done = [(a, b) for a, b, c in zip(s.token.ravel(), s.first.ravel(), s.count.ravel(), strict=True) if c]
+    assert sorted(done) == [(i, j) for i in range(tokens) for j in range(columns)]
+    assert s.token.shape == (t.blocks, -(-tokens * columns // t.blocks))
+    assert (s.last == s.first + 1).all() and (s.slot == s.first).all()
 
 
 # -- the screen ------------------------------------------------------------------------------------------------------
@@ -257,9 +340,10 @@ def test_hard_rows_beyond_a_few(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert columns < at_once.sizes(p, rule)[-1].columns  # they do go at once
     few = int(hard) // 4
     assert few >= 1
-    monkeypatch.setattr(at_once, "GROUPS", (few, int(hard) + 1 if how == "some" else few + 1))
+    monkeypatch.setattr(at_once, "FEW", few)
+    monkeypatch.setattr(at_once, "SOME", int(hard) + 1 if how == "some" else few + 1)
     monkeypatch.setattr(at_once, "MOST_GROUPS", p.n)  # three of them and a rest
-    if how != "more":  # several slabs, the first two of which overlap
+    if how == "more, in slabs":  # several slabs, the first two of which overlap
         monkeypatch.setattr(at_once, "_SLAB", 640 * max(2 * WIDTH, 4 * (int(hard) + 1)))
         assert VOCAB % 640 and VOCAB > 1280
     gives_nan("_in_halves", monkeypatch)
@@ -285,6 +369,46 @@ def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome("clip", "calibrated")  # as it is
     monkeypatch.setattr(at_once, "sizes", lambda p, rule: (at_once.Size(p.n, 8),))
     gradients_again("calibrated", chunk_size=CHUNK)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_flat_policy_is_seen_before_the_forward_matmul(known: bool) -> None:
+    for name, seen in (("flat", True), ("calibrated", False), ("collapsed", False)):
+        case = CASES[name](jnp.bfloat16)
+        p, s = flattened(case), guesses(case)[1]
+        rows = jnp.arange(p.n) % 4 != 1
+        before = jnp.asarray(s.logp, jnp.float32) if known else None
+        assert bool(jax.jit(screen.looks_flat)(p, rows, before)) is seen, name
+
+
+def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = dict(memory_budget=CHUNK * VOCAB * 8)
+    gives_nan("gradients", monkeypatch)
+    case, rest, *_ = outcome("clip", "flat")
+
+    def loss(h: Any, w: Any) -> Any:
+        where = dict(SCREENED, sparse_backward=TOLERANCE, **room)
+        return linear_grpo_loss(h, w, jnp.asarray(case.targets), objective=OBJECTIVES["clip"], **where, **rest)
+
+    (_, metrics), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*case.parameters())
+    values = {k: float(v) for k, v in metric_values(metrics).items()}
+    assert values["dense_chunks"] == values["backward_columns"] == 1 and values["left_out_mass_max"] == 0
+    for a, b in zip(grads, outcome("clip", "flat")[3], strict=True):
+        assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-8 * np.linalg.norm(f64(b))
+    e = explain(linear_grpo_loss, *case.parameters(), case.targets, sparse_backward="auto", **room, **SCREENED, **rest)
+    assert "exact path" in e.way and e.tiles["chunk_if_flat"] == CHUNK
+
+
+def test_with_room_for_logits_a_sparse_policy_stays_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome("clip", "calibrated")  # as it is
+    way = backend.MosaicGpu.gradients_in_forward
+
+    def spoilt(*args: Any) -> Any:
+        out, report, total = way(*args)
+        return out, report, jax.tree.map(lambda x: x * jnp.nan, total)
+
+    monkeypatch.setattr(backend.MosaicGpu, "gradients_in_forward", spoilt)
+    gradients_again("calibrated", memory_budget=CHUNK * VOCAB * 8)
 
 
 def test_what_it_reports_is_true() -> None:

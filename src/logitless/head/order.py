@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import Problem
-from logitless.rows import in_parts
+from logitless.rows import Visit, in_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Ordered:
         n = self.given.n
         place = jnp.zeros((n,), jnp.int32).at[self.order[:n]].set(jnp.arange(n, dtype=jnp.int32))
         return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
+
+    def in_call(self, visit: Visit) -> Visit:
+        """A visit to tokens of this order, in that of the call."""
+        read = self.order.at[visit.read].get(mode="promise_in_bounds")
+        return Visit(read, jnp.where(visit.inside(self.p.n), read, self.given.n))
 
     def hidden_of(self, rows: Array) -> Array:
         """``[R, H]`` of the positions ``rows [R]``, from the call's own: those of ``p`` need not stand in memory."""

@@ -6,7 +6,8 @@ through all columns, b is the number of gradients. In matmuls for each live toke
     grad in forward        1 + b s + (1 + b) r          statistics and columns from logits that are in memory
     by recompute           1 + (1 + b) s + (1 + b) r    logits of the active columns are made again
     a vocabulary's shard   2 + (1 + b) s + (1 + b) r    the columns need all shards' statistics first: a second sweep
-    Hopper's screen        1 + (1 + b) s + (1 + b) r    no logits in memory; s more if cotangents are late
+    Hopper's screen        1 + (1 + b) s + (1 + b) r    no logits in memory; s more if cotangents are late; with a
+                                                        memory budget, dense where a policy is flat
     TPU kernels            1 + (1 + b) s + 2 b r        one set of columns for all tokens; s more if cotangents are late
     dense                  as without it                too many columns or hard rows: the rule of head/columns.py
 
@@ -103,7 +104,7 @@ def way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
     if route.backend == KERNELS["tpu"]:
         own = _tpu_way(w, shares, columns, exact, route, shard)
     elif "visit" in route.tiles:
-        own = _screened_way(w, shares, columns, route)
+        own = _screened_way(w, shares, columns, exact, route)
     else:
         own = _chunked_way(w, shares, columns, exact, route, shard)
     tiles = {**exact.tiles, "slab": slab, "backward_columns": round(columns / w.vocab, 4)}  # the metric: 1 is dense
@@ -142,11 +143,7 @@ def _chunked_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route
     )
 
 
-_LOGITS_BLOCK = 64 << 20
-"""Float32 logits that stand at a time (``head/mosaic_gpu/at_once.py``)."""
-
-
-def _screened_way(w: Work, shares: Shares, columns: int, route: Route) -> Way:
+def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route) -> Way:
     """By Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
@@ -158,11 +155,15 @@ def _screened_way(w: Work, shares: Shares, columns: int, route: Route) -> Way:
     steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
     temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
     if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
-        part = w.rows + route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
-        hard = group // 2 if w.tokens > visit else group  # they grow with the visits
-        half = w.rows // 2 + dh // 2 + hard * w.vocab * (4 + w.item) + _SCREEN_SUMS
-        steps = route.tiles["first_group"] * w.vocab * w.item, _LOGITS_BLOCK - w.rows * w.wants_hidden
-        temporaries[1:] = [part + max(steps), half]
+        part = route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
+        # Their dx, their h, and their dH in float32.
+        hard = route.tiles["hard_at_once"] * (w.vocab * w.item + (4 + w.item) * w.width) + GEMM_WORKSPACE
+        half = w.rows // 2 + dh // 2 + group * w.vocab * w.item + _SCREEN_SUMS
+        temporaries[1:] = [part + w.rows * (1 + w.wants_hidden), part + hard, half]
+    if "chunk_if_flat" in route.tiles:
+        temporaries.append(exact.temporaries)
+    if columns == w.vocab and "chunk_if_flat" in route.tiles:
+        return dataclasses.replace(exact, temporaries=max(temporaries))
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
         return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries))

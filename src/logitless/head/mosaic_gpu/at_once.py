@@ -3,13 +3,14 @@
 Where the active columns and the tokens that have a gradient fit one of a few static sizes, dx of all of them stands in
 memory (16 bits each, in the place of dW, which is not written yet):
 
-    dx      logits of the K columns again, the mass that each row keeps, dx                  M K / V
+    dx      by one matmul that writes no logits (``dx.py``), with the mass that each row keeps        M K / V
     dH      one matmul, with a last column for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
-    hard    now known: through all columns. Their dW in the other columns is *written*, not added to zeros
+    hard    now known: through all columns, by the same three. Their dW in the other columns is *written*, not added
+            to zeros
                 few     at once
-                some    by slabs of the vocabulary
-                more    by slabs, a group at a time; dH before dW, with logits made twice
+                some    at once, too; the memory that their dx takes is the largest here
+                more    by slabs of the vocabulary, a group at a time; dH before dW, with logits made twice
     dW      dW_K in its place
 
 What does not fit (more columns, or mostly rows that choose none) goes by slabs of columns (``sparse.py``), half of the
@@ -17,54 +18,48 @@ tokens at a time. The host is asked four times in a call, where a loop over slab
 at its end, since it then could not prepare what follows before all of this is done.
 
     bytes   at T = 8192, H = 4096, V = 151936: first the screen's bits and h in order (148 + 64 MiB); then h, the
-            gathered columns of the head and a block of logits (64 + 80 + 64); then dH, dW_K and a group's dx
-            (64 + 80 + 74). What a conditional is given stays to its end: so dH is none of its operands (a loop adds to
-            it in place), and h is gathered from the call's own, where it is needed
+            gathered columns of the head and dH (64 + 68 + 64); then dW_K and the dx of some hard rows (68 + 148). What
+            a conditional is given stays to its end: so dH is none of its operands (a loop adds to it in place) and is
+            in the order of the call by then, where it leaves; and h is gathered from the call's own, where it is needed
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.head import columns as columns_of
-from logitless.head.columns import Rule
+from logitless.head.columns import Columns, Rule
 from logitless.head.linear import add_dhead, dot, raw_logits, zero_grads
+from logitless.head.mosaic_gpu.dx import columns_dx
+from logitless.head.mosaic_gpu.screen import MOST_APART
 from logitless.head.order import Ordered, some
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Visit, live_sweep, probabilities
+from logitless.rows import Visit, live_sweep
 
-FEW_TOKENS = (5,)
-"""Slabs of columns that a quarter of the tokens may take at once."""
+FEW_TOKENS = (20,)
+"""Quarters of a slab of columns that a quarter of the tokens may take at once."""
 
-ALL_TOKENS = (7, 11)
+ALL_TOKENS = (26, 44)
 """And all of them; fewer where their part of the head would take more than :data:`PART` bytes."""
 
-PART = 80 << 20
+PART = 68 << 20
 
-GROUPS = (104, 512)
-"""Few and some hard rows. The few go through all columns at once: so many cost no more than reading the head does."""
+FEW, SOME = 128, 512
+"""Hard rows of 8192 tokens, few of which cost no more than reading the head does."""
 
 MOST_GROUPS = 8
 """Of more hard rows: each rounds what it adds to dW outside the active columns."""
 
-_MOST_APART = 5 / 8
-"""Of the tokens, that choose no columns. Each is a hard row and costs four matmuls, by slabs three, but all rows do."""
-
 _SLAB = 16 << 20
 """Bytes of the head, or of a group's logits, that a slab of the vocabulary has. XLA copies it, and dW's, too."""
-
-_LOGITS = 64 << 20
-"""Bytes of float32 logits at a time. One buffer, the largest, may stand where dW will: that is for dx."""
-
-_LEAST_ROWS = 128
 
 BySlabs = Callable[[Ordered, Known, HeadGrads], tuple[Gradients, Array]]
 """``(some tokens, what is known of them, the head's gradients of others) -> (gradients, mass left out)``."""
@@ -83,18 +78,22 @@ class Size:
 
 def sizes(p: Any, rule: Rule) -> tuple[Size, ...]:
     """From the smallest on; none where a quarter of the vocabulary is no such size, or where dW has no room for dx."""
-    width = p.h.shape[1]
-    most = PART // (rule.slab * width * jnp.dtype(p.h.dtype).itemsize)
-    few = () if p.n % 4 else tuple(Size(p.n // 4, min(k, most) * rule.slab) for k in FEW_TOKENS)
-    all_of_them = sorted({Size(p.n, min(k, most) * rule.slab) for k in ALL_TOKENS}, key=lambda s: s.columns)
+    width, quarter = p.h.shape[1], rule.slab // 4
+    most = PART // (quarter * width * jnp.dtype(p.h.dtype).itemsize)
+
+    def columns(quarters: tuple[int, ...]) -> list[int]:
+        return sorted({min(min(k, most) * quarter, rule.most) for k in quarters})
+
+    few = [] if p.n % 4 else [Size(p.n // 4, k) for k in columns(FEW_TOKENS)]
+    all_of_them = [Size(p.n, k) for k in columns(ALL_TOKENS)]
     room = p.head.vocab * width
-    return tuple(s for s in (*few, *all_of_them) if 0 < s.columns <= rule.most and s.tokens * s.columns <= room)
+    return tuple(s for s in (*few, *all_of_them) if s.columns > 0 and s.tokens * s.columns <= room)
 
 
 def groups(p: Any) -> tuple[int, int]:
     """Few and some hard rows."""
-    few, many = (min(g, p.n) for g in GROUPS)
-    return few, many
+    few, some_rows = (min(rows * -(-p.n // 8192), p.n) for rows in (FEW, SOME))
+    return few, some_rows
 
 
 @register
@@ -102,33 +101,32 @@ def groups(p: Any) -> tuple[int, int]:
 class _Columnwise:
     """What the active columns give: gradients, those of the head for the gathered columns, and what rows leave out."""
 
-    hidden: Array | None  # [N, H]
-    part: HeadGrads  # of the largest size's columns
+    hidden: Array | None  # in the order of the call
+    part: HeadGrads
     left_out: Array  # [N] float32
 
 
 def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, by_slabs: BySlabs) -> Any:
-    """``(gradients, mass left out [N])`` in the order of ``f``."""
+    """``(gradients, mass left out [N])``; dH in the order of the call, the mass in that of ``f``."""
     c, held = found.columns, sizes(f.p, rule)
     fits = jnp.stack([s.holds(f.count, c.count) for s in held])
-    mostly_flat = found.apart > _MOST_APART * f.count
+    at_once = jnp.any(fits) & ~c.dense & ~(found.apart > MOST_APART * f.count)
+    place = jnp.where(found.active, jnp.cumsum(found.active, dtype=jnp.int32) - 1, -1)
+    target = place.at[f.p.targets].get(mode="fill", fill_value=-1)
+    ways = [functools.partial(_at_once, f, want, known, found, rule, target, size) for size in held]
+    # One question for all sizes, at the price of a program that has what follows once for each.
+    which = jnp.where(at_once, jnp.argmax(fits).astype(jnp.int32), len(held))
+    return lax.switch(which, [*ways, lambda: _in_halves(f, want, known, by_slabs)])
 
-    def at_once() -> tuple[Gradients, Array]:
-        return _at_once(f, want, known, found, rule, jnp.argmax(fits).astype(jnp.int32))
 
-    return lax.cond(jnp.any(fits) & ~c.dense & ~mostly_flat, at_once, lambda: _in_halves(f, want, known, by_slabs))
-
-
-def _at_once(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, which: Array) -> tuple[Gradients, Array]:
-    """Columns that fit the size ``which``."""
-    p, index, held = f.p, found.columns.index, sizes(f.p, rule)
-    moving, most = known.g.any_nonzero(), held[-1].columns
+def _at_once(
+    f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, target: Array, size: Size
+) -> tuple[Gradients, Array]:
+    """Tokens and columns that fit ``size``; ``target [N]``: the place of each token's target among the columns."""
+    p, index = f.p, found.columns.index[: size.columns]
+    moving = known.g.any_nonzero()
     mean = mean_row(rule, p) if want.hidden else None
-
-    def at(size: Size) -> Callable[[], _Columnwise]:
-        return lambda: _columnwise(f, want, known, index, size, most, mean)
-
-    own = lax.switch(which, [at(s) for s in held])
+    own = _columnwise(f, want, known, found.columns, size, mean, target)
     left_out = jnp.where(moving, own.left_out, 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
     few, some_rows = groups(p)
@@ -141,22 +139,17 @@ def _at_once(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, whi
         return _by_vocabulary(f, sweep.visit(i * group, group), known, found.active, head, rows)
 
     def add_rows(i: Array, hidden: Array) -> Array:
-        visit = sweep.visit(i * group, group)
-        return _plus(hidden, visit, in_group(i, None, _no_rows(p, group))[1])
+        return _plus(f, hidden, sweep.visit(i * group, group), in_group(i, None, _no_rows(p, group))[1])
 
     hidden = own.hidden
     if hidden is not None:
         hidden = once(more, lambda hidden: lax.fori_loop(0, trips, add_rows, hidden), hidden)
     no_rows = _no_rows(p, some_rows) if want.hidden else None
 
-    def of_few() -> tuple[HeadGrads, Array | None]:
-        """Those that there are (or none of them, as zeros)."""
-        head, rows = _written(f, sweep.visit(0, few), known, found.active, want)
-        return head, None if rows is None else jnp.pad(rows, ((0, some_rows - few), (0, 0)))
-
-    def of_some() -> tuple[HeadGrads, Array | None]:
-        blank = zero_grads(p.head, want, p.head.weight.dtype)
-        return _by_vocabulary(f, sweep.visit(0, some_rows), known, found.active, blank, no_rows, written=True)
+    def written(count: int) -> tuple[HeadGrads, Array | None]:
+        """Of the first ones (or none of them, as zeros)."""
+        head, rows = _written(f, sweep.visit(0, count), known, found.active, want)
+        return head, None if rows is None else jnp.pad(rows, ((0, some_rows - count), (0, 0)))
 
     def of_more() -> tuple[HeadGrads, Array | None]:
         blank = zero_grads(p.head, want, p.head.weight.dtype)
@@ -165,15 +158,15 @@ def _at_once(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, whi
     def then(rows_of: Callable[[], tuple[HeadGrads, Array | None]]) -> Callable[[], tuple[HeadGrads, Array | None]]:
         def run() -> tuple[HeadGrads, Array | None]:
             head, rows = rows_of()
-            return columns_of.put_head_columns(head, index[:most], own.part, p.head.layout), rows
+            return columns_of.put_head_columns(head, index, own.part, p.head.layout), rows
 
         return run
 
     # A conditional's branches write its results: dW is none of its operands, so nothing is copied.
     case = jnp.asarray(sweep.count > few).astype(jnp.int32) + more.astype(jnp.int32)
-    head, rows = lax.switch(case, [then(of_few), then(of_some), then(of_more)])
+    head, rows = lax.switch(case, [then(lambda: written(few)), then(lambda: written(some_rows)), then(of_more)])
     if hidden is not None:
-        hidden = _plus(hidden, sweep.visit(0, some_rows), rows)
+        hidden = _plus(f, hidden, sweep.visit(0, some_rows), rows)
     return Gradients(hidden, head), left_out
 
 
@@ -181,8 +174,9 @@ def _no_rows(p: Any, rows: int) -> Array:
     return jnp.zeros((rows, p.h.shape[1]), jnp.float32)
 
 
-def _plus(hidden: Array, visit: Visit, rows: Array) -> Array:
-    """``hidden [N, H]`` with float32 ``rows`` added to those of a visit."""
+def _plus(f: Ordered, hidden: Array, visit: Visit, rows: Array) -> Array:
+    """``hidden``, in the order of the call, with float32 ``rows`` added to those of a visit in the order of ``f``."""
+    visit = f.in_call(visit)
     return visit.put(hidden, visit.take(hidden).astype(jnp.float32) + rows)
 
 
@@ -190,60 +184,29 @@ def _plus(hidden: Array, visit: Visit, rows: Array) -> Array:
 
 
 def _columnwise(
-    f: Ordered, want: Wanted, known: Known, index: Array, size: Size, most: int, mean: Array | None
+    f: Ordered, want: Wanted, known: Known, c: Columns, size: Size, mean: Array | None, target: Array
 ) -> _Columnwise:
     """dH, dW and what is left out, of the first ``size.tokens`` tokens in the first ``size.columns`` columns of
-    ``index``, which has a slot to spare."""
-    p, own = f.p, index[: size.columns]
+    ``c.index``, which has a slot to spare. ``target [N]``: the place of each token's target among them."""
+    p, own = f.p, c.index[: size.columns]
     part = columns_of.head_columns(p.head, own)
     if mean is not None:  # in the last slot, which is no column's: its logits count for nothing
         row = (mean if p.head.axis == 0 else mean.T).astype(part.weight.dtype)
         weight = lax.dynamic_update_slice_in_dim(part.weight, row, size.columns - 1, p.head.axis)
         part = dataclasses.replace(part, weight=lax.optimization_barrier(weight))
     q, at = f.part(0, size.tokens).p, Known(*some((known.stats, known.g), 0, size.tokens))
-    dx, kept = _dx(q, at, own, part)
+    dx, kept = columns_dx(q, at, part, target[: size.tokens], jnp.arange(size.columns) < c.count)
     left_out = mass_beside(kept)
     hidden = None
     if mean is not None:
         hard = misses(p.tolerance, at.stats, at.g, p.call.vocab_size)(left_out)
         stands = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(at.g, hard), q.transform)
         dx = lax.dynamic_update_slice_in_dim(dx, stands.astype(dx.dtype), size.columns - 1, 1)
-        hidden = _filled(dot(dx, part.weight, (1, p.head.axis), p.h.dtype), p.n, 0)
+        hidden = dot(dx, part.weight, (1, p.head.axis), p.h.dtype)
+        hidden = f.put_back(jnp.pad(hidden, ((0, p.n - size.tokens), (0, 0))))
     blank = columns_of.no_head_columns(zero_grads(p.head, want, p.head.weight.dtype), part)
     grads = add_dhead(blank, dx, q.h, part)
-    wide = HeadGrads(_filled(grads.weight, most, p.head.axis), _filled(grads.bias, most, 0))
-    return _Columnwise(hidden, wide, jnp.pad(left_out, (0, p.n - size.tokens)))
-
-
-def _filled(x: Array | None, size: int, axis: int) -> Any:
-    """``x`` with zeros up to ``size`` along ``axis``."""
-    if x is None or x.shape[axis] == size:
-        return x
-    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
-
-
-def _dx(q: Problem, known: Known, own: Array, part: Head) -> tuple[Array, Array]:
-    """``(dx [N, K] in the operands' dtype, mass that each row keeps [N])``; a part of the tokens at a time, so that
-    their float32 logits are few."""
-    blocks = 1
-    while 4 * own.size * (q.n // blocks) > _LOGITS and q.n % (2 * blocks) == 0 and q.n // blocks > _LEAST_ROWS:
-        blocks *= 2
-    rows = q.n // blocks
-
-    def block(begin: Array | int) -> tuple[Array, Array]:
-        r, at = some(q, begin, rows), Known(*some((known.stats, known.g), begin, rows))
-        x = raw_logits(r.h, part, r.call.logits_dtype)
-        return slab_dx(x, own, r, at), jnp.sum(probabilities(x, r, at.stats, own[None, :]), axis=1)
-
-    if blocks == 1:
-        return lax.optimization_barrier(block(0))
-
-    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = block(i * rows)
-        return tuple(lax.dynamic_update_slice_in_dim(a, b, i * rows, 0) for a, b in zip(carry, new, strict=True))  # type: ignore[return-value]
-
-    start = lax.empty((q.n, own.size), q.h.dtype), jnp.zeros((q.n,), jnp.float32)  # every row is written
-    return lax.fori_loop(0, blocks, step, start)
+    return _Columnwise(hidden, grads, jnp.pad(left_out, (0, p.n - size.tokens)))
 
 
 # -- hard rows -------------------------------------------------------------------------------------------------------
@@ -266,7 +229,9 @@ def _other_dx(q: Problem, known: Known, ids: Array, part: Head, zero: Array) -> 
 def _group_dx(f: Ordered, visit: Visit, known: Known, active: Array) -> tuple[Problem, Array]:
     """``(a group of hard rows, their dx [G, V])``, zero in the active columns."""
     q, at = _group(f, visit, known)
-    return q, _other_dx(q, at, jnp.arange(f.p.head.vocab, dtype=jnp.int32), f.p.head, active)
+    others = ~active & (jnp.arange(f.p.head.vocab) < f.p.call.vocab_size)
+    target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
+    return q, columns_dx(q, at, f.p.head, target, others)[0]
 
 
 def _written(f: Ordered, visit: Visit, known: Known, active: Array, want: Wanted) -> tuple[HeadGrads, Array | None]:
@@ -299,10 +264,9 @@ def _by_vocabulary(
     active: Array,
     head: HeadGrads | None,
     rows: Array | None,
-    written: bool = False,
 ) -> tuple[Any, Any]:
     """``(head, rows)`` plus what the tokens of ``visit`` have in the columns that are not ``active``: the head's
-    gradients (or these alone: ``written``) and dH ``[G, H]`` in float32, by slabs of the vocabulary."""
+    gradients and dH ``[G, H]`` in float32, by slabs of the vocabulary."""
     p = f.p
     q, at = _group(f, visit, known)
     width = max(p.h.shape[1] * jnp.dtype(p.h.dtype).itemsize, 4 * q.n)
@@ -321,7 +285,7 @@ def _by_vocabulary(
             rows = rows + dot(dx, part.weight, (1, p.head.axis))
         if total is not None:
             own = _slab_of(total, begin, size, p.head.axis)
-            own = add_dhead(jax.tree.map(jnp.zeros_like, own) if written else own, dx, q.h, part)
+            own = add_dhead(own, dx, q.h, part)
             total = _with_slab(total, own, begin, p.head.axis)
         return total, rows
 
@@ -366,4 +330,5 @@ def _in_halves(f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs) -> tup
 
     hidden = jnp.zeros(p.h.shape, p.h.dtype) if want.hidden else None
     start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype)), jnp.zeros((p.n,), jnp.float32)
-    return lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)
+    total, left_out = lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)
+    return Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head), left_out

@@ -48,12 +48,12 @@ class Schedule:
     and writes their sums as part ``slot``.
     """
 
-    token: Array
-    count: Array
-    first: Array
-    last: Array
-    slot: Array
-    parts: Array
+    token: Any
+    count: Any
+    first: Any
+    last: Any
+    slot: Any
+    parts: Any
 
 
 def schedule(t: Tiles, token_tiles: int, vocab_tiles: int, live: Array | int) -> Schedule:
@@ -106,3 +106,21 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
     choices = [dataclasses.replace(t, group=g) for g in sorted({most, *(g for g in (1, 2, 4, 8, 16, 32) if g < most)})]
     cost = {c: rounds(c, token_tiles, vocab_tiles) for c in choices}
     return max((c for c in choices if cost[c] <= 1.01 * min(cost.values())), key=lambda c: c.group)
+
+
+def tile_by_tile(t: Tiles, token_tiles: int, vocab_tiles: int) -> Schedule:
+    """Every block takes a tile a round, for products of few columns, which runs would cut into unequal shares: a round
+    is ``t.group`` token tiles times as many vocabulary tiles as there are blocks for. A tile's slot is its vocabulary
+    tile's number."""
+    group = min(t.group, token_tiles)
+    tiles = [
+        (token, v)
+        for first in range(0, token_tiles, group)
+        for v in range(vocab_tiles)
+        for token in range(first, min(first + group, token_tiles))
+    ]
+    over = -len(tiles) % t.blocks
+    token, v = np.array(tiles + [(0, 0)] * over, np.int32).reshape(-1, t.blocks, 2).transpose(2, 1, 0)
+    count = np.ones_like(v)
+    count[t.blocks - over :, -1] = 0
+    return Schedule(token, count, v, v + 1, v, np.full((token_tiles,), vocab_tiles, np.int32))

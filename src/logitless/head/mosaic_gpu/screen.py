@@ -32,11 +32,17 @@ from logitless.problem import Problem
 from logitless.rows import Visit, live_sweep, swept_columns
 from logitless.transform import factor, times
 
-THRESHOLD = 2.0**-6
-"""On a probability, relative to the tolerance: at 2^-8 columns above 6e-5 pass (docs/sparse-backward.md)."""
+THRESHOLD = 2.0**-5.5
+"""On a probability, relative to the tolerance: at 2^-8 columns above 9e-5 pass (docs/sparse-backward.md)."""
 
 _LIMITS = (8, 32, 128)
 """A row that lets more than ``Rule.most / limit`` columns through may be left apart."""
+
+MOST_APART = 5 / 8
+"""Of the tokens, that choose no columns: beyond it, a policy is not sparse."""
+
+UNLIKELY = -6.0
+"""A log-probability that samples of a sparse policy hardly have: of its own completions fewer than one in a hundred."""
 
 _FEW = 4096
 _LOW_IDS = 1024
@@ -71,6 +77,17 @@ def guess(p: Problem, rows: Array, before: Array | None) -> Array:
     earlier pass, or by the sampler (NaN where one is missing)."""
     floor = expected_lse(p, before)
     return jnp.maximum(floor, _logsumexp_of_few(p, rows)) if before is None else floor
+
+
+def looks_flat(p: Problem, rows: Array, before: Array | None) -> Array:
+    """Whether most of ``rows [N]`` have targets so unlikely that their policy is hardly sparse; seen before any matmul
+    over the vocabulary. Right or wrong, only time depends on it.
+
+    By ``before [N]`` where that is known, else by what the targets have of the mass in a few columns.
+    """
+    if before is None:
+        before = expected_lse(p, None) - _logsumexp_of_few(p, rows)
+    return jnp.sum(rows & (before < UNLIKELY)) > MOST_APART * jnp.sum(rows)
 
 
 def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:

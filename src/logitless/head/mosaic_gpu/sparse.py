@@ -9,7 +9,8 @@ With M one ``N x H x V`` matmul over the live tokens and K active columns for al
 A row of dW in an active column is summed in float32 over all tokens and written once, in its own dtype: there is no
 float32 dW. Hard rows go through all columns of the head as it lies there, a group at a time, with zeros in the active
 ones (they add zero to what is written); where they are many, by slabs of the other columns, for all tokens. So a policy
-that is not sparse costs four matmuls, where the exact path, which keeps logits, takes three. What the easy rows leave
+that is not sparse costs four matmuls, where the exact path, which keeps logits, takes three; with a memory budget,
+which is room for such logits, that path serves it from the start (``screen.looks_flat``). What the easy rows leave
 out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which serves where this cannot
 (:func:`not_screened_because`).
 
@@ -49,7 +50,7 @@ from logitless.stats import StatCotangents, TokenStats
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
 
-_GROUP, _GROUPS = 112, 8
+_GROUP, _GROUPS = at_once.FEW, 8
 """Hard rows that go through all columns at a time, for each visit's worth of tokens: as many as cost no more than
 reading the head does. And the most such groups: each rounds what it adds to dW outside the active columns."""
 
@@ -114,12 +115,15 @@ class ScreenedSparse(Sparse):
             f"1 + 3 K/V per live token{late}, 4 a hard row; one less of the K/V and of the rest with a frozen head, "
             "1 without a gradient"
         )
-        moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
         tiles = {"chunk": p.call.chunk, "slab": rule.slab, "wide_slab": _wide(rule).slab}
         tiles |= {"visit": visit_of(p), "group": _group(p)}
         held = at_once.sizes(p, rule)
         if held:
-            tiles |= {"columns_at_once": held[-1].columns, "first_group": at_once.groups(p)[0]}
+            tiles |= {"columns_at_once": held[-1].columns, "hard_at_once": at_once.groups(p)[1]}
+        if p.call.memory_budget is not None and way.in_forward:
+            words += "; the exact path, in its chunks, where most targets are unlikely"
+            tiles["chunk_if_flat"] = p.call.chunk
+        moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
         return dataclasses.replace(
             cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
         )
@@ -134,7 +138,25 @@ class ScreenedSparse(Sparse):
         if not_screened_because(p) is not None:
             return super().gradients_in_forward(p, want, loss)
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
-        f = in_order(p, loss.inputs.mask & loss.may_move(), visit_of(p))
+        moving = loss.inputs.mask & loss.may_move()
+
+        def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
+            return self._in_forward(p, want, loss, before, moving)
+
+        def exact() -> tuple[TokenStats, SparseReport, Gradients]:
+            out, _, total = self.own.gradients_in_forward(p, want, loss)
+            g, nothing = loss.cotangents(out), jnp.zeros((p.n,), jnp.float32)
+            none = Columns(jnp.zeros((0,), jnp.int32), jnp.int32(0), jnp.asarray(True), nothing)
+            return out, _report(p, want, out, g, none, g.any_nonzero()), total
+
+        if p.call.memory_budget is None:  # no room for the logits that the exact path keeps
+            return sparse()
+        return lax.cond(screen.looks_flat(p, moving, before), exact, sparse)
+
+    def _in_forward(
+        self, p: Problem, want: Wanted, loss: Loss, before: Array | None, moving: Array
+    ) -> tuple[TokenStats, SparseReport, Gradients]:
+        f = in_order(p, moving, visit_of(p))
         stats, found = _screen(f, want, before)
         out = jax.tree.map(f.put_back, stats)
         g = loss.cotangents(out)
@@ -269,8 +291,8 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
         total, left_out = at_once.gradients(f, want, known, found, rule, by_slabs)
     else:
         total, left_out = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
-    hidden = None if total.hidden is None else f.put_back(total.hidden)
-    return finished(p, Gradients(hidden, total.head)), f.put_back(left_out)
+        total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)
+    return finished(p, total), f.put_back(left_out)
 
 
 def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: HeadGrads) -> tuple[Gradients, Array]:

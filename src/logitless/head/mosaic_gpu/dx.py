@@ -1,0 +1,185 @@
+"""dx of some tokens and columns on a Hopper GPU, from hidden states and known statistics: one matmul, no logits.
+
+The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_line``),
+
+    t = k (u - peak)       e = 2^t       dx = e (a - b t), and at the row's target a number of its own
+
+``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
+softcap. The epilogue computes that, rounds it once and writes it through shared memory, 64 columns at a time. Columns
+that do not count, and rows without a cotangent, are written as zeros. The mass that a row has in the columns that count
+is summed beside it, in float32.
+
+    matmuls   one, N x H x K
+    HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns
+    memory    no logits, no float32 dx
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless import transform as tr
+from logitless.head.mosaic_gpu import epilogue, pipeline
+from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW
+from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
+from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, tile_by_tile, tiles_for
+from logitless.head.slabs import Known
+from logitless.problem import Head, Problem
+from logitless.stats import dz, dz_line
+from logitless.transform import LogitTransform
+
+_PIECE = TILE_K  # columns that leave at a time: one swizzle atom; with more of them, registers run out
+_SLOTS = 2  # pieces on their way out
+_ROW_NUMBERS = 5
+
+
+def row_numbers(p: Problem, known: Known) -> Array:
+    """float32 ``[5, N]``: peak, k, a, the target's own, b; zeros in rows whose dx is zero whatever their logits are."""
+    s, g, t = known.stats, known.g, p.transform
+    one, k = jnp.ones((p.n,), jnp.float32), tr.factor(t)
+    slope = tr.times(tr.factor(dataclasses.replace(t, softcap=None)), one)
+    a, b = dz_line(s.peak, s, g, k)
+    at_target = dz(jnp.zeros_like(s.peak), jnp.ones_like(s.is_top1), s, g, k)
+    numbers = jnp.stack([s.peak, tr.times(k, one) * LOG2E, slope * a, slope * at_target, slope * b * (1.0 / LOG2E)])
+    return jnp.where(g.any_nonzero(), numbers, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """References of the kernel beside the matmul's: global memory, then shared memory."""
+
+    rows: Any  # float32 [5, padded N]: row_numbers
+    target: Any  # int32 [padded N]: a column, or -1
+    weight: Any  # float32 [padded K]: 1 where a column counts, 0 where it does not
+    transform: LogitTransform  # of references [1]; no temperature
+    bias: Any | None  # float32 [padded K]
+    out: Any  # [padded N, padded K]
+    mass: Any  # float32 [column tiles, padded N]
+    piece: Any  # [2, _SLOTS, M, _PIECE]: the way out
+    sums: Any  # float32 [2, the bytes of a warpgroup's pieces]: M of them, in the pieces' place
+
+
+def _compute(m: Running, refs: _Refs) -> None:
+    """A computing warpgroup: its half of the block's rows."""
+    wg, t = lax.axis_index("wg"), m.static.tiles
+    numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
+
+    def empty() -> Array:
+        return plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+    def per_tile(tile: Array, v: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
+        n, mass = c
+        rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
+        target = m.load_rows(refs.target, tile) - v * t.columns
+        x = m.product(n)
+        if refs.bias is not None:
+            x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
+        column = plgpu.broadcasted_iota(jnp.int32, (t.rows, _PIECE), 1, layout=plgpu.Layout.WGMMA)
+        peak, k, a, at_target, b = (epilogue.across(r, _PIECE) for r in rows)
+        for i in range(t.columns // _PIECE):
+            begin = i * _PIECE
+            own = tr.swept(x[:, begin : begin + _PIECE], numbers)
+            counts = m.load_columns(refs.weight, v * t.columns + begin, _PIECE)
+            low = jnp.full_like(own, LOW)  # finite: 0 * -inf must not appear
+            power = jnp.where(counts > 0.0, jnp.maximum((own - peak) * k, low), low)
+            e = jnp.exp2(power)
+            mass = mass + jnp.sum(e, axis=1)
+            d = e * (a - b * power)
+            d = jnp.where(column == epilogue.across(target - begin, _PIECE), at_target, d)
+            if numbers.softcap is not None:
+                d = d * (1.0 - own * own)
+            zero = jnp.zeros_like(d)
+            d = jnp.where(k == 0.0, zero, jnp.where(counts > 0.0, d, zero))  # whatever the row's numbers are
+            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+            refs.piece[wg, i % _SLOTS] = d.astype(refs.piece.dtype)
+            plgpu.commit_smem()
+            columns = pl.ds(v * t.columns + begin, _PIECE)
+            plgpu.copy_smem_to_gmem(refs.piece.at[wg, i % _SLOTS], refs.out.at[m.rows_of(tile), columns])
+        return n + m.static.k_tiles, mass
+
+    def per_task(tile: Array, slot: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
+        n, mass = c
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own = pl.ds(0, t.rows)
+        refs.sums[wg, own] = mass
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.sums.at[wg, own], refs.mass.at[slot, m.rows_of(tile)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before a piece takes the place of the sums
+        return n, empty()
+
+    m.steps(per_tile, per_task, (jnp.int32(0), empty()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def columns_dx(p: Problem, known: Known, part: Head, target: Array, counts: Array) -> tuple[Array, Array]:
+    """``(dx [N, K] in the operands' dtype, mass that each row has [N])`` of the tokens of ``p`` in the columns of
+    ``part`` that ``counts [K]`` (bool); zero in the others.
+
+    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts.
+    """
+    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts)
+    return dx, mass * jnp.exp(known.stats.max_logp)
+
+
+# A function of its own: one that is called for the same shapes in several branches is lowered once.
+@functools.partial(jax.jit, static_argnames="tiles")
+def _columns_dx(
+    p: Problem, rows: Array, part: Head, target: Array, counts: Array, tiles: Tiles | None = None
+) -> tuple[Array, Array]:
+    """:func:`columns_dx` from :func:`row_numbers`, the mass relative to the row's largest probability."""
+    (n, h), columns = p.h.shape, part.vocab
+    t = tiles_for(n, h, columns) if tiles is None else tiles
+    t = dataclasses.replace(t, stagger=0)
+    token_tiles, column_tiles = -(-n // t.tokens), -(-columns // t.columns)
+    padded, whole = token_tiles * t.tokens, column_tiles * t.columns
+    line = Pipeline(t, p.h, part.weight, part.layout == "vh", p.call.interpret)
+    plan = tile_by_tile(t, token_tiles, column_tiles)
+    fixed = dataclasses.replace(p.transform, temperature=None)
+    numbers = {k: jnp.asarray(x, jnp.float32) for k, x in dataclasses.asdict(fixed).items() if x is not None}
+    given = [x.reshape(1) for x in numbers.values()]
+    if part.bias is not None:
+        given.append(whole_bias(part.bias, whole))
+    inputs = [
+        p.h,
+        part.weight,
+        pipeline.table(plan),
+        token_rows(rows, padded, 0.0),
+        token_rows(target.astype(jnp.int32), padded, -1),
+        token_rows(counts.astype(jnp.float32), whole, 0.0),
+        *given,
+    ]
+    atom = plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(pipeline.SWIZZLE)  # type: ignore[abstract, unused-ignore]
+    own = [
+        plgpu.SMEM((COMPUTE, _SLOTS, t.rows, _PIECE), p.h.dtype, transforms=atom),
+        plgpu.SMEM((COMPUTE, _SLOTS * t.rows * _PIECE * p.h.dtype.itemsize // 4), jnp.float32),  # each in its own half
+    ]
+    # Never used at the same time, and shared memory has no 1024 bytes left over.
+    scratch = [*(own if p.call.interpret else [plgpu.RefUnion(*own)]), *line.scratch()]
+
+    def kernel(*refs: Any) -> None:
+        (h, w, tasks, numbers_of_rows, y, weight, *more), rest = refs[: len(inputs)], refs[len(inputs) :]
+        fields = iter(more)
+        moved = LogitTransform(**{k: next(fields) for k in numbers})
+        out, mass, *ring = rest
+        way_out, sums = (ring.pop(0), ring.pop(0)) if p.call.interpret else ring.pop(0)
+        r = _Refs(numbers_of_rows, y, weight, moved, next(fields, None), out, mass, way_out, sums)
+        m = line.of(h, w, tasks, ring)
+        m.roles(lambda: _compute(m, r))
+
+    out_type = (
+        # What hangs over the end is cut off, in whole tiles of shared memory.
+        jax.ShapeDtypeStruct((padded, -(-columns // TILE_K) * TILE_K), p.h.dtype),
+        jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32),
+    )
+    approx = p.transform.softcap is None  # as in matmul.py
+    dx, mass = line.run(kernel, inputs, out_type, scratch, approx_math=approx)
+    return dx[:n, :columns], jnp.sum(mass, axis=0)[:n]
