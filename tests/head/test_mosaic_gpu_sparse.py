@@ -329,7 +329,7 @@ def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.Monkey
     gradients_again(name, chunk_size=16)
 
 
-@pytest.mark.parametrize("how", ["some", "more", pytest.param("more, in slabs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["some", "more, in slabs", pytest.param("more", marks=pytest.mark.slow)])
 def test_hard_rows_beyond_a_few(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All active columns at once, with more hard rows than go through all columns at once, or than one group has."""
     rule, (case, rest, (_, metrics, _), _) = sparse.slab_rule(VOCAB), outcome("clip", "calibrated")

@@ -366,7 +366,7 @@ MUTANTS = [
         "head/mosaic_gpu/at_once",
         "jnp.where(zero[None, :], jnp.zeros((), dx.dtype), dx)",
         "dx",
-        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
     ),
     m(
         "head/mosaic_gpu/at_once",
@@ -384,30 +384,30 @@ MUTANTS = [
         "head/mosaic_gpu/at_once",
         "lax.dynamic_slice_in_dim(active, begin, size) | ((i == 0) & (ids >= first))",
         "lax.dynamic_slice_in_dim(active, begin, size)",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
     ),
     m(
         "head/mosaic_gpu/at_once",
         "begin = jnp.maximum(first + (i - 1) * size, 0)",
         "begin = jnp.minimum(i * size, p.head.vocab - size)",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
     ),
     m(
         "head/mosaic_gpu/at_once",
         "trips = (sweep.count + (group - 1)) // group",
         "trips = sweep.count // group",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more]",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
     ),
     m(
         "head/mosaic_gpu/at_once",
         "hidden = once(more, lambda",
         "hidden = once(~more, lambda",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more]",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
     ),
     m(
         "head/mosaic_gpu/at_once",
-        "mostly_flat = found.apart > _MOST_APART * f.count",
-        "mostly_flat = found.apart > f.count",
+        "~(found.apart > MOST_APART * f.count)",
+        "~(found.apart > f.count)",
         f"{GPU_SPARSE}::test_a_flat_policy_goes_by_slabs",
     ),
     m(
@@ -421,6 +421,63 @@ MUTANTS = [
         "        begin = i * half\n",
         "        begin = 0 * i\n",
         f"{GPU_SPARSE}::test_more_columns_than_go_at_once",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "others = ~active & (",
+        "others = (active | ~active) & (",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+    ),
+    m(
+        "head/mosaic_gpu/at_once",
+        "target = place.at[f.p.targets]",
+        "target = place.at[f.given.targets]",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    ),
+    m(
+        "head/order",
+        "read = self.order.at[visit.read].get",
+        "read = visit.read.at[jnp.arange(visit.read.size)].get",
+        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+    ),
+    # dx without logits
+    *(
+        m("head/mosaic_gpu/dx", old, new, f"{GPU_SPARSE}::test_dx_is_that_of_logits_in_memory[{case}]")
+        for old, new, case in (
+            ("jnp.where(k == 0.0, zero, ", "jnp.where(k == -1.0, zero, ", "one tile"),
+            ("jnp.where(counts > 0.0, d, zero)", "d", "one tile"),
+            ("mass = mass + jnp.sum(e, axis=1)", "mass = jnp.sum(e, axis=1)", "bent"),
+            ("d = e * (a - b * power)", "d = e * a", "one tile"),
+            ("d = d * (1.0 - own * own)", "d = d", "bent"),
+            ("epilogue.across(target - begin, _PIECE)", "epilogue.across(target, _PIECE)", "ragged"),
+            ("slope * at_target, ", "at_target, ", "temperature"),
+            ("jnp.sum(mass, axis=0)[:n]", "mass[0, :n]", "ragged"),
+        )
+    ),
+    m(
+        "head/mosaic_gpu/schedule",
+        "count[t.blocks - over :, -1] = 0",
+        "pass",
+        f"{GPU_SPARSE}::test_every_tile_once_and_no_block_idle_for_long[3-2]",
+    ),
+    # a flat policy is seen early
+    m(
+        "head/mosaic_gpu/screen",
+        "rows & (before < UNLIKELY)",
+        "rows & (before > UNLIKELY)",
+        f"{GPU_SPARSE}::test_a_flat_policy_is_seen_before_the_forward_matmul[True]",
+    ),
+    m(
+        "head/mosaic_gpu/screen",
+        "before = expected_lse(p, None) - _logsumexp_of_few(p, rows)",
+        "before = expected_lse(p, None)",
+        f"{GPU_SPARSE}::test_a_flat_policy_is_seen_before_the_forward_matmul[False]",
+    ),
+    m(
+        "head/mosaic_gpu/sparse",
+        "lax.cond(screen.looks_flat(p, moving, before), exact, sparse)",
+        "sparse()",
+        f"{GPU_SPARSE}::test_with_room_for_logits_a_flat_policy_takes_the_exact_path",
     ),
     # a mesh
     m(

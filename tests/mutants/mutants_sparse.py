@@ -357,9 +357,9 @@ MUTANTS = [
         f"{GPU_HEAD}::test_rounded_logits",
     ),
     m(
-        "head/mosaic_gpu/matmul",
-        "jnp.maximum(bias.astype(jnp.float32)[:over], LOW)",
-        "bias.astype(jnp.float32)[:over]",
+        "head/mosaic_gpu/pipeline",
+        "jnp.maximum(bias.astype(jnp.float32)[:columns], LOW)",
+        "bias.astype(jnp.float32)[:columns]",
         f"{GPU_HEAD}::test_live_tokens_bad_targets_bias_and_the_other_layout",
     ),
     m(
