@@ -346,8 +346,14 @@ class Front:
         return dataclasses.replace(p, live=None).rows(self.take)
 
 
-def front(chosen: Array | None) -> Front:
-    """The tokens where ``chosen`` is true first, each side in its own order."""
+def front(chosen: Array | None, by_sort: bool = True) -> Front:
+    """The tokens where ``chosen`` is true first, each side in its own order. Not ``by_sort``: by their ranks and a
+    scatter, since a TPU's sort of 8,192 numbers is a tenth of a megabyte of code for each of its operands."""
     if chosen is None:
         return Front(None, None)
-    return Front(jnp.argsort(~chosen, stable=True), jnp.sum(chosen, dtype=jnp.int32))
+    count = jnp.sum(chosen, dtype=jnp.int32)
+    if by_sort:
+        return Front(jnp.argsort(~chosen, stable=True), count)
+    ids, rank = jnp.arange(chosen.size, dtype=jnp.int32), jnp.cumsum(chosen.astype(jnp.int32))
+    place = jnp.where(chosen, rank - 1, count + ids - rank)
+    return Front(jnp.zeros_like(ids).at[place].set(ids, mode="promise_in_bounds", unique_indices=True), count)

@@ -31,7 +31,8 @@ from logitless.head.pallas_tpu.tiles import Kernel, whole_lanes
 from logitless.head.slabs import without
 from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Front, front
+from logitless.rows import Front
+from logitless.rows import front as rows_front
 from logitless.stats import RowSums, StatCotangents, TokenStats
 
 Part = tuple[Array, Array | None]
@@ -42,6 +43,11 @@ _NOT_OVER_A_MESH = (
     "over a mesh a large dW is made and summed in parts, which their array does not fit, and a shard of the vocabulary "
     "is seldom of whole tiles"
 )
+
+
+def front(chosen: Array | None) -> Front:
+    """The tokens where ``chosen`` is true first."""
+    return rows_front(chosen, by_sort=False)
 
 
 @register

@@ -73,6 +73,7 @@ from logitless.head.pallas_tpu.tiles import (
     Part,
     Spec,
     blocks_of,
+    depths_of,
     fill_rows,
     over_parts,
     pieces_of,
@@ -84,6 +85,8 @@ from logitless.transform import LogitTransform, factor, pull_back, swept, times
 
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
+_AT_ONCE = 16 * 1024
+"""Elements whose exponentials are written down at once: sixteen registers of them."""
 
 
 @register
@@ -101,11 +104,17 @@ class _Out:
 
 
 def _absorb(
-    sums: RowSums, others: list[Array], k: Array | None, beside: Callable[[int], None], apart: Callable[[Any], Any]
+    sums: RowSums,
+    others: list[Array],
+    k: Array | None,
+    beside: Callable[[int], None] | None,
+    apart: Callable[[Any], Any],
 ) -> tuple[RowSums, Array, list[Array], list[Array]]:
     """``sums [T, 1]`` with a block's columns taken in, in pieces of ``others [T, C]``, ``-inf`` at the target; also the
     factor on what was there, and of each piece ``exp(s)`` and ``s = k (u - m)``. ``beside(n)`` is called before the
-    exponentials of piece ``n``: a matmul that is made there does not wait for them. ``apart``: see :func:`_apart`.
+    exponentials of piece ``n``: a matmul that is made there does not wait for them. Without it they are written down a
+    few rows at a time, all of a row's at once: by pieces the compiler keeps thousands of registers in VMEM, and loads
+    and stores of these hold up the matmul beside them. ``apart``: see :func:`_apart`.
 
     The same sums as by :func:`logitless.stats.merge`, relative to the new maximum at once, so that the exponentials
     serve the expected head row too.
@@ -117,14 +126,23 @@ def _absorb(
     def total(x: Array) -> Array:
         return jnp.sum(x, axis=1, keepdims=True)
 
-    s, e, found = [], [], []
-    for n, u in enumerate(others):
-        beside(n)
-        shifted = apart(times(k, u - m))
-        s.append(shifted)
-        e.append(apart(jnp.exp(shifted)))
-        found.append((total(e[n]), total(e[n] * jnp.maximum(s[n], LOG_ZERO)), total(e[n] * e[n])))
-    own = [functools.reduce(jnp.add, parts) for parts in zip(*found, strict=True)]
+    def taken(u: Array, m: Array) -> tuple[Array, ...]:
+        s = apart(times(k, u - m))
+        e = apart(jnp.exp(s))
+        return e, s, total(e), total(e * jnp.maximum(s, LOG_ZERO)), total(e * e)
+
+    if beside is not None:
+        found = []
+        for n, u in enumerate(others):
+            beside(n)
+            found.append(taken(u, m))
+    else:
+        size = max(_AT_ONCE // sum(u.shape[1] for u in others), SUBLANES)
+        rows = [slice(first, first + size) for first in range(0, m.shape[0], size)]
+        parts = [[taken(u[at], m[at]) for u in others] for at in rows]
+        found = [tuple(map(jnp.concatenate, zip(*piece, strict=True))) for piece in zip(*parts, strict=True)]
+    e, s, *sums_of = (list(of_pieces) for of_pieces in zip(*found, strict=True))
+    own = [functools.reduce(jnp.add, parts) for parts in sums_of]
     absorbed = RowSums(
         maximum=m,
         total=a * sums.total + own[0],
@@ -200,7 +218,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
         return [raw_logits(spec, refs, rows, piece) for piece in pieces_of(block)]
 
     def take_in(
-        rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = lambda n: None
+        rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = None
     ) -> tuple[RowSums, Array, list[Array], list[Array]]:
         """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
         count."""
@@ -236,7 +254,9 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
                         for p, own in zip(e, x, strict=True)
                     ]
                 rounded = jnp.concatenate([piece.astype(refs.weight.dtype) for piece in e], axis=1)
-                add_head_rows(spec, refs, expected, rows, a, rounded, block)
+                for some in depths_of(block):
+                    own = rounded[:, some.start - block.start : some.stop - block.start]
+                    add_head_rows(spec, refs, expected, rows, a if some.start == block.start else None, own, some)
                 if spec.kept:
                     pl.when(i < spec.kept_steps)(functools.partial(keep, rounded, rows, block))
                     at = lax.broadcasted_iota(jnp.int32, (part.size, out.tops.shape[1]), 1)
@@ -246,7 +266,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
             write(rows, sums)
 
         unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
-        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], unit, rows_of, TURN)
+        over_parts(spec.tiles.tokens, 2 * vocab * refs.h.shape[1], unit, rows_of, TURN)
 
     def keep(e: Array, rows: Any, block: slice) -> None:
         if spec.layout == "vh":
@@ -283,7 +303,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
                 pending[rows, place] = piece
             write(rows, sums)
 
-        over_parts(spec.tiles.tokens, vocab * refs.h.shape[1], SUBLANES, rows_of, TURN)
+        over_parts(spec.tiles.tokens, 1, SUBLANES, rows_of, TURN)
 
     def put_maxima(rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
         top = times(factor(transform_of(rows)), sums.maximum)

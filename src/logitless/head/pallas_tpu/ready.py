@@ -34,7 +34,7 @@ from logitless.pytree import register
 PART = 256
 """Slots at a time: as deep as a matrix unit."""
 
-TURNS = 8
+TURNS = 4
 """How much shorter the turns of a loop over parts of a tile are than those of the exact sweeps (``tiles.WORK``): a tile
 of few tokens has less to do."""
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dhidden, dot, low_rank, raw_logits
 from logitless.head.pallas_tpu import kernels, lora
-from logitless.head.pallas_tpu.backend import head_grads
+from logitless.head.pallas_tpu.backend import front, head_grads
 from logitless.head.pallas_tpu.backward import HeadSums
 from logitless.head.pallas_tpu.gathered import MASS_ERROR, gatherer, least_logits, mean_rows, put_rows, set_rows
 from logitless.head.pallas_tpu.operands import tiles_of
@@ -30,7 +30,7 @@ from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, misses, slab_dx, without
 from logitless.problem import Gradients, HeadGrads, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import Visit, front, live_sweep, probabilities
+from logitless.rows import Visit, live_sweep, probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 CHUNK = 2048

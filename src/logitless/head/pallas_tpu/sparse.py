@@ -52,14 +52,13 @@ from jax import Array, lax
 from logitless.backend import Cost, Way
 from logitless.head.columns import Rule
 from logitless.head.pallas_tpu import kernels, slabs, sparse_columns, sparse_shard
-from logitless.head.pallas_tpu.backend import PallasTpu, cost_of
+from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, front
 from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows, tpu_rule
 from logitless.head.pallas_tpu.sparse_shard import ShardColumns
 from logitless.head.report import SparseReport, blank_report
 from logitless.head.slabs import Known, without
 from logitless.head.sparse import in_words
 from logitless.problem import Gradients, Head, Loss, Problem, Wanted
-from logitless.rows import front
 from logitless.stats import StatCotangents, TokenStats
 
 

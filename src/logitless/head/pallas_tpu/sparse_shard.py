@@ -22,13 +22,13 @@ from jax import Array, lax
 
 from logitless.head.columns import Rule
 from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
+from logitless.head.pallas_tpu.backend import front
 from logitless.head.pallas_tpu.gathered import MASS_ERROR
 from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows
 from logitless.head.report import SparseReport
 from logitless.head.slabs import Known
 from logitless.problem import Gradients, Problem, Wanted
 from logitless.pytree import register
-from logitless.rows import front
 from logitless.stats import RowSums, TokenStats, log_probability, valid_targets
 from logitless.transform import factor
 

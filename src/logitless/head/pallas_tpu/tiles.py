@@ -51,7 +51,7 @@ SUBLANES = 16
 """Rows of which references are cut: a tile's of 16-bit elements in VMEM."""
 LEAST = 256
 """Rows of a part, at least: as many as the matrix unit of a v6e is wide."""
-WORK = 1 << 32
+WORK = 1 << 31
 """Multiplications of a part, at least."""
 TURN = 512
 """Rows of a part of the forward sweep, about at most: it holds logits of two blocks, and 1024 rows of them may leave
@@ -60,6 +60,9 @@ BLOCK = 1024
 """Columns of a vocabulary tile whose exponentials are relative to one maximum in the forward sweep."""
 PIECE = 256
 """Columns of a matmul of that sweep: as many as the matrix unit of a v6e is wide."""
+DEPTH = 512
+"""Columns whose exponentials meet their rows of the head in one matmul: with 1,024 of them sums of four products wait
+in VMEM, and a turn of 256 rows keeps the matrix unit 90 % busy in the place of 99 %."""
 _FILLED = 64
 """Rows at a time of what is written without a matmul."""
 
@@ -243,6 +246,11 @@ def blocks_of(width: int) -> list[slice]:
 def pieces_of(block: slice) -> list[slice]:
     """A block in pieces, each of one matmul."""
     return _cut(block.start, block.stop, PIECE)
+
+
+def depths_of(block: slice) -> list[slice]:
+    """A block in parts, each of one matmul into the accumulator of hidden-size rows."""
+    return _cut(block.start, block.stop, DEPTH)
 
 
 def parts_of(rows: int, unit: int, least: int) -> int:
