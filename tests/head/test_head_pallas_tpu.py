@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless.head.pallas_tpu import backend, kernels
+from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.columns_at import columns_at
@@ -222,9 +222,12 @@ def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.optimized
 @pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_contract_in_blocks_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of two and a half blocks, each block in two pieces; the last tile ends within its second block."""
+    """Tiles of two and a half blocks, each block in two pieces and two matmuls, exponentials of 32 rows at a time; the
+    last tile ends within its second block."""
     monkeypatch.setattr(tiling, "BLOCK", 256)
     monkeypatch.setattr(tiling, "PIECE", 128)
+    monkeypatch.setattr(tiling, "DEPTH", 128)
+    monkeypatch.setattr(forward, "_AT_ONCE", 32 * 256)
     tiles = Tiles(128, 640, 34 * MIB)  # no other case has them, or its program would serve
     assert [b.stop for b in tiling.blocks_of(640)] == [256, 512, 640]
     c = Case(n=140, n_live=130, layout=layout, bias=True, temperature="token", softcap=8.0, vocab=1100, vocab_size=1070)

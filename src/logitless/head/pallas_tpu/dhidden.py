@@ -31,7 +31,7 @@ from logitless.head.pallas_tpu.operands import (
     raw_logits,
     sweep_blocks,
 )
-from logitless.head.pallas_tpu.tiles import SUBLANES, Spec, over_parts, zero_rows
+from logitless.head.pallas_tpu.tiles import SUBLANES, Spec, over_parts, turn_around, zero_rows
 
 
 def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any, token: Any) -> None:
@@ -41,7 +41,7 @@ def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any, token
     @pl.when(live & (j == 0))
     def _() -> None:
         zero_rows(out_ref)
-        token[...] = refs.token[...].T
+        turn_around(refs.token, token)
 
     def step(width: int, masked: bool) -> None:
         if masked:

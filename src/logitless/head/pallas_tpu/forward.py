@@ -68,6 +68,7 @@ from logitless.head.pallas_tpu.operands import (
 )
 from logitless.head.pallas_tpu.tiles import (
     LANES,
+    PIECE,
     SUBLANES,
     TURN,
     Part,
@@ -75,8 +76,10 @@ from logitless.head.pallas_tpu.tiles import (
     blocks_of,
     depths_of,
     fill_rows,
+    over_lanes,
     over_parts,
     pieces_of,
+    turn_around,
     zero_rows,
 )
 from logitless.pytree import register
@@ -126,7 +129,7 @@ def _absorb(
     def total(x: Array) -> Array:
         return jnp.sum(x, axis=1, keepdims=True)
 
-    def taken(u: Array, m: Array) -> tuple[Array, ...]:
+    def taken(u: Array, m: Array, k: Array | None) -> tuple[Array, ...]:
         s = apart(times(k, u - m))
         e = apart(jnp.exp(s))
         return e, s, total(e), total(e * jnp.maximum(s, LOG_ZERO)), total(e * e)
@@ -135,11 +138,12 @@ def _absorb(
         found = []
         for n, u in enumerate(others):
             beside(n)
-            found.append(taken(u, m))
+            found.append(taken(u, m, k))
     else:
         size = max(_AT_ONCE // sum(u.shape[1] for u in others), SUBLANES)
         rows = [slice(first, first + size) for first in range(0, m.shape[0], size)]
-        parts = [[taken(u[at], m[at]) for u in others] for at in rows]
+        own_k = [k if k is None or k.ndim == 0 else k[at] for at in rows]  # a temperature may be each token's own
+        parts = [[taken(u[at], m[at], k) for u in others] for at, k in zip(rows, own_k, strict=True)]
         found = [tuple(map(jnp.concatenate, zip(*piece, strict=True))) for piece in zip(*parts, strict=True)]
     e, s, *sums_of = (list(of_pieces) for of_pieces in zip(*found, strict=True))
     own = [functools.reduce(jnp.add, parts) for parts in sums_of]
@@ -192,7 +196,7 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
 
     @pl.when(live & (j == 0))
     def _() -> None:
-        scratch.token[...] = refs.token[...].T
+        turn_around(refs.token, scratch.token)
         acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
         for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
             ref[...] = jnp.zeros_like(ref)
@@ -266,7 +270,8 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
             write(rows, sums)
 
         unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
-        over_parts(spec.tiles.tokens, 2 * vocab * refs.h.shape[1], unit, rows_of, TURN)
+        most = TURN if width > 2 * PIECE else LANES  # a narrow tail takes little time and should take little code
+        over_parts(spec.tiles.tokens, 2 * vocab * refs.h.shape[1], unit, rows_of, most)
 
     def keep(e: Array, rows: Any, block: slice) -> None:
         if spec.layout == "vh":
@@ -321,12 +326,15 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
 
     @pl.when(live & (j == spec.vocab_steps - (expected is not None)))
     def _() -> None:
-        s = read(slice(None))
-        m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
-        columns, lane = jnp.zeros((spec.lanes, LANES), jnp.float32), column_ids(jnp.zeros((spec.lanes, LANES)))
-        for n, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(slice(None))), x_y)):
-            columns = jnp.where(lane == n, value, columns)
-        out.sums[...] = columns.T[:ROWS, :]
+        def leave(part: Part) -> None:
+            s = read(part.rows)
+            m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
+            columns, lane = jnp.zeros((part.size, LANES), jnp.float32), column_ids(jnp.zeros((part.size, LANES)))
+            for n, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(part.rows)), x_y)):
+                columns = jnp.where(lane == n, value, columns)
+            out.sums[:, part.rows] = columns.T[:ROWS, :]
+
+        over_lanes(spec.lanes, leave)
 
     if scratch.expected is not None:
         block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]

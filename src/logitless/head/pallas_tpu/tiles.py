@@ -265,6 +265,20 @@ def over_parts(rows: int, work: int, unit: int, body: Callable[[Part], None], mo
     _loop(rows, parts_of(rows, unit, least if most is None else min(least, most)), body)
 
 
+def over_lanes(size: int, body: Callable[[Part], None]) -> None:
+    """``body`` for each whole group of lanes."""
+    _loop(size, size // LANES, body)
+
+
+def turn_around(rows: Any, columns: Any) -> None:
+    """``[ROWS, whole lanes]`` to ``[whole lanes, ROWS]``."""
+
+    def turn(part: Part) -> None:
+        columns[part.rows, :] = rows[:, part.rows].T
+
+    over_lanes(columns.shape[0], turn)
+
+
 def fill_rows(ref: Any, value: Callable[[Part], Any]) -> None:
     """Write all rows of a two-dimensional reference, a part at a time."""
 
