@@ -8,15 +8,16 @@ T=8192 H=4096 V=151936, and the two other shapes of ``SHAPES``, bfloat16.
 Method. The simulator of the compiler (``logitless.tpu.cycles``) runs a few grid steps of each kernel, with the tiles
 that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
 
-    forward   per step    = (cycles(4 vocabulary tiles) - cycles(2)) / 2                     of one token tile
+    forward   per step    = cycles(3 vocabulary tiles) - cycles(2)                           of one token tile
               per tile    = cycles(2) - 2 per step                         exposed fetch of h, the writing of E
     dhead     per step    = cycles(1 vocabulary tile, 3 token tiles) - cycles(1, 2)
               per tile    = cycles(2, 2) - cycles(1, 2) - 2 per step                                 W and dW
     total     = outer tiles (inner steps * per step + per tile)
     time      = max(total / 1.75 GHz, HBM bytes / 1.64 TB/s)            the simulator's DMAs are too fast
 
-with inner steps counted in fractions of a tile for the static vocabulary tail. Three token tiles and not four, since
-the simulator takes 9 GB for four steps of dhead, and ends without a profile where it is not given more. The XLA
+with inner steps counted in fractions of a tile for the static vocabulary tail. Three tiles and not four, since the
+simulator takes 9 GB for four steps of dhead and more than 16 for the direction's, and ends without a profile where it
+is not given more. The XLA
 operations around the forward kernel (gather of the target rows, dH from its terms) are simulated at one token tile and
 scaled by tokens; hidden states are gathered once more for dW, at the cycles of the gather of target rows.
 For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
@@ -195,12 +196,12 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
             k: kernel_cycles(
                 **base, n=some * t.tokens, swept=k * t.vocab, columns=24 * t.vocab, kept=some * t.tokens * kept
             )
-            for k in (2, 4)
+            for k in (2, 3)
         }
-        per_step = (runs[4][0] - runs[2][0]) / 2 / some
+        per_step = (runs[3][0] - runs[2][0]) / some
         per_tile = runs[2][0] / some - 2 * per_step
         outer, inner = n / t.tokens, V / t.vocab
-        outside, gathers = runs[4][1] / some * outer, runs[4][2] / some * outer
+        outside, gathers = runs[3][1] / some * outer, runs[3][2] / some * outer
         moved = outer * V * hidden * 2 + n * hidden * 2 + (4 * n * hidden if kernel.endswith("direction") else 0)
     moved += n * V * 2 if kept else 0
     total = outer * (inner * per_step + per_tile) + outside
