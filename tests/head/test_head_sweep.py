@@ -16,7 +16,7 @@ from interpreted import by_numpy, in_numpy
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
-from logitless.rows import Sweep, Visit, live_sweep, split_sweep, sweep_over
+from logitless.rows import Sweep, Visit, front, live_sweep, order_by_rank, split_sweep, sweep_over
 from numerics import assert_same_bits, f64, head_case
 
 SHAPE, WIDTH, VOCAB, CHUNK = (4, 16), 24, 211, 8
@@ -81,6 +81,17 @@ def test_the_rest_at_once_is_one_chunk_of_quarters(count: int) -> None:
     np.testing.assert_array_equal(np.flatnonzero(seen), np.arange(2048 - count, 2048))
     assert int(seen.max()) <= 1 and int(chunks) == -(-count // 1024)
     assert int(cost) == int(sweep.covered()) == -(-count // 256) * 256
+
+
+@pytest.mark.parametrize("kinds", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)])
+def test_order_by_rank_is_a_stable_sort(kinds: tuple[int, ...]) -> None:
+    kind = np.random.default_rng(len(kinds)).choice(kinds, 77)
+    order = order_by_rank(*(jnp.asarray(kind == k) for k in range(3)))
+    np.testing.assert_array_equal(order, np.argsort(kind, stable=True))
+    chosen = jnp.asarray(kind == 0)
+    by_sort, by_rank = front(chosen), front(chosen, by_sort=False)
+    np.testing.assert_array_equal(by_rank.order, by_sort.order)
+    assert by_rank.count == by_sort.count == np.sum(kind == 0)
 
 
 def test_large_chunks_give_the_same_loss_and_gradients() -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import Problem
-from logitless.rows import Visit, in_parts
+from logitless.rows import Visit, in_parts, order_by_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,10 @@ def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> O
     core, and the compiler lets what that writes share memory with nothing else."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
-    order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
+    if part is None:
+        order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
+    else:  # on a TPU
+        order = order_by_rank(first, live & ~first, ~live)
     over = -p.n % visit
     order = jnp.pad(order, (0, over), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))

@@ -18,7 +18,7 @@ straight-line code, an instruction word a cycle: 7 MB for the forward sweep with
 the compiler's time goes with it. The rows of a tile (tokens in a sweep over the vocabulary, columns of a ``[V, H]``
 head in dW's) do not know of each other, so that a loop does the same work with the code of one part. Every turn fills
 and drains the matrix unit, 300 to 400 cycles on a v6e (the simulator's estimate), so a turn has ``WORK`` to do, about
-16,000 cycles; small hidden sizes need no loop. A part shorter than the matrix unit is wide would halve its speed: each
+8,000 cycles; small hidden sizes need no loop. A part shorter than the matrix unit is wide would halve its speed: each
 tile of the other operand is loaded for the part alone.
 """
 
