@@ -354,7 +354,7 @@ def order_by_rank(*classes: Array) -> Array:
     for own in classes:
         rank = jnp.cumsum(own.astype(jnp.int32))
         place = jnp.where(own, before + rank - 1, place)
-        before = before + rank[-1]
+        before = before + jnp.sum(own, dtype=jnp.int32)
     return jnp.zeros_like(ids).at[place].set(ids, mode="promise_in_bounds", unique_indices=True)
 
 

@@ -170,8 +170,9 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
             out.outer[at(part)] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
 
     def step(cotangents: Callable[[Part], Array], masked: bool) -> None:
-        matmuls = (acc is not None) + (cotangents is cotangent)
-        work = matmuls * spec.tiles.tokens * refs.h.shape[1]
+        work = ((acc is not None) + (cotangents is cotangent)) * spec.tiles.tokens * refs.h.shape[1]
+        if cotangents is kept_cotangent:
+            work //= 2  # there is one matmul, and a turn's filling and draining weighs twice as much
         over_parts(vocab, work, LANES, functools.partial(add, cotangents, masked))
 
     # Columns beyond the array's end produce rows of dW that are never written, so only padding columns need a mask.
