@@ -355,6 +355,8 @@ def order_by_rank(*classes: Array) -> Array:
         rank = jnp.cumsum(own.astype(jnp.int32))
         place = jnp.where(own, before + rank - 1, place)
         before = before + jnp.sum(own, dtype=jnp.int32)
+    # Apart: libtpu 0.0.50 ends in a failed check where a scatter's places and values have one source.
+    place, ids = lax.optimization_barrier((place, ids))
     return jnp.zeros_like(ids).at[place].set(ids, mode="promise_in_bounds", unique_indices=True)
 
 
