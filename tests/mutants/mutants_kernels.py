@@ -426,7 +426,7 @@ MUTANTS = [
         "head/mosaic_gpu/at_once",
         "others = ~active & (",
         "others = (active | ~active) & (",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[some]",
+        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
     ),
     m(
         "head/mosaic_gpu/at_once",
