@@ -429,6 +429,21 @@ def test_what_it_reports_is_true() -> None:
     assert min(abs(s - m["active_columns"]) for s in shares) < 2e-3, shares
 
 
+@pytest.mark.parametrize("vocab", [2048, 32000, 50304, 102400, 128256, 151936, 256000])
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_sizes_are_whole_tiles_at_every_width(vocab: int, layout: str) -> None:
+    """What a head ``[H, V]`` needs, of which columns are gathered; for hidden sizes that cut the largest one down."""
+    for width in (64, 896, 1536, 2304, 3584, 4096, 5120, 8192):
+        shape = (vocab, width) if layout == "vh" else (width, vocab)
+        h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, width), shape))
+        y = jax.ShapeDtypeStruct((8192,), jnp.int32)
+        p = head_problem(h, w, y, layout=layout, transform=LogitTransform(), vocab_size=vocab)  # type: ignore[arg-type]
+        held = at_once.sizes(p, sparse.slab_rule(vocab))
+        assert all(s.columns % 64 == 0 and s.columns <= sparse.slab_rule(vocab).most for s in held)
+        assert [s.columns for s in held[-2:]] == sorted(s.columns for s in held[-2:])
+        assert all(s.columns * width * 2 <= at_once.PART for s in held)
+
+
 def test_it_says_what_it_does_and_where_it_cannot() -> None:
     h, w, y = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
     e = explain(linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)

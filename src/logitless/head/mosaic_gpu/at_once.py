@@ -37,6 +37,7 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Columns, Rule
 from logitless.head.linear import add_dhead, dot, raw_logits, zero_grads
 from logitless.head.mosaic_gpu.dx import columns_dx
+from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.screen import MOST_APART
 from logitless.head.order import Ordered, some
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
@@ -82,7 +83,7 @@ def sizes(p: Any, rule: Rule) -> tuple[Size, ...]:
     most = PART // (quarter * width * jnp.dtype(p.h.dtype).itemsize)
 
     def columns(quarters: tuple[int, ...]) -> list[int]:
-        return sorted({min(min(k, most) * quarter, rule.most) for k in quarters})
+        return sorted({min(min(k, most) * quarter, rule.most) // TILE_K * TILE_K for k in quarters})
 
     few = [] if p.n % 4 else [Size(p.n // 4, k) for k in columns(FEW_TOKENS)]
     all_of_them = [Size(p.n, k) for k in columns(ALL_TOKENS)]
