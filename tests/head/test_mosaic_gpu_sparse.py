@@ -127,6 +127,7 @@ DX_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter's, of infinite logits
 @pytest.mark.parametrize("name", DX_CASES)
 def test_dx_is_that_of_logits_in_memory(name: str) -> None:
     """Random cotangents of all three statistics, columns that do not count, rows that do not move (one of which has
@@ -400,6 +401,7 @@ def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: py
     assert "exact path" in e.way and e.tiles["chunk_if_flat"] == CHUNK
 
 
+@pytest.mark.slow  # compiles one more interpreted program, of both ways
 def test_with_room_for_logits_a_sparse_policy_stays_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome("clip", "calibrated")  # as it is
     way = backend.MosaicGpu.gradients_in_forward

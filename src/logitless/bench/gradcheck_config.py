@@ -37,6 +37,7 @@ class GradcheckConfig:
     logits_dtype: str = "float32"
     head_grad_dtype: str = "float32"  # float32 | param (head level)
     chunk_size: int = 0  # tokens of a chunk (head level); 0: as chosen
+    memory_budget: int = 0  # bytes for logits (head level), in place of chunk_size; 0: none is given
     donate: bool = False  # the logits' memory may be written over (logits level)
     same_without_gradient: bool = False  # the loss must be the same to the bit where no gradient is taken
     sparse_backward: Any = "off"  # off | auto | a mass (head level)
@@ -101,7 +102,7 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError("call: logprobs has no sparse_backward; that is the loss's")
     if not 0 <= c.vocab_size <= c.vocab:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
-    for key, least in (("layers", 0), ("chunk_size", 0), ("timeout_s", 1)):
+    for key, least in (("layers", 0), ("chunk_size", 0), ("memory_budget", 0), ("timeout_s", 1)):
         if getattr(c, key) < least:
             raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
 

@@ -111,6 +111,7 @@ def by_backend(
         options |= dict(head_layout="vh", logits_dtype=c.logits_dtype)
         if backend != "reference":
             options |= dict(head_grad_dtype=c.head_grad_dtype, chunk_size=c.chunk_size or None)
+            options |= dict(memory_budget=c.memory_budget) if c.memory_budget else {}
             options |= dict(sparse_backward=c.sparse_backward) if c.sparse_backward != "off" else {}
 
     # All arrays are arguments: other inputs of the same shape are the same program.
