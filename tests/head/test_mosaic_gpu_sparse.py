@@ -322,7 +322,7 @@ def gradients_again(name: str, **options: Any) -> None:
         assert (row_norms(f64(a) - f64(b)) <= 2.0**-6 * size + 1e-6 * size.max()).all()  # those of few tokens, too
 
 
-@pytest.mark.parametrize("name", ["adversarial", "calibrated"])
+@pytest.mark.parametrize("name", [pytest.param("adversarial", marks=pytest.mark.slow), "calibrated"])
 def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
     outcome("clip", name)  # as it is
@@ -358,6 +358,7 @@ def gives_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, way(*args)))
 
 
+@pytest.mark.slow  # 20 seconds; that a flat policy's gradients are right is tested above
 def test_a_flat_policy_goes_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its columns would fit, since it has none but the targets; but all of its rows are hard."""
     m = {k: float(v) for k, v in metric_values(outcome("clip", "flat")[2][1]).items()}
@@ -400,6 +401,7 @@ def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: py
         assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-8 * np.linalg.norm(f64(b))
 
 
+@pytest.mark.slow  # compiles one more interpreted program, of both ways
 def test_with_room_for_logits_a_sparse_policy_stays_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome("clip", "calibrated")  # as it is
     way = backend.MosaicGpu.gradients_in_forward
