@@ -30,7 +30,7 @@ from logitless.stats import (
     RowSums,
     StatCotangents,
     TokenStats,
-    dz,
+    dz_at_target,
     dz_line,
     empty_sums,
     exponentials,
@@ -158,8 +158,7 @@ def _row_terms(
     """
     stats, g = jax.tree.map(lambda a: a[:, None], (stats, g))
     k = factor(p.transform.column())
-    at_target = dz(jnp.zeros_like(stats.peak), jnp.ones_like(stats.is_top1), stats, g, k)
-    return lax.optimization_barrier((dz_line(centre, stats, g, k), at_target, g.any_nonzero()))
+    return lax.optimization_barrier((dz_line(centre, stats, g, k), dz_at_target(stats, g), g.any_nonzero()))
 
 
 def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:

@@ -231,6 +231,11 @@ def dz(
     return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)
 
 
+def dz_at_target(s: TokenStats, g: StatCotangents) -> Array:
+    """:func:`dz` of each row at its target, which takes no logit."""
+    return dz(jnp.zeros_like(s.peak), jnp.ones_like(s.is_top1), s, g)
+
+
 def dz_line(centre: Array, s: TokenStats, g: StatCotangents, k: Array | None = None) -> tuple[Array, Array]:
     """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)``, ``s = k (u_v - centre)``.
 

@@ -162,8 +162,8 @@ def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Rout
         temporaries[1:] = [part + w.rows * (1 + w.wants_hidden), part + hard, half]
     if "chunk_if_flat" in route.tiles:
         temporaries.append(exact.temporaries)
-    if columns == w.vocab and "chunk_if_flat" in route.tiles:
-        return dataclasses.replace(exact, temporaries=max(temporaries))
+        if columns == w.vocab:
+            return dataclasses.replace(exact, temporaries=max(temporaries))
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
         passes = 3 * bits + _slab_passes(w, columns, wide)
         return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries))

@@ -14,7 +14,7 @@ memory (16 bits each, in the place of dW, which is not written yet):
     dW      dW_K in its place
 
 What does not fit (more columns, or mostly rows that choose none) goes by slabs of columns (``sparse.py``), half of the
-tokens at a time. The host is asked four times in a call, where a loop over slabs asks once for each of them; and never
+tokens at a time. The host is asked three times in a call, where a loop over slabs asks once for each of them; and never
 at its end, since it then could not prepare what follows before all of this is done.
 
     bytes   at T = 8192, H = 4096, V = 151936: first the screen's bits and h in order (148 + 64 MiB); then h, the
@@ -42,7 +42,6 @@ from logitless.head.mosaic_gpu.screen import MOST_APART
 from logitless.head.order import Ordered, some
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
-from logitless.pytree import register
 from logitless.rows import Visit, live_sweep
 
 FEW_TOKENS = (20,)
@@ -97,16 +96,6 @@ def groups(p: Any) -> tuple[int, int]:
     return few, some_rows
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class _Columnwise:
-    """What the active columns give: gradients, those of the head for the gathered columns, and what rows leave out."""
-
-    hidden: Array | None  # in the order of the call
-    part: HeadGrads
-    left_out: Array  # [N] float32
-
-
 def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, by_slabs: BySlabs) -> Any:
     """``(gradients, mass left out [N])``; dH in the order of the call, the mass in that of ``f``."""
     c, held = found.columns, sizes(f.p, rule)
@@ -127,8 +116,8 @@ def _at_once(
     p, index = f.p, found.columns.index[: size.columns]
     moving = known.g.any_nonzero()
     mean = mean_row(rule, p) if want.hidden else None
-    own = _columnwise(f, want, known, found.columns, size, mean, target)
-    left_out = jnp.where(moving, own.left_out, 0.0)
+    hidden, part, left_out = _columnwise(f, want, known, found.columns, size, mean, target)
+    left_out = jnp.where(moving, left_out, 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
     few, some_rows = groups(p)
     group = max(some_rows, -(-p.n // MOST_GROUPS))
@@ -142,7 +131,6 @@ def _at_once(
     def add_rows(i: Array, hidden: Array) -> Array:
         return _plus(f, hidden, sweep.visit(i * group, group), in_group(i, None, _no_rows(p, group))[1])
 
-    hidden = own.hidden
     if hidden is not None:
         hidden = once(more, lambda hidden: lax.fori_loop(0, trips, add_rows, hidden), hidden)
     no_rows = _no_rows(p, some_rows) if want.hidden else None
@@ -159,7 +147,7 @@ def _at_once(
     def then(rows_of: Callable[[], tuple[HeadGrads, Array | None]]) -> Callable[[], tuple[HeadGrads, Array | None]]:
         def run() -> tuple[HeadGrads, Array | None]:
             head, rows = rows_of()
-            return columns_of.put_head_columns(head, index, own.part, p.head.layout), rows
+            return columns_of.put_head_columns(head, index, part, p.head.layout), rows
 
         return run
 
@@ -186,9 +174,10 @@ def _plus(f: Ordered, hidden: Array, visit: Visit, rows: Array) -> Array:
 
 def _columnwise(
     f: Ordered, want: Wanted, known: Known, c: Columns, size: Size, mean: Array | None, target: Array
-) -> _Columnwise:
-    """dH, dW and what is left out, of the first ``size.tokens`` tokens in the first ``size.columns`` columns of
-    ``c.index``, which has a slot to spare. ``target [N]``: the place of each token's target among them."""
+) -> tuple[Array | None, HeadGrads, Array]:
+    """``(dH in the order of the call, the head's gradients for the gathered columns, mass left out [N])`` of the first
+    ``size.tokens`` tokens in the first ``size.columns`` columns of ``c.index``, which has a slot to spare.
+    ``target [N]``: the place of each token's target among them."""
     p, own = f.p, c.index[: size.columns]
     part = columns_of.head_columns(p.head, own)
     if mean is not None:  # in the last slot, which is no column's: its logits count for nothing
@@ -207,7 +196,7 @@ def _columnwise(
         hidden = f.put_back(jnp.pad(hidden, ((0, p.n - size.tokens), (0, 0))))
     blank = columns_of.no_head_columns(zero_grads(p.head, want, p.head.weight.dtype), part)
     grads = add_dhead(blank, dx, q.h, part)
-    return _Columnwise(hidden, grads, jnp.pad(left_out, (0, p.n - size.tokens)))
+    return hidden, grads, jnp.pad(left_out, (0, p.n - size.tokens))
 
 
 # -- hard rows -------------------------------------------------------------------------------------------------------

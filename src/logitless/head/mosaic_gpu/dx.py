@@ -34,7 +34,7 @@ from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, wh
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, tile_by_tile, tiles_for
 from logitless.head.slabs import Known
 from logitless.problem import Head, Problem
-from logitless.stats import dz, dz_line
+from logitless.stats import dz_at_target, dz_line
 from logitless.transform import LogitTransform
 
 _PIECE = TILE_K  # columns that leave at a time: one swizzle atom; with more of them, registers run out
@@ -48,7 +48,7 @@ def row_numbers(p: Problem, known: Known) -> Array:
     one, k = jnp.ones((p.n,), jnp.float32), tr.factor(t)
     slope = tr.times(tr.factor(dataclasses.replace(t, softcap=None)), one)
     a, b = dz_line(s.peak, s, g, k)
-    at_target = dz(jnp.zeros_like(s.peak), jnp.ones_like(s.is_top1), s, g, k)
+    at_target = dz_at_target(s, g)
     numbers = jnp.stack([s.peak, tr.times(k, one) * LOG2E, slope * a, slope * at_target, slope * b * (1.0 / LOG2E)])
     return jnp.where(g.any_nonzero(), numbers, 0.0)
 
@@ -180,6 +180,5 @@ def _columns_dx(
         jax.ShapeDtypeStruct((padded, -(-columns // TILE_K) * TILE_K), p.h.dtype),
         jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32),
     )
-    approx = p.transform.softcap is None  # as in matmul.py
-    dx, mass = line.run(kernel, inputs, out_type, scratch, approx_math=approx)
+    dx, mass = line.run(kernel, inputs, out_type, scratch, p.transform.softcap)
     return dx[:n, :columns], jnp.sum(mass, axis=0)[:n]

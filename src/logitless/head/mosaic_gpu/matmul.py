@@ -154,9 +154,7 @@ def _partial_sums(
     sums_type = jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32)
     words_type = jax.ShapeDtypeStruct((vocab_tiles, padded, LANES), jnp.int32)
     out_type = sums_type if screen is None else (sums_type, words_type)
-    # One instruction per power (2^-22). A tanh that is good to 2^-11 would not do: softcaps take the library's.
-    approx = transform.softcap is None
-    out = line.run(kernel, inputs, out_type, [*own, *line.scratch()], approx_math=approx)
+    out = line.run(kernel, inputs, out_type, [*own, *line.scratch()], transform.softcap)
     sums, words = (out, None) if screen is None else out
     return sums, jnp.asarray(plan.parts), words
 

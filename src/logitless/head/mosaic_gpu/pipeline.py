@@ -80,9 +80,10 @@ class Pipeline:
         return Running(self, h, w, tasks, *rings, full, free, ahead[0] if ahead else None)
 
     def run(
-        self, kernel: Callable[..., None], inputs: list[Any], out_type: Any, scratch: list[Any], **params: Any
+        self, kernel: Callable[..., None], inputs: list[Any], out_type: Any, scratch: list[Any], softcap: Any
     ) -> Any:
-        """The kernel on all blocks, in three warpgroups."""
+        """The kernel on all blocks, in three warpgroups. A power is one instruction (2^-22); a tanh that is good to
+        2^-11 would not do, so softcaps take the library's functions."""
         return plgpu.kernel(
             kernel,
             out_type=out_type,
@@ -92,7 +93,9 @@ class Pipeline:
             num_threads=COMPUTE + 1,
             thread_name="wg",
             compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **params
+                approx_math=softcap is None,
+                unsafe_no_auto_barriers=True,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             ),
             interpret=gpu_interpreter() if self.interpret is True else (self.interpret or None),
         )(*inputs)

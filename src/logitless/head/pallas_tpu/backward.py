@@ -50,7 +50,7 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import LANES, Part, Spec, fill_rows, over_parts, zero_rows
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.stats import StatCotangents, TokenStats, dz, dz_line
+from logitless.stats import StatCotangents, TokenStats, dz_at_target, dz_line
 from logitless.transform import factor, pull_back, swept, times
 
 AT_TARGET, TARGET = 5, 6
@@ -63,9 +63,8 @@ def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, 
     and zeros: exp(s) and dz are 0."""
     n, t = p.n, p.transform
     moves = g.any_nonzero() & live
-    zero, target = jnp.zeros((n,), jnp.float32), jnp.ones((n,), bool)
     k = factor(t)
-    values = [*dz_line(stats.peak, stats, g, k), dz(zero, target, stats, g, k)]
+    values = [*dz_line(stats.peak, stats, g, k), dz_at_target(stats, g)]
     if t.softcap is None:  # the slope is k
         values = [times(k, v) for v in values]
     rows = [jnp.where(moves, v, other) for v, other in zip([stats.peak, *values], _NOTHING, strict=False)]

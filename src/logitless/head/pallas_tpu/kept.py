@@ -33,7 +33,7 @@ from logitless.head.pallas_tpu.operands import Launch, tiles_of
 from logitless.head.pallas_tpu.tiles import LANES, Spec, blocks_of
 from logitless.problem import Problem
 from logitless.pytree import register, static
-from logitless.stats import StatCotangents, TokenStats, dz, dz_line
+from logitless.stats import StatCotangents, TokenStats, dz_at_target, dz_line
 from logitless.transform import factor, slope, times
 
 
@@ -104,10 +104,9 @@ def factors(p: Problem, kept: Kept, stats: TokenStats, g: StatCotangents) -> tup
     stats, g = jax.tree.map(lambda x: x[:count], (stats, g))
     k = factor(p.transform)
     column = k if k is None or k.ndim == 0 else k[:, None]
-    zero = jnp.zeros_like(kept.x_y)
     by_row = jax.tree.map(lambda x: x[:, None], (stats, g))
     f = dz_line(kept.tops, by_row[0], by_row[1], column)[0]
-    own = dz(zero, zero == 0, stats, g)
+    own = dz_at_target(stats, g)
     bend = slope(kept.x_y, p.transform)
     if bend is not None:
         own = jnp.where(own == 0, 0.0, own * bend)

@@ -50,7 +50,7 @@ from logitless.stats import (
     RowSums,
     StatCotangents,
     TokenStats,
-    dz,
+    dz_at_target,
     finish,
     log_probability,
     masked_stats,
@@ -203,7 +203,7 @@ def factors_of(
 ) -> tuple[Array, Array]:
     """``(own [N], others [N])``; ``here [N]``: the target is one of the head's columns."""
     one, zero = jnp.ones_like(x_y), jnp.zeros_like(x_y)
-    own = dz(zero, one > 0, stats, StatCotangents(one, zero, zero))
+    own = dz_at_target(stats, StatCotangents(one, zero, zero))
     # The accumulator is relative to the largest other logit: scale it by that column's probability.
     others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))
     bend = slope(x_y, p.transform)
