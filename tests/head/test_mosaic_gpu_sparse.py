@@ -20,8 +20,9 @@ from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, met
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import at_once, backend, dx, matmul, screen, sparse
-from logitless.head.mosaic_gpu.schedule import Tiles, tile_by_tile, tiles_for
+from logitless.head.mosaic_gpu import at_once, backend, dx, matmul, product, screen, sparse
+from logitless.head.mosaic_gpu.product import tiles_of
+from logitless.head.mosaic_gpu.schedule import Tiles, tile_at, tiles_for
 from logitless.head.slabs import Known, slab_dx
 from logitless.problem import Problem
 from logitless.rows import probabilities as row_probabilities
@@ -67,6 +68,7 @@ def few_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul, "tiles_for", tiles)
         patch.setattr(dx, "tiles_for", tiles)
+        patch.setattr(product, "tiles_of", lambda *shape: dataclasses.replace(tiles_of(*shape), blocks=BLOCKS))
         yield
 
 
@@ -155,7 +157,7 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
         target = jnp.where(counts[p.targets], p.targets, -1)
         rows, mine = dx.row_numbers(p, known), jnp.exp(known.stats.max_logp)
         tiles = dataclasses.replace(SMALL, columns=128)  # of two pieces each
-        got, part = dx._columns_dx(p, rows, p.head, target, counts, tiles=tiles)
+        got, part = dx._columns_dx(p, rows, p.head, target, counts, n, v, tiles=tiles)
         return got, part * mine, want, mass
 
     g = StatCotangents(*(jnp.asarray(np.where(still, 0.0, rng.normal(size=n)), jnp.float32) for _ in range(3)))
@@ -179,19 +181,87 @@ def test_dx_lowers_for_cuda(n: int, v: int, layout: str) -> None:
     w = shape(jnp.bfloat16, *((v, 512) if layout == "vh" else (512, v)))
     y, counts = shape(jnp.int32, n), shape(jnp.bool_, v)
     p = head_problem(shape(jnp.bfloat16, n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
-    run = jax.jit(lambda p, rows, y, counts: dx._columns_dx(p, rows, p.head, y, counts))
+    run = jax.jit(lambda p, rows, y, counts: dx._columns_dx(p, rows, p.head, y, counts, n, v))
     lowered = run.trace(p, shape(jnp.float32, 5, n), y, counts).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize(("tokens", "columns"), [(64, 26), (64, 34), (16, 20), (1, 594), (4, 594), (3, 2)])
-def test_every_tile_once_and_no_block_idle_for_long(tokens: int, columns: int) -> None:
-    t = tiles_for(tokens * 128, 4096, columns * 256)
-    s = tile_by_tile(t, tokens, columns)
-    done = [(a, b) for a, b, c in zip(s.token.ravel(), s.first.ravel(), s.count.ravel(), strict=True) if c]
-    assert sorted(done) == [(i, j) for i in range(tokens) for j in range(columns)]
-    assert s.token.shape == (t.blocks, -(-tokens * columns // t.blocks))
-    assert (s.last == s.first + 1).all() and (s.slot == s.first).all()
+@pytest.mark.parametrize(
+    ("rows", "columns", "parts"),
+    [(64, 26, 1), (64, 34, 1), (13, 20, 1), (1, 594, 1), (4, 16, 2), (1187, 16, 1), (3, 2, 5)],
+)
+def test_every_tile_once_and_in_groups(rows: int, columns: int, parts: int) -> None:
+    """By number, as the blocks count them: all of a part before the next, ``group`` row tiles for each column tile."""
+    group, total = 8, rows * columns * parts
+    row, column, part = (np.asarray(x) for x in tile_at(jnp.arange(total), jnp.int32(rows), jnp.int32(columns), group))
+    assert len({*zip(row, column, part, strict=True)}) == total
+    assert row.max() == rows - 1 and column.max() == columns - 1
+    np.testing.assert_array_equal(part, np.arange(total) // (rows * columns))
+    if rows % group == 0:  # what runs at the same time
+        assert (column.reshape(-1, group) == column[::group, None]).all()
+
+
+# -- products whose extents the device knows --------------------------------------------------------------------------
+
+
+def bf16(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("left_deep", "right_deep"), [(False, True), (True, True), (False, False)])
+def test_a_product_is_as_large_as_the_device_says(left_deep: bool, right_deep: bool) -> None:
+    """Ragged extents of a larger array whose rest is NaN; what lies beyond them is not touched."""
+    rng, (r, c, d) = np.random.default_rng(0), (150, 260, 130)
+    left, right = bf16(rng, r, d), bf16(rng, c, d)
+
+    def within(x: Any, rows: int, depth: int, deep: bool) -> Any:
+        """Zeros up to whole tiles of 64, and NaN beyond."""
+        whole = jnp.full((rows, depth), jnp.nan, jnp.bfloat16)
+        whole = whole.at[:, : -(-d // 64) * 64].set(0).at[: x.shape[0], :d].set(x)
+        return whole.T if deep else whole
+
+    arrays = within(left, 320, 256, left_deep), within(right, 320, 256, right_deep)
+    into = jnp.full((320, 320), 7.0, jnp.bfloat16)
+
+    @jax.jit
+    def run(left: Any, right: Any, into: Any, *live: Any) -> Any:
+        deep = dict(left_deep=left_deep, right_deep=right_deep, interpret=True)
+        return product.product(left, right, live, **deep), product.product(left, right, live, into=into, **deep)
+
+    want = f64(left) @ f64(right).T
+    for got in run(*arrays, into, *map(jnp.int32, (r, c, d))):
+        np.testing.assert_allclose(f64(got)[:r, :c], want, rtol=2.0**-8, atol=1e-3)
+    assert (got[256:] == 7).all()  # beyond whole tiles
+    assert (run(*arrays, into, *map(jnp.int32, (0, c, d)))[1] == 7).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 129, 300])
+def test_a_deep_product_in_parts(count: int) -> None:
+    """However many rows there are: the parts add up, and rows behind them are zero."""
+    rng = np.random.default_rng(1)
+    left, right = bf16(rng, 304, 640), bf16(rng, 640, 192)
+    rows = -(-count // 128) * 128
+    run = jax.jit(lambda left, n: product.in_parts(left, right, (n, 192, 640), right_deep=True, interpret=True))
+    got = f64(run(left.at[rows:].set(jnp.nan), jnp.int32(count)))
+    np.testing.assert_allclose(got[:count], (f64(left) @ f64(right))[:count], rtol=1e-5, atol=1e-4)
+    assert got.shape == (304, 192) and (got[rows:] == 0).all()
+
+
+def test_parts_of_the_depth_are_as_many_as_there_are_blocks_for() -> None:
+    t = tiles_of(480, 4096, 2374)
+    assert (t.blocks, tiles_of(480, 4096, 1).blocks) == (132, 4 * 16)
+
+
+@pytest.mark.parametrize(("left_deep", "right_deep"), [(False, True), (True, True), (False, False)])
+def test_a_product_lowers_for_cuda(left_deep: bool, right_deep: bool) -> None:
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+
+    def run(left: Any, right: Any, into: Any, n: Any) -> Any:
+        return product.product(left, right, (n, n, n), left_deep=left_deep, right_deep=right_deep, into=into)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jax.jit(run).trace(shape, shape, shape, n).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text() and "output_operand_alias" in lowered.as_text()
 
 
 # -- the screen ------------------------------------------------------------------------------------------------------
@@ -236,7 +306,7 @@ def test_guess_and_screen_by_the_definition() -> None:
         want = np.maximum(np.where(rows, lse, -np.inf), z[np.arange(y.size), y])
         np.testing.assert_allclose(guess(p, rows, None), want, atol=2e-5)
         k = 8.0 / 0.7 if numbers else 1.0  # swept: tanh(x scale / softcap)
-        edge = np.where(rows, (want + np.log(TOLERANCE * screen.THRESHOLD)) / k, np.inf)
+        edge = np.where(rows, (want + np.log(TOLERANCE * 2.0**-5.5 * np.sqrt(rows.sum() / 4096))) / k, np.inf)
         np.testing.assert_allclose(screen.screen_of(p, rows, None), edge, atol=2e-5)
 
 
@@ -327,35 +397,49 @@ def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.Monkey
     """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
     outcome("clip", name)  # as it is
     monkeypatch.setattr(sparse, "_GROUPS", 0)
-    monkeypatch.setattr(at_once, "sizes", lambda p, rule: ())
+    monkeypatch.setattr(at_once, "room", lambda p, rule: None)
     gradients_again(name, chunk_size=16)
 
 
-@pytest.mark.parametrize("how", ["some", "more, in slabs", pytest.param("more", marks=pytest.mark.slow)])
-def test_hard_rows_beyond_a_few(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All active columns at once, with more hard rows than go through all columns at once, or than one group has."""
-    rule, (case, rest, (_, metrics, _), _) = sparse.slab_rule(VOCAB), outcome("clip", "calibrated")
+def goes_at_once() -> tuple[int, int]:
+    """Active columns and hard rows of a case that goes at once as it is."""
+    case, rest, (_, metrics, _), _ = outcome("clip", "calibrated")
     m = {k: float(v) for k, v in metric_values(metrics).items()}
     h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
     p = head_problem(h, jnp.asarray(case.lm_head), y, transform=LogitTransform(), vocab_size=VOCAB)
-    columns, hard = m["active_columns"] * VOCAB, m["hard_rows"] * rest["mask"].sum()
-    assert columns < at_once.sizes(p, rule)[-1].columns  # they do go at once
-    few = int(hard) // 4
-    assert few >= 1
-    monkeypatch.setattr(at_once, "FEW", few)
-    monkeypatch.setattr(at_once, "SOME", int(hard) + 1 if how == "some" else few + 1)
-    monkeypatch.setattr(at_once, "MOST_GROUPS", p.n)  # three of them and a rest
-    if how == "more, in slabs":  # several slabs, the first two of which overlap
-        monkeypatch.setattr(at_once, "_SLAB", 640 * max(2 * WIDTH, 4 * (int(hard) + 1)))
-        assert VOCAB % 640 and VOCAB > 1280
+    columns, hard = round(m["active_columns"] * VOCAB), round(m["hard_rows"] * rest["mask"].sum())
+    held = at_once.room(p, sparse.slab_rule(VOCAB))
+    assert held is not None and columns < held.columns and 3 < hard < held.hard
+    return columns, hard
+
+
+def gives_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may come of one of the ways."""
+    way = getattr(at_once, name)
+    monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, way(*args)))
+
+
+def has_room(monkeypatch: pytest.MonkeyPatch, **less: int) -> None:
+    room = at_once.room
+    monkeypatch.setattr(at_once, "room", lambda p, rule: dataclasses.replace(room(p, rule), **less))  # type: ignore[type-var]
+
+
+def test_with_just_enough_room_all_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns up to the mean row's, hard rows up to the last; and no other way has a part in it."""
+    columns, hard = goes_at_once()
+    has_room(monkeypatch, columns=-(-(columns + 1) // 64) * 64, hard=-(-hard // 8) * 8)
     gives_nan("_in_halves", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
-def gives_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may come of one of the two ways."""
-    way = getattr(at_once, name)
-    monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, way(*args)))
+@pytest.mark.parametrize("less", ["columns", pytest.param("hard", marks=pytest.mark.slow)])
+def test_what_does_not_fit_goes_by_slabs(less: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the tokens at a time, more columns or more hard rows than there is room for; what was done before that
+    was seen leaves nothing behind."""
+    columns, hard = goes_at_once()
+    has_room(monkeypatch, **{less: dict(columns=columns // 64 * 64, hard=hard // 8 * 8)[less]})
+    gives_nan("_dhidden", monkeypatch)
+    gradients_again("calibrated", chunk_size=CHUNK)
 
 
 @pytest.mark.slow  # 20 seconds; that a flat policy's gradients are right is tested above
@@ -363,15 +447,8 @@ def test_a_flat_policy_goes_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its columns would fit, since it has none but the targets; but all of its rows are hard."""
     m = {k: float(v) for k, v in metric_values(outcome("clip", "flat")[2][1]).items()}
     assert m["hard_rows"] > 0.9 and m["active_columns"] < 0.5
-    gives_nan("_at_once", monkeypatch)
+    gives_nan("_dhidden", monkeypatch)
     gradients_again("flat", chunk_size=CHUNK)
-
-
-def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no size holds them: by slabs, half of the tokens at a time."""
-    outcome("clip", "calibrated")  # as it is
-    monkeypatch.setattr(at_once, "sizes", lambda p, rule: (at_once.Size(p.n, 8),))
-    gradients_again("calibrated", chunk_size=CHUNK)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -421,11 +498,12 @@ def test_what_it_reports_is_true() -> None:
     assert m["dense_chunks"] == 0 and 0 < m["active_columns"] < 0.25 and m["hard_rows"] < 0.3
     assert 0 < m["left_out_mass_max"] <= TOLERANCE
     assert float(metric_values(outcome("clip", "flat")[2][1])["hard_rows"]) > 0.9
-    # by the definition: columns that pass THRESHOLD of the tolerance by the known log-probabilities, and the targets
+    # by the definition: columns that pass the threshold by the known log-probabilities, and the targets
     p, y, live = probabilities(case), case.targets.reshape(-1), rest["mask"].reshape(-1)
     logp = np.log(p[np.arange(y.size), y])
     believed = p * np.exp(logp - f64(rest["old_logp"]).reshape(-1))[:, None] ** -1  # exp(z - (z_y - old))
-    passes = (believed > TOLERANCE * screen.THRESHOLD)[live]
+    believed[np.arange(y.size), y] = 0  # a row's own target is active in any case, and not counted
+    passes = (believed > TOLERANCE * float(screen.threshold(live)))[live]
     sets = [passes[passes.sum(1) <= chunk_rule(VOCAB).most // limit].any(0) for limit in (8, 32, 128)]
     shares = [(s | np.isin(np.arange(VOCAB), y[live])).mean() for s in sets]
     assert min(abs(s - m["active_columns"]) for s in shares) < 2e-3, shares
@@ -433,17 +511,36 @@ def test_what_it_reports_is_true() -> None:
 
 @pytest.mark.parametrize("vocab", [2048, 32000, 50304, 102400, 128256, 151936, 256000])
 @pytest.mark.parametrize("layout", ["vh", "hv"])
-def test_sizes_are_whole_tiles_at_every_width(vocab: int, layout: str) -> None:
-    """What a head ``[H, V]`` needs, of which columns are gathered; for hidden sizes that cut the largest one down."""
+def test_dx_fits_into_the_place_of_dw(vocab: int, layout: str) -> None:
+    """In whole tiles, with rows for all tokens, at every width."""
     for width in (64, 896, 1536, 2304, 3584, 4096, 5120, 8192):
-        shape = (vocab, width) if layout == "vh" else (width, vocab)
-        h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, width), shape))
-        y = jax.ShapeDtypeStruct((8192,), jnp.int32)
-        p = head_problem(h, w, y, layout=layout, transform=LogitTransform(), vocab_size=vocab)  # type: ignore[arg-type]
-        held = at_once.sizes(p, sparse.slab_rule(vocab))
-        assert all(s.columns % 64 == 0 and s.columns <= sparse.slab_rule(vocab).most for s in held)
-        assert [s.columns for s in held[-2:]] == sorted(s.columns for s in held[-2:])
-        assert all(s.columns * width * 2 <= at_once.PART for s in held)
+        for n in (100, 8192, 16384):
+            shape = (vocab, width) if layout == "vh" else (width, vocab)
+            h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), shape))
+            y = jax.ShapeDtypeStruct((n,), jnp.int32)
+            p = head_problem(h, w, y, layout=layout, transform=LogitTransform(), vocab_size=vocab)  # type: ignore[arg-type]
+            rule = sparse.slab_rule(vocab)
+            held = at_once.room(p, rule)
+            if held is None:
+                assert vocab * width < n * 128  # no place for a tile of columns
+                continue
+            rows, stride = held.dx
+            assert rows * stride == vocab * width and rows % 8 == stride % 64 == held.columns % 64 == held.hard % 8 == 0
+            assert rows >= n and held.columns <= min(stride, rule.most)
+            assert held.columns * width * 2 <= at_once.PART and 0 < held.hard <= n + 7
+
+
+def test_where_nothing_goes_at_once() -> None:
+    """Ragged widths and vocabularies, and a head that is smaller than dx."""
+    rule = sparse.slab_rule(2048)
+
+    def room(n: int, width: int, vocab: int) -> Any:
+        h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))
+        y = jax.ShapeDtypeStruct((n,), jnp.int32)
+        return at_once.room(head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab), rule)
+
+    assert room(1024, 64, 2048) is not None
+    assert room(1024, 72, 2048) is None and room(1024, 64, 2044) is None and room(65536, 64, 2048) is None
 
 
 def test_it_says_what_it_does_and_where_it_cannot() -> None:

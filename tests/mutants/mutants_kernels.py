@@ -362,83 +362,81 @@ MUTANTS = [
         f"{GPU_HEAD}::test_the_merge_of_runs",
     ),
     # all active columns at once
-    m(
-        "head/mosaic_gpu/at_once",
-        "jnp.where(zero[None, :], jnp.zeros((), dx.dtype), dx)",
-        "dx",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "visit.take(hidden).astype(jnp.float32) + rows)",
-        "visit.take(hidden).astype(jnp.float32))",
-        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "without(at.g, hard), q.transform)",
-        "without(at.g, ~hard), q.transform)",
-        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "lax.dynamic_slice_in_dim(active, begin, size) | ((i == 0) & (ids >= first))",
-        "lax.dynamic_slice_in_dim(active, begin, size)",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "begin = jnp.maximum(first + (i - 1) * size, 0)",
-        "begin = jnp.minimum(i * size, p.head.vocab - size)",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "trips = (sweep.count + (group - 1)) // group",
-        "trips = sweep.count // group",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "hidden = once(more, lambda",
-        "hidden = once(~more, lambda",
-        f"{GPU_SPARSE}::test_hard_rows_beyond_a_few[more, in slabs]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "~(found.apart > MOST_APART * f.count)",
-        "~(found.apart > f.count)",
-        f"{GPU_SPARSE}::test_a_flat_policy_goes_by_slabs",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "return Gradients(hidden, add_dhead(total.head, dx, q.h, head))",
-        "return Gradients(hidden, total.head)",
-        f"{GPU_SPARSE}::test_more_columns_than_go_at_once",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "        begin = i * half\n",
-        "        begin = 0 * i\n",
-        f"{GPU_SPARSE}::test_more_columns_than_go_at_once",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "others = ~active & (",
-        "others = (active | ~active) & (",
-        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
-    ),
-    m(
-        "head/mosaic_gpu/at_once",
-        "target = place.at[f.p.targets]",
-        "target = place.at[f.given.targets]",
-        f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    *(
+        m("head/mosaic_gpu/at_once", old, new, f"{GPU_SPARSE}::{test}")
+        for test, faults in {
+            "test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]": (
+                ("at.take(hidden).astype(jnp.float32) + own)", "at.take(hidden).astype(jnp.float32))"),
+                ("without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
+                ("others = ~active & (", "others = (active | ~active) & ("),
+                ("target = place.at[p.targets]", "target = place.at[p.targets + 1]"),
+                ("extent = live.tokens, p.h.shape[1], live.columns + 1", "extent = live.tokens, p.h.shape[1], 1"),
+                ("(place < live.tokens)[:, None]", "(place < 64)[:, None]"),
+                ("(columns, width, some_rows), **deep", "(columns, width, 64), **deep"),
+                ("jnp.maximum(n, i - 1)", "jnp.maximum(n, i) * i"),
+            ),
+            "test_with_just_enough_room_all_goes_at_once": (
+                ("fits & (count <= held.hard)", "fits & (count < held.hard)"),
+                ("return columns < self.columns", "return columns + 64 < self.columns"),
+            ),
+            "test_what_does_not_fit_goes_by_slabs[columns]": (
+                ("return columns < self.columns", "return columns < 2 * self.columns"),
+                ("add_dhead(total.head, dx, rows[0].h, head)", "total.head"),
+                ("        begin = i * half\n", "        begin = 0 * i\n"),
+                ("f.in_call(Visit(own, own)).put", "Visit(own, own).put"),
+                ("columns = jnp.where(ok, vocab, 0)", "columns = vocab"),
+                ("jnp.where(ok, index, p.head.vocab", "jnp.where(ok | True, index, p.head.vocab"),
+            ),
+            "test_what_does_not_fit_goes_by_slabs[hard]": (("fits & (count <= held.hard)", "fits"),),
+            "test_a_flat_policy_goes_by_slabs": (
+                ("~(found.apart > MOST_APART * f.count)", "~(found.apart > f.count)"),
+            ),
+            "test_dx_fits_into_the_place_of_dw[vh-151936]": (
+                ("size // width >= rows", "size // width >= rows // 2"),
+                ("size % (8 * width) == 0", "size % width == 0 or True"),
+            ),
+            "test_where_nothing_goes_at_once": (("if width % TILE_K or vocab % 8:", "if width % TILE_K:"),),
+        }.items()
+        for old, new in faults
     ),
     m(
         "head/order",
         "read = self.order.at[visit.read].get",
         "read = visit.read.at[jnp.arange(visit.read.size)].get",
         f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
+    ),
+    # products whose extents the device knows
+    *(
+        m(f"head/mosaic_gpu/{file}", old, new, f"{GPU_SPARSE}::{test}")
+        for file, old, new, test in (
+            ("product", "tile * parts + i, 0)", "tile + i, 0)", "test_a_deep_product_in_parts[300]"),
+            ("product", "row * m.walk.parts + part", "row + part", "test_a_deep_product_in_parts[300]"),
+            ("product", "(tile < rows) & (i < parts)", "i < parts", "test_a_deep_product_in_parts[1]"),
+            (
+                "product",
+                "(x + (size - 1)) // size for x",
+                "x // size for x",
+                "test_a_product_is_as_large_as_the_device_says[False-True]",
+            ),
+            (
+                "schedule",
+                "size = jnp.minimum(group, rows - first)",
+                "size = group",
+                "test_every_tile_once_and_in_groups[13-20-1]",
+            ),
+            (
+                "schedule",
+                "lax.div((part + 1) * whole, parts)",
+                "lax.div(part * whole, parts) + 1",
+                "test_a_deep_product_in_parts[129]",
+            ),
+            (
+                "pipeline",
+                "self.left_read.at[slot, :, mine]",
+                "self.left_read.at[slot, :, pl.ds(0, t.rows)]",
+                "test_a_product_is_as_large_as_the_device_says[True-True]",
+            ),
+        )
     ),
     # dx without logits
     *(
@@ -449,16 +447,10 @@ MUTANTS = [
             ("mass = mass + jnp.sum(e, axis=1)", "mass = jnp.sum(e, axis=1)", "bent"),
             ("d = e * (a - b * power)", "d = e * a", "one tile"),
             ("d = d * (1.0 - own * own)", "d = d", "bent"),
-            ("epilogue.across(target - begin, _PIECE)", "epilogue.across(target, _PIECE)", "ragged"),
+            ("epilogue.across(target - begin, width)", "epilogue.across(target, width)", "ragged"),
             ("slope * at_target, ", "at_target, ", "temperature"),
-            ("jnp.sum(mass, axis=0)[:n]", "mass[0, :n]", "ragged"),
+            ("< live_tiles[1], mass, 0.0), axis=0)[:n]", "< 1, mass, 0.0), axis=0)[:n]", "ragged"),
         )
-    ),
-    m(
-        "head/mosaic_gpu/schedule",
-        "count[t.blocks - over :, -1] = 0",
-        "pass",
-        f"{GPU_SPARSE}::test_every_tile_once_and_no_block_idle_for_long[3-2]",
     ),
     # a flat policy is seen early
     m(

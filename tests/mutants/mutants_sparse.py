@@ -22,7 +22,7 @@ DEFINED = f"{GPU}::test_guess_and_screen_by_the_definition"
 TRUE = f"{GPU}::test_what_it_reports_is_true"
 GRADIENTS = f"{GPU}::test_gradients_are_as_good_as_the_exact_path_s[clip-adversarial]"
 VISITS = f"{GPU}::test_several_visits_and_many_hard_rows[calibrated]"
-BY_SLABS = f"{GPU}::test_more_columns_than_go_at_once"
+BY_SLABS = f"{GPU}::test_what_does_not_fit_goes_by_slabs[columns]"
 
 
 def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
@@ -276,7 +276,7 @@ MUTANTS = [
         f"{GPU}::test_a_guess_from_known_log_probabilities_is_the_logsumexp",
     ),
     m("head/expected", "jnp.where(inside, forward(x, p.transform), 0.0)", "jnp.where(inside, x, 0.0)", DEFINED),
-    m("head/order", "jnp.where(first, 0, jnp.where(live, 1, 2))", "jnp.where(first, 0, 1)", CALIBRATED),
+    m("head/order", "order_by_rank(first, live & ~first, ~live)", "order_by_rank(first, ~first)", CALIBRATED),
     m(
         "head/order",
         "return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)",
@@ -291,7 +291,8 @@ MUTANTS = [
         survives="a second guard: a dead token has zero cotangents, and its hidden state is zero",
     ),
     # Hopper: the screen
-    m("head/mosaic_gpu/screen", "jnp.log(p.tolerance * THRESHOLD)", "jnp.log(p.tolerance)", DEFINED),
+    m("head/mosaic_gpu/screen", "jnp.log(p.tolerance * threshold(rows))", "jnp.log(p.tolerance)", DEFINED),
+    m("head/mosaic_gpu/screen", "jnp.sqrt(count / ENOUGH)", "jnp.sqrt(count / count)", DEFINED),
     m("head/mosaic_gpu/screen", "z if k is None else z / k, jnp.inf", "z, jnp.inf", DEFINED),
     m("head/mosaic_gpu/screen", "z = times(factor(t), swept_columns(", "z = times(None, swept_columns(", DEFINED),
     m(

@@ -153,14 +153,14 @@ def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
         p = screened_plan(
             c["tokens"], c["hidden"], active_columns=row["active_columns"], hard_rows=row["hard_rows"]
         )  # fmt: skip
-        if "before" not in record["name"] and "x1536x" not in record["name"].replace("16384x1536", ""):  # as it is now
+        if "real states" not in record["name"]:  # which ran in an earlier form
             assert abs(p.temporaries / row["mem/compiler"]["temporaries"] - 1) < 0.05, record["name"]
         assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=0.01)
         clock = "device_ms" if "device_ms" in row else "wall_ms"
         measured = row[clock] / strong[clock]
         assert abs(p.seconds_in_turn / p.dense_seconds_in_turn / measured - 1) < 0.2, record["name"]
         seen += 1
-    assert seen == 6
+    assert seen == 5
 
 
 @pytest.mark.parametrize("options", [{}, dict(objective=GSPO)], ids=["grad in forward", "by recompute"])

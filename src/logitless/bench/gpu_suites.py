@@ -96,7 +96,11 @@ def gpu_sparse() -> list[Case]:
         return out
 
     shared: dict[str, Any] = dict(baselines=["strong", "strong/f32"], rows=8, peaks=False, rounds=5, **BF16)
-    checks = (("stored, bf16 logits", "bfloat16"), ("screened, f32 logits", "float32"))
+    checks = (
+        ("stored, bf16 logits", "bfloat16", 256, 16384),
+        ("screened, f32 logits", "float32", 256, 16384),
+        ("screened, f32 logits, a whole vocabulary", "float32", 640, 151936),  # no larger: float64
+    )
     wide, long = HEAD_SHAPES[:2]
     real = (8192, 1536, 151936)
 
@@ -114,10 +118,10 @@ def gpu_sparse() -> list[Case]:
         *(
             GradcheckConfig(
                 name=f"sparse, {form}", inputs="realistic", sparse_backward="auto", dtype="bfloat16",
-                logits_dtype=dtype, batch=8, tokens=32, hidden=256, vocab=16384, chunk_size=128, backend="auto",
+                logits_dtype=dtype, batch=8, tokens=32, hidden=hidden, vocab=vocab, chunk_size=128, backend="auto",
                 objective=dict(aggregation="dapo"),
             )
-            for form, dtype in checks
+            for form, dtype, hidden, vocab in checks
         ),
         case(wide, "on-policy", "on_policy", more, 0.37),
         case(long, "on-policy", "on_policy", few, 0.42),

@@ -38,6 +38,12 @@ __all__ = ["GradcheckConfig", "axes_of", "check", "objective_of", "run"]
 ORACLE_ELEMENTS = 100_000_000
 """Of an array that the float64 oracle is asked for: it keeps a few of its size."""
 Gates = dict[str, tuple[float, float]]
+SIZES: dict[str, Callable[[np.ndarray], Any]] = {
+    "norm": np.linalg.norm,
+    "max": lambda v: np.max(np.abs(v), initial=0.0),
+    "row": lambda v: np.max(np.linalg.norm(v, axis=-1), initial=0.0),
+}
+"""Of a gradient, or of an error."""
 
 
 def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
@@ -98,8 +104,7 @@ def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict
         true = runs.by_oracle(c, objective, x, rest)
         record["loss_oracle"] = true.loss
         for name, truth, a, b in zip(names, true.grads, ref.grads, kernel.grads, strict=True):
-            _contract(record, gates, name, truth, a, b, x[0].dtype, c.contract)
-        _row_errors(record, true.grads[0], ref.grads[0], kernel.grads[0], names[0])
+            _contract(record, gates, name, truth, a, b, x[0].dtype, c)
         _statistics(record, gates, true, ref, kernel, c.contract)
     record["gates"] = {k: dict(value=v, limit=limit, ok=bool(v <= limit)) for k, (v, limit) in gates.items()}
     record["passed"] = all(g["ok"] for g in record["gates"].values())
@@ -138,26 +143,24 @@ def _contract(
     ref: np.ndarray,
     kernel: np.ndarray,
     dtype: Any,
-    limit: float,
+    c: GradcheckConfig,
 ) -> None:
-    """The backend's error against float64 in units of the reference's.
+    """The backend's error against float64 in units of the reference's: in norm, and the largest. Of an element, or,
+    with a sparse backward, of a row: what it leaves out is a row's, and may move an element by a unit in its last
+    place.
 
     The reference may be lucky, so that its error has a floor: two units in the last place of float32 (a probability's
     and its cotangent's), or a quarter of one in the gradient's own dtype.
     """
     floor = max(2 * float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(dtype).eps) / 4)
-    for what, size in (("norm", np.linalg.norm), ("max", lambda v: np.max(np.abs(v), initial=0.0))):
+    judged = ("norm", "max" if c.sparse_backward == "off" else "row")
+    for what, size in SIZES.items():
         scale = float(size(truth)) or 1.0
         error_ref, error_kernel = (float(size(g - truth)) / scale for g in (ref, kernel))
         record[f"error_{what}_{name}_ref"] = error_ref
         record[f"error_{what}_{name}_kernel"] = error_kernel
-        gates[f"{name} error / reference's ({what})"] = (error_kernel / max(error_ref, floor), limit)
-
-
-def _row_errors(record: dict[str, Any], truth: np.ndarray, ref: np.ndarray, kernel: np.ndarray, name: str) -> None:
-    """The largest error of a token's own gradient, for the record: what a sparse backward could spoil row by row."""
-    for label, g in (("ref", ref), ("kernel", kernel)):
-        record[f"error_row_{name}_{label}"] = float(np.linalg.norm(g - truth, axis=-1).max())
+        if what in judged:
+            gates[f"{name} error / reference's ({what})"] = (error_kernel / max(error_ref, floor), c.contract)
 
 
 def _statistics(

@@ -87,11 +87,11 @@ def overridden(case: Case, overrides: Sequence[str]) -> Case:
 
 
 def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
-    """The cases of a suite whose names have one of ``only``'s comma-separated texts in them."""
+    """The cases of a suite whose names have ``only`` in them, or else one of its comma-separated texts."""
     known = suites()
     if name not in known:
         raise ConfigError(f"suite {name!r} is not known; expected one of {', '.join(known)}")
-    texts = only.split(",")
+    texts = [only] if any(only in c.name for c in known[name]) else only.split(",")  # names may have commas
     cases = [overridden(c, overrides) for c in known[name] if any(text in c.name for text in texts)]
     real = [c for c in cases if c.inputs == "real" and not c.states]  # type: ignore[union-attr]
     if real == cases and cases:

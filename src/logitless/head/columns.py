@@ -278,15 +278,15 @@ def no_head_columns(total: HeadGrads, part: Head, dtype: Any = None) -> HeadGrad
     )
 
 
-def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Layout) -> HeadGrads:
-    """``total`` with the cotangents ``own`` of a gathered head added where its columns come from."""
+def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Layout, add: bool = True) -> HeadGrads:
+    """``total`` with the cotangents ``own`` of a gathered head added where its columns come from; or written there."""
     by_row = layout == "vh"
 
     def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:
         if whole is None or new is None:
             return None
-        new = new.astype(whole.dtype)
-        return _at(whole, index, axis).add(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        place, new = _at(whole, index, axis), new.astype(whole.dtype)
+        return (place.add if add else place.set)(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     return HeadGrads(
         weight=put(total.weight, own.weight, 0 if by_row else 1),

@@ -33,16 +33,21 @@ class Ordered:
         x = x.at[self.order].get(mode="promise_in_bounds")
         return jnp.where(jnp.arange(self.p.n) < self.live, x, jnp.zeros((), x.dtype))
 
+    def place(self) -> Array:
+        """``[N]``: where each token of the call stands in this order."""
+        n = self.given.n
+        return jnp.zeros((n,), jnp.int32).at[self.order[:n]].set(jnp.arange(n, dtype=jnp.int32))
+
     def put_back(self, x: Array) -> Array:
         """``[tokens of p, ...]`` in the order of the call."""
-        n = self.given.n
-        place = jnp.zeros((n,), jnp.int32).at[self.order[:n]].set(jnp.arange(n, dtype=jnp.int32))
-        return x.at[place].get(mode="promise_in_bounds", unique_indices=True)
+        return x.at[self.place()].get(mode="promise_in_bounds", unique_indices=True)
 
     def in_call(self, visit: Visit) -> Visit:
         """A visit to tokens of this order, in that of the call."""
         read = self.order.at[visit.read].get(mode="promise_in_bounds")
-        return Visit(read, jnp.where(visit.inside(self.p.n), read, self.given.n))
+        # Behind the call's own tokens the last one stands again.
+        inside = visit.inside(self.p.n) & (visit.read < self.given.n)
+        return Visit(read, jnp.where(inside, read, self.given.n))
 
     def hidden_of(self, rows: Array) -> Array:
         """``[R, H]`` of the positions ``rows [R]``, from the call's own: those of ``p`` need not stand in memory."""
@@ -73,10 +78,7 @@ def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> O
     core, and the compiler lets what that writes share memory with nothing else."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
-    if part is None:
-        order = jnp.argsort(jnp.where(first, 0, jnp.where(live, 1, 2)), stable=True).astype(jnp.int32)
-    else:  # on a TPU
-        order = order_by_rank(first, live & ~first, ~live)
+    order = order_by_rank(first, live & ~first, ~live)
     over = -p.n % visit
     order = jnp.pad(order, (0, over), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))

@@ -57,6 +57,8 @@ _TOKENS_PER_READ = 2048
 """Tokens that share a read of the head in that matmul: a group of tiles whose hidden states stay in L2."""
 _SCREEN_SUMS = 8 << 20
 """About what the partial sums of the matmul with the screen take."""
+_PARTS = 132 * 128 * 256 * 4
+"""Of a deep product in parts: a float32 tile for each block of a Hopper GPU."""
 _CPU_PASS_TILES = 6
 """Float32 ``[chunk, column tile]`` arrays of the widest of those passes, as XLA's CPU compiler has it."""
 
@@ -156,10 +158,11 @@ def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Rout
     temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
     if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
         part = route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
-        # Their dx, their h, and their dH in float32.
-        hard = route.tiles["hard_at_once"] * (w.vocab * w.item + (4 + w.item) * w.width) + GEMM_WORKSPACE
-        half = w.rows // 2 + dh // 2 + group * w.vocab * w.item + _SCREEN_SUMS
-        temporaries[1:] = [part + w.rows * (1 + w.wants_hidden), part + hard, half]
+        # Their dx, their h, and their dH in float32 and in parts, one for each block of the GPU.
+        hard = route.tiles["hard_at_once"] * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
+        half = w.rows // 2 + dh // 2 + group * w.vocab * w.item + GEMM_WORKSPACE
+        dx = 0 if w.wants_head else w.tokens * route.tiles["columns_at_once"] * w.item  # else in the place of dW
+        temporaries[1:] = [part + w.rows + dx, part * w.wants_head + dx + hard, half + dx]
     if "chunk_if_flat" in route.tiles:
         temporaries.append(exact.temporaries)
         if columns == w.vocab:

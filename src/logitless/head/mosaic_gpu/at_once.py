@@ -1,32 +1,30 @@
-"""The sparse backward over all active columns at once, for the sizes that policies mostly have: three matmuls, no loop.
+"""The sparse backward over all active columns at once: matmuls as large as the device says, one question to the host.
 
-Where the active columns and the tokens that have a gradient fit one of a few static sizes, dx of all of them stands in
-memory (16 bits each, in the place of dW, which is not written yet):
+Where the active columns fit the memory meant for them, with the tokens first that have a gradient:
 
-    dx      by one matmul that writes no logits (``dx.py``), with the mass that each row keeps        M K / V
-    dH      one matmul, with a last column for what the easy rows leave out (its mass times a mean row of the head)
+    dx      by one matmul that writes no logits (``dx.py``), with the mass that each row keeps; in the place of dW,
+            which is not written yet                                                                      M K / V
+    dH      one matmul, with one column more for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
     hard    now known: through all columns, by the same three. Their dW in the other columns is *written*, not added
             to zeros
-                few     at once
-                some    at once, too; the memory that their dx takes is the largest here
-                more    by slabs of the vocabulary, a group at a time; dH before dW, with logits made twice
     dW      dW_K in its place
 
-What does not fit (more columns, or mostly rows that choose none) goes by slabs of columns (``sparse.py``), half of the
-tokens at a time. The host is asked three times in a call, where a loop over slabs asks once for each of them; and never
-at its end, since it then could not prepare what follows before all of this is done.
+Every matmul here is a kernel that takes its extents from the device (``product.py``). So none of them waits for the
+host, and none is larger than it must be. What does not fit (more columns, more hard rows, or mostly rows that choose
+none) goes by slabs of columns (``sparse.py``), half of the tokens at a time: whether it must is the one question,
+asked when the hard rows are known. It is a loop of one turn or none, over the gradients as they stand in memory: a
+conditional would copy them. After it, the extents of the matmuls above are zero where it has had its turn.
 
-    bytes   at T = 8192, H = 4096, V = 151936: first the screen's bits and h in order (148 + 64 MiB); then h, the
-            gathered columns of the head and dH (64 + 68 + 64); then dW_K and the dx of some hard rows (68 + 148). What
-            a conditional is given stays to its end: so dH is none of its operands (a loop adds to it in place) and is
-            in the order of the call by then, where it leaves; and h is gathered from the call's own, where it is needed
+    bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
+            and the gathered columns of the head (64 + 68); then these and dH (68 + 64), h and dW_K (64 + 68), dW_K and
+            the dx of hard rows with their dH in parts (68 + 139 + 16). h is gathered twice, on both sides of the
+            question, and not kept
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,279 +32,246 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.head import columns as columns_of
-from logitless.head.columns import Columns, Rule
-from logitless.head.linear import add_dhead, dot, raw_logits, zero_grads
-from logitless.head.mosaic_gpu.dx import columns_dx
+from logitless.head.columns import Rule
+from logitless.head.linear import add_dhead, dot, zero_grads
+from logitless.head.mosaic_gpu import product
+from logitless.head.mosaic_gpu.dx import Live, columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.schedule import Tiles
 from logitless.head.mosaic_gpu.screen import MOST_APART
 from logitless.head.order import Ordered, some
-from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
+from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
-from logitless.rows import Visit, live_sweep
+from logitless.rows import Sweep, Visit, order_by_rank
+from logitless.stats import StatCotangents, TokenStats
 
-FEW_TOKENS = (20,)
-"""Quarters of a slab of columns that a quarter of the tokens may take at once."""
-
-ALL_TOKENS = (26, 44)
-"""And all of them; fewer where their part of the head would take more than :data:`PART` bytes."""
+COLUMNS = 44
+"""Quarters of a slab that the active columns may be; fewer where their part of the head would take more than
+:data:`PART` bytes."""
 
 PART = 68 << 20
 
-FEW, SOME = 128, 512
-"""Hard rows of 8192 tokens, few of which cost no more than reading the head does."""
-
-MOST_GROUPS = 8
-"""Of more hard rows: each rounds what it adds to dW outside the active columns."""
-
-_SLAB = 16 << 20
-"""Bytes of the head, or of a group's logits, that a slab of the vocabulary has. XLA copies it, and dW's, too."""
+HARD = 480
+"""Hard rows of 8192 tokens: their dx over the vocabulary is the largest array here."""
 
 BySlabs = Callable[[Ordered, Known, HeadGrads], tuple[Gradients, Array]]
 """``(some tokens, what is known of them, the head's gradients of others) -> (gradients, mass left out)``."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
-    """Tokens and columns, of which the last one is the mean row's."""
+class Room:
+    """How much goes at once."""
 
-    tokens: int
-    columns: int
+    columns: int  # one of them is the mean row's
+    hard: int  # rows
+    dx: tuple[int, int]  # the shape in which dx stands in the place of dW
 
-    def holds(self, tokens: Array, columns: Array) -> Array:
-        return (tokens <= self.tokens) & (columns < self.columns)
-
-
-def sizes(p: Any, rule: Rule) -> tuple[Size, ...]:
-    """From the smallest on; none where a quarter of the vocabulary is no such size, or where dW has no room for dx."""
-    width, quarter = p.h.shape[1], rule.slab // 4
-    most = PART // (quarter * width * jnp.dtype(p.h.dtype).itemsize)
-
-    def columns(quarters: tuple[int, ...]) -> list[int]:
-        return sorted({min(min(k, most) * quarter, rule.most) // TILE_K * TILE_K for k in quarters})
-
-    few = [] if p.n % 4 else [Size(p.n // 4, k) for k in columns(FEW_TOKENS)]
-    all_of_them = [Size(p.n, k) for k in columns(ALL_TOKENS)]
-    room = p.head.vocab * width
-    return tuple(s for s in (*few, *all_of_them) if s.columns > 0 and s.tokens * s.columns <= room)
+    def holds(self, columns: Array) -> Array:
+        return columns < self.columns
 
 
-def groups(p: Any) -> tuple[int, int]:
-    """Few and some hard rows."""
-    few, some_rows = (min(rows * -(-p.n // 8192), p.n) for rows in (FEW, SOME))
-    return few, some_rows
+def room(p: Any, rule: Rule) -> Room | None:
+    """None where the kernels' copies would have ragged tiles, or where dW has no room for dx."""
+    width, vocab = p.h.shape[1], p.head.vocab
+    if width % TILE_K or vocab % 8:
+        return None
+    most = min(COLUMNS * rule.slab // 4, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
+    tile = Tiles().tokens
+    shape = _as_rows(vocab * width, -(-p.n // tile) * tile, most // TILE_K * TILE_K)
+    if shape is None:
+        return None
+    hard = min(HARD * -(-p.n // 8192), -(-p.n // 8) * 8)
+    return Room(min(most // TILE_K * TILE_K, shape[1]), hard, shape)
 
 
-def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, by_slabs: BySlabs) -> Any:
+def _as_rows(size: int, rows: int, columns: int) -> tuple[int, int] | None:
+    """``size`` numbers as at least ``rows`` rows, in whole tiles: the shortest of at least ``columns``, or else the
+    longest."""
+
+    def fits(width: int) -> bool:
+        return size % (8 * width) == 0 and size // width >= rows
+
+    wider = range(max(columns, TILE_K), size // rows + 1, TILE_K)
+    width = next(filter(fits, wider), None) or next(filter(fits, range(columns - TILE_K, 0, -TILE_K)), None)
+    return None if width is None else (size // width, width)
+
+
+def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, held: Room, by_slabs: BySlabs) -> Any:
     """``(gradients, mass left out [N])``; dH in the order of the call, the mass in that of ``f``."""
-    c, held = found.columns, sizes(f.p, rule)
-    fits = jnp.stack([s.holds(f.count, c.count) for s in held])
-    at_once = jnp.any(fits) & ~c.dense & ~(found.apart > MOST_APART * f.count)
-    place = jnp.where(found.active, jnp.cumsum(found.active, dtype=jnp.int32) - 1, -1)
-    target = place.at[f.p.targets].get(mode="fill", fill_value=-1)
-    ways = [functools.partial(_at_once, f, want, known, found, rule, target, size) for size in held]
-    # One question for all sizes, at the price of a program that has what follows once for each.
-    which = jnp.where(at_once, jnp.argmax(fits).astype(jnp.int32), len(held))
-    return lax.switch(which, [*ways, lambda: _in_halves(f, want, known, by_slabs)])
-
-
-def _at_once(
-    f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, target: Array, size: Size
-) -> tuple[Gradients, Array]:
-    """Tokens and columns that fit ``size``; ``target [N]``: the place of each token's target among the columns."""
-    p, index = f.p, found.columns.index[: size.columns]
+    p, c = f.p, found.columns
+    fits = held.holds(c.count) & ~c.dense & ~(found.apart > MOST_APART * f.count)
+    live = Live(*(jnp.where(fits, count, 0) for count in (f.count, c.count)))
+    index = c.index[: held.columns]
+    part = columns_of.head_columns(p.head, index)
+    if want.hidden:
+        part = _with_mean(part, rule, p, live)
+    dx, kept = _columns_dx(p, known, found, part, held, live)
     moving = known.g.any_nonzero()
-    mean = mean_row(rule, p) if want.hidden else None
-    hidden, part, left_out = _columnwise(f, want, known, found.columns, size, mean, target)
-    left_out = jnp.where(moving, left_out, 0.0)
+    left_out = jnp.where(moving, mass_beside(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
-    few, some_rows = groups(p)
-    group = max(some_rows, -(-p.n // MOST_GROUPS))
-    sweep = live_sweep(hard, few)
-    trips = (sweep.count + (group - 1)) // group
-    more = jnp.asarray(sweep.count > some_rows)
-
-    def in_group(i: Array, head: HeadGrads | None, rows: Array | None) -> tuple[Any, Any]:
-        return _by_vocabulary(f, sweep.visit(i * group, group), known, found.active, head, rows)
-
-    def add_rows(i: Array, hidden: Array) -> Array:
-        return _plus(f, hidden, sweep.visit(i * group, group), in_group(i, None, _no_rows(p, group))[1])
-
-    if hidden is not None:
-        hidden = once(more, lambda hidden: lax.fori_loop(0, trips, add_rows, hidden), hidden)
-    no_rows = _no_rows(p, some_rows) if want.hidden else None
-
-    def written(count: int) -> tuple[HeadGrads, Array | None]:
-        """Of the first ones (or none of them, as zeros)."""
-        head, rows = _written(f, sweep.visit(0, count), known, found.active, want)
-        return head, None if rows is None else jnp.pad(rows, ((0, some_rows - count), (0, 0)))
-
-    def of_more() -> tuple[HeadGrads, Array | None]:
-        blank = zero_grads(p.head, want, p.head.weight.dtype)
-        return lax.fori_loop(0, trips, lambda i, head: in_group(i, head, None)[0], blank), no_rows
-
-    def then(rows_of: Callable[[], tuple[HeadGrads, Array | None]]) -> Callable[[], tuple[HeadGrads, Array | None]]:
-        def run() -> tuple[HeadGrads, Array | None]:
-            head, rows = rows_of()
-            return columns_of.put_head_columns(head, index, part, p.head.layout), rows
-
-        return run
-
-    # A conditional's branches write its results: dW is none of its operands, so nothing is copied.
-    case = jnp.asarray(sweep.count > few).astype(jnp.int32) + more.astype(jnp.int32)
-    head, rows = lax.switch(case, [then(lambda: written(few)), then(lambda: written(some_rows)), then(of_more)])
-    if hidden is not None:
-        hidden = _plus(f, hidden, sweep.visit(0, some_rows), rows)
-    return Gradients(hidden, head), left_out
-
-
-def _no_rows(p: Any, rows: int) -> Array:
-    return jnp.zeros((rows, p.h.shape[1]), jnp.float32)
-
-
-def _plus(f: Ordered, hidden: Array, visit: Visit, rows: Array) -> Array:
-    """``hidden``, in the order of the call, with float32 ``rows`` added to those of a visit in the order of ``f``."""
-    visit = f.in_call(visit)
-    return visit.put(hidden, visit.take(hidden).astype(jnp.float32) + rows)
+    count = jnp.sum(hard, dtype=jnp.int32)
+    group = Sweep(order_by_rank(hard, ~hard), 0, count, count, n=p.n, chunk=held.hard).visit(0, held.hard)
+    hidden = None
+    if want.hidden:
+        dx = _with_stand_ins(dx, p, known, left_out, hard, live)
+        hidden = _dhidden(f, dx, part, live)
+    ok, rows = fits & (count <= held.hard), _group(f, group, known)
+    live, count = Live(*(jnp.where(ok, x, 0) for x in (live.tokens, live.columns))), jnp.where(ok, count, 0)
+    # All that is small, now: whatever follows the question waits for the host to prepare it.
+    ok, *extents, count, rows = lax.optimization_barrier((ok, live.tokens, live.columns, count, rows))
+    live = Live(*extents)
+    weight = dx.reshape(p.head.weight.shape) if want.weight else None
+    bias = jnp.zeros((p.head.vocab,), jnp.float32) if want.bias else None
+    start = Gradients(hidden, HeadGrads(weight, bias)), left_out
+    total, left_out = once(~ok, lambda _: _in_halves(f, want, known, by_slabs), start)
+    hidden, head = total.hidden, total.head
+    own = HeadGrads(None, None)
+    if want.weight or want.bias:
+        dx = dx if head.weight is None else head.weight.reshape(held.dx)
+        own, dx, count = _dhead(f, want, dx, live, held.columns, count)
+        head = dataclasses.replace(head, weight=dx.reshape(p.head.weight.shape) if want.weight else None)
+    left_out, count = lax.optimization_barrier((left_out, count))
+    total = _all_columns(f, group, rows, found.active, Gradients(hidden, head), count, ok)
+    index = jnp.where(ok, index, p.head.vocab + jnp.arange(held.columns, dtype=jnp.int32))
+    head = columns_of.put_head_columns(total.head, index, own, p.head.layout, add=False)  # hard rows have zeros there
+    return Gradients(total.hidden, head), left_out
 
 
 # -- the active columns ----------------------------------------------------------------------------------------------
 
 
-def _columnwise(
-    f: Ordered, want: Wanted, known: Known, c: Columns, size: Size, mean: Array | None, target: Array
-) -> tuple[Array | None, HeadGrads, Array]:
-    """``(dH in the order of the call, the head's gradients for the gathered columns, mass left out [N])`` of the first
-    ``size.tokens`` tokens in the first ``size.columns`` columns of ``c.index``, which has a slot to spare.
-    ``target [N]``: the place of each token's target among them."""
-    p, own = f.p, c.index[: size.columns]
-    part = columns_of.head_columns(p.head, own)
-    if mean is not None:  # in the last slot, which is no column's: its logits count for nothing
-        row = (mean if p.head.axis == 0 else mean.T).astype(part.weight.dtype)
-        weight = lax.dynamic_update_slice_in_dim(part.weight, row, size.columns - 1, p.head.axis)
-        part = dataclasses.replace(part, weight=lax.optimization_barrier(weight))
-    q, at = f.part(0, size.tokens).p, Known(*some((known.stats, known.g), 0, size.tokens))
-    dx, kept = columns_dx(q, at, part, target[: size.tokens], jnp.arange(size.columns) < c.count)
-    left_out = mass_beside(kept)
-    hidden = None
-    if mean is not None:
-        hard = misses(p.tolerance, at.stats, at.g, p.call.vocab_size)(left_out)
-        stands = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(at.g, hard), q.transform)
-        dx = lax.dynamic_update_slice_in_dim(dx, stands.astype(dx.dtype), size.columns - 1, 1)
-        hidden = dot(dx, part.weight, (1, p.head.axis), p.h.dtype)
-        hidden = f.put_back(jnp.pad(hidden, ((0, p.n - size.tokens), (0, 0))))
-    blank = columns_of.no_head_columns(zero_grads(p.head, want, p.head.weight.dtype), part)
-    grads = add_dhead(blank, dx, q.h, part)
-    return hidden, grads, jnp.pad(left_out, (0, p.n - size.tokens))
+def _with_mean(part: Head, rule: Rule, p: Problem, live: Live) -> Head:
+    """The gathered head with its mean row behind the active columns; its logits count for nothing."""
+    row = mean_row(rule, p).astype(part.weight.dtype)
+    row = row if p.head.axis == 0 else row.T
+    weight = lax.dynamic_update_slice_in_dim(part.weight, row, live.columns, p.head.axis)
+    return dataclasses.replace(part, weight=lax.optimization_barrier(weight))  # one array, not one with and one without
+
+
+def _columns_dx(p: Problem, known: Known, found: Any, part: Head, held: Room, live: Live) -> tuple[Array, Array]:
+    """``(dx, the mass that rows keep)`` of the tokens that come first, in the active columns and one more; the former
+    in the shape ``held.dx``."""
+    place = jnp.where(found.active, jnp.cumsum(found.active, dtype=jnp.int32) - 1, -1)
+    target = place.at[p.targets].get(mode="fill", fill_value=-1)
+    counts = jnp.arange(held.columns) < live.columns
+    with_mean = dataclasses.replace(live, columns=live.columns + 1)
+    return columns_dx(p, known, part, target, counts, with_mean, held.dx)
+
+
+def _with_stand_ins(dx: Array, p: Problem, known: Known, left_out: Array, hard: Array, live: Live) -> Array:
+    """``dx`` with what easy rows leave out in the mean row's column."""
+    stands = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(known.g, hard), p.transform)
+    return lax.dynamic_update_slice(dx, stands.astype(dx.dtype), (0, live.columns))
+
+
+def _dhidden(f: Ordered, dx: Array, part: Head, live: Live) -> Array:
+    """dH of the active columns, in the order of the call."""
+    p = f.p
+    extent = live.tokens, p.h.shape[1], live.columns + 1
+    deep = dict(right_deep=p.head.axis == 0, shape=p.h.shape, interpret=p.call.interpret)
+    rows = product.product(dx, part.weight, extent, **deep)
+    place = f.place()
+    rows = rows.at[place].get(mode="promise_in_bounds", unique_indices=True)
+    return jnp.where((place < live.tokens)[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+def _dhead(
+    f: Ordered, want: Wanted, dx: Array, live: Live, columns: int, count: Array
+) -> tuple[HeadGrads, Array, Array]:
+    """``(the head's gradients in the active columns, dx, count)``: what the latter two are for may not begin before,
+    since dW is written over dx."""
+    p, weight, bias = f.p, None, None
+    if want.weight:
+        # Gathered again, not kept: not before the question has been answered.
+        order, dx = lax.optimization_barrier((f.order, dx))
+        h = dataclasses.replace(f, order=order).part(0, p.n).p.h
+        extent, shape = (live.columns, p.h.shape[1]), (columns, p.h.shape[1])
+        deep = dict(left_deep=True, right_deep=True, interpret=p.call.interpret)
+        if p.head.axis == 0:
+            weight = product.product(dx, h, (*extent, live.tokens), shape=shape, **deep)
+        else:
+            weight = product.product(h, dx, (*extent[::-1], live.tokens), shape=shape[::-1], **deep)
+    if want.bias:
+        there = (jnp.arange(p.n) < live.tokens)[:, None]
+        rows = jnp.where(there, dx[: p.n, :columns], jnp.zeros((), dx.dtype))
+        bias = jnp.sum(rows, axis=0, dtype=jnp.float32)
+    weight, bias, dx, count = lax.optimization_barrier((weight, bias, dx, count))
+    return HeadGrads(weight, bias), dx, _apart(count)
+
+
+def _apart(count: Array) -> Array:
+    """``count``, which is not negative, through a loop of two turns that change nothing.
+
+    XLA makes one CUDA graph of all that lies between two loops, and the host prepares a graph as a whole before it
+    starts: 0.65 ms, for which the device would wait after a question. So the rest is two of them, and while the device
+    works on the first the host prepares the second.
+    """
+    return lax.fori_loop(0, 2, lambda i, n: jnp.maximum(n, i - 1), count)
 
 
 # -- hard rows -------------------------------------------------------------------------------------------------------
 
 
-def _group(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, Known]:
+def _group(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, tuple[TokenStats, StatCotangents]]:
     """A group of hard rows, and what is known of them."""
     inside = visit.inside(f.p.n)[:, None]
     h = jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype))
-    return visit.problem(f.p, h), Known(*visit.known(known.stats, known.g, f.p.n))
+    return visit.problem(f.p, h), visit.known(known.stats, known.g, f.p.n)
 
 
-def _other_dx(q: Problem, known: Known, ids: Array, part: Head, zero: Array) -> Array:
-    """dx of the columns ``ids`` of rows, but zero in some."""
-    x = raw_logits(q.h, part, q.call.logits_dtype)
-    dx = slab_dx(x, ids, q, known)
-    return lax.optimization_barrier(jnp.where(zero[None, :], jnp.zeros((), dx.dtype), dx))
-
-
-def _group_dx(f: Ordered, visit: Visit, known: Known, active: Array) -> tuple[Problem, Array]:
-    """``(a group of hard rows, their dx [G, V])``, zero in the active columns."""
-    q, at = _group(f, visit, known)
-    others = ~active & (jnp.arange(f.p.head.vocab) < f.p.call.vocab_size)
+def _group_dx(rows: tuple[Problem, Any], active: Array, live: Live | None = None, shape: Any = None) -> Array:
+    """dx ``[G, V]`` of a group of hard rows, zero in the active columns."""
+    q, known = rows
+    others = ~active & (jnp.arange(q.head.vocab) < q.call.vocab_size)
     target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
-    return q, columns_dx(q, at, f.p.head, target, others)[0]
+    return columns_dx(q, Known(*known), q.head, target, others, live, shape)[0]
 
 
-def _written(f: Ordered, visit: Visit, known: Known, active: Array, want: Wanted) -> tuple[HeadGrads, Array | None]:
-    """``(the head's gradients that a group has, its dH)``, in the columns that are not active; the latter float32."""
-    head = f.p.head
-    q, dx = _group_dx(f, visit, known, active)
-    rows = dot(dx, head.weight, (1, head.axis)) if want.hidden else None
-    weight = None
-    if want.weight:
-        pair = (dx, q.h) if head.axis == 0 else (q.h, dx)
-        weight = dot(*pair, (0, 0), head.weight.dtype)
-    return HeadGrads(weight, jnp.sum(dx, axis=0, dtype=jnp.float32) if want.bias else None), rows
+def _all_columns(
+    f: Ordered, visit: Visit, rows: tuple[Problem, Any], active: Array, total: Gradients, count: Array, ok: Array
+) -> Gradients:
+    """``total`` with what ``count`` hard rows have in the columns that are not active: dH added, dW written."""
+    q, (size, width), head = rows[0], rows[0].h.shape, f.p.head
+    vocab, interpret = head.vocab, f.p.call.interpret
+    some_rows = jnp.where(ok, jnp.maximum(count, 1), 0)  # of dx, which dW's zeros come from, too
+    dx = _group_dx(rows, active, Live(some_rows, vocab), (size, -(-vocab // TILE_K) * TILE_K))
+    hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
+    if hidden is not None:
+        own = product.in_parts(dx, head.weight, (count, width, vocab), right_deep=head.axis == 0, interpret=interpret)
+        at = f.in_call(visit)
+        hidden = at.put(hidden, at.take(hidden).astype(jnp.float32) + own)
+    if weight is not None:
+        deep = dict(left_deep=True, right_deep=True, into=weight, interpret=interpret)
+        columns = jnp.where(ok, vocab, 0)
+        if head.axis == 0:
+            weight = product.product(dx, q.h, (columns, width, some_rows), **deep)
+        else:
+            weight = product.product(q.h, dx, (width, columns, some_rows), **deep)
+    if bias is not None:
+        there = (jnp.arange(size) < some_rows)[:, None]
+        bias = bias + jnp.sum(jnp.where(there, dx[:, :vocab], jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
+    return Gradients(hidden, HeadGrads(weight, bias))
 
 
 def add_group(f: Ordered, visit: Visit, known: Known, active: Array, total: Gradients) -> Gradients:
     """``total`` plus what the tokens of ``visit`` have in the columns that are not ``active [V]``: one matmul each for
     the logits of a group of rows over the whole head, its dH and its dW, and no copy of any part of the head."""
-    head = f.p.head
-    q, dx = _group_dx(f, visit, known, active)
+    head, rows = f.p.head, _group(f, visit, known)
+    dx = _group_dx(rows, active)
     hidden = total.hidden
     if hidden is not None:
         hidden = visit.put(hidden, visit.take(hidden).astype(jnp.float32) + dot(dx, head.weight, (1, head.axis)))
-    return Gradients(hidden, add_dhead(total.head, dx, q.h, head))
-
-
-def _by_vocabulary(
-    f: Ordered,
-    visit: Visit,
-    known: Known,
-    active: Array,
-    head: HeadGrads | None,
-    rows: Array | None,
-) -> tuple[Any, Any]:
-    """``(head, rows)`` plus what the tokens of ``visit`` have in the columns that are not ``active``: the head's
-    gradients and dH ``[G, H]`` in float32, by slabs of the vocabulary."""
-    p = f.p
-    q, at = _group(f, visit, known)
-    width = max(p.h.shape[1] * jnp.dtype(p.h.dtype).itemsize, 4 * q.n)
-    size = min(max(_SLAB // width // 128, 1) * 128, p.head.vocab)
-    slabs = -(-p.head.vocab // size)
-    first = p.head.vocab - (slabs - 1) * size  # columns that the first slab has to itself; the next one has the others
-
-    def step(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        total, rows = carry
-        begin = jnp.maximum(first + (i - 1) * size, 0)
-        ids = begin + jnp.arange(size, dtype=jnp.int32)
-        part = _slab_of(p.head, begin, size)
-        elsewhere = lax.dynamic_slice_in_dim(active, begin, size) | ((i == 0) & (ids >= first))
-        dx = _other_dx(q, at, ids, part, elsewhere)
-        if rows is not None:
-            rows = rows + dot(dx, part.weight, (1, p.head.axis))
-        if total is not None:
-            own = _slab_of(total, begin, size, p.head.axis)
-            own = add_dhead(own, dx, q.h, part)
-            total = _with_slab(total, own, begin, p.head.axis)
-        return total, rows
-
-    return lax.fori_loop(0, slabs, step, (head, rows))
-
-
-def _slab_of(head: Any, begin: Array | int, size: int, axis: int | None = None) -> Any:
-    """Weight and bias of a head, or their gradients, for ``size`` columns of the vocabulary."""
-    axis = head.axis if axis is None else axis
-    weight, bias = (
-        None if x is None else lax.dynamic_slice_in_dim(x, begin, size, at)
-        for x, at in ((head.weight, axis), (head.bias, 0))
-    )
-    return dataclasses.replace(head, weight=weight, bias=bias)
-
-
-def _with_slab(total: HeadGrads, own: Any, begin: Array | int, axis: int) -> HeadGrads:
-    weight, bias = (
-        None if x is None else lax.dynamic_update_slice_in_dim(x, new, begin, at)
-        for x, new, at in ((total.weight, own.weight, axis), (total.bias, own.bias, 0))
-    )
-    return HeadGrads(weight, bias)
+    return Gradients(hidden, add_dhead(total.head, dx, rows[0].h, head))
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
 def _in_halves(f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs) -> tuple[Gradients, Array]:
-    """All gradients by slabs of columns: in float32 dH of all tokens would be the largest buffer."""
+    """All gradients by slabs of columns, dH in the order of the call: in float32 dH of all tokens would be the largest
+    buffer."""
     p = f.p
-    half = p.n // 2 if p.n % 2 == 0 else p.n
+    half = p.n // 2
 
     def step(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
         total, left_out = carry
@@ -315,10 +280,10 @@ def _in_halves(f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs) -> tup
         new, mass = by_slabs(f.part(begin, half), at, total.head)
         hidden = total.hidden
         if hidden is not None and new.hidden is not None:
-            hidden = lax.dynamic_update_slice_in_dim(hidden, new.hidden.astype(hidden.dtype), begin, 0)
+            own = begin + jnp.arange(half, dtype=jnp.int32)
+            hidden = f.in_call(Visit(own, own)).put(hidden, new.hidden)
         return Gradients(hidden, new.head), lax.dynamic_update_slice_in_dim(left_out, mass, begin, 0)
 
-    hidden = jnp.zeros(p.h.shape, p.h.dtype) if want.hidden else None
+    hidden = jnp.zeros(f.given.h.shape, p.h.dtype) if want.hidden else None
     start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype)), jnp.zeros((p.n,), jnp.float32)
-    total, left_out = lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)
-    return Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head), left_out
+    return lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)

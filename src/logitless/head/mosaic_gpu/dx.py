@@ -7,9 +7,10 @@ The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_l
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
 softcap. The epilogue computes that, rounds it once and writes it through shared memory, 64 columns at a time. Columns
 that do not count, and rows without a cotangent, are written as zeros. The mass that a row has in the columns that count
-is summed beside it, in float32.
+is summed beside it, in float32. How many tokens and columns there are only the device may know; tiles beyond them are
+left as they are.
 
-    matmuls   one, N x H x K
+    matmuls   one, N x H x K of those
     HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns
     memory    no logits, no float32 dx
 """
@@ -31,14 +32,12 @@ from logitless.head.mosaic_gpu import epilogue, pipeline
 from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
-from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, tile_by_tile, tiles_for
+from logitless.head.mosaic_gpu.schedule import COMPUTE, TileByTile, Tiles, extents, tiles_for
 from logitless.head.slabs import Known
 from logitless.problem import Head, Problem
 from logitless.stats import dz_at_target, dz_line
 from logitless.transform import LogitTransform
 
-_PIECE = TILE_K  # columns that leave at a time: one swizzle atom; with more of them, registers run out
-_SLOTS = 2  # pieces on their way out
 _ROW_NUMBERS = 5
 
 
@@ -62,9 +61,9 @@ class _Refs:
     weight: Any  # float32 [padded K]: 1 where a column counts, 0 where it does not
     transform: LogitTransform  # of references [1]; no temperature
     bias: Any | None  # float32 [padded K]
-    out: Any  # [padded N, padded K]
+    out: Any  # [padded N or more, padded K or more]
     mass: Any  # float32 [column tiles, padded N]
-    piece: Any  # [2, _SLOTS, M, _PIECE]: the way out
+    piece: Any  # the way out
     sums: Any  # float32 [2, the bytes of a warpgroup's pieces]: M of them, in the pieces' place
 
 
@@ -73,67 +72,85 @@ def _compute(m: Running, refs: _Refs) -> None:
     wg, t = lax.axis_index("wg"), m.static.tiles
     numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
 
-    def empty() -> Array:
-        return plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    width = refs.piece.shape[-1]
 
-    def per_tile(tile: Array, v: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
-        n, mass = c
+    def per_tile(tile: Array, v: Array, part: Array, n: Array) -> Array:
         rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
         target = m.load_rows(refs.target, tile) - v * t.columns
-        x = m.product(n)
+        x, n = m.product(n, part)
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
-        column = plgpu.broadcasted_iota(jnp.int32, (t.rows, _PIECE), 1, layout=plgpu.Layout.WGMMA)
-        peak, k, a, at_target, b = (epilogue.across(r, _PIECE) for r in rows)
-        for i in range(t.columns // _PIECE):
-            begin = i * _PIECE
-            own = tr.swept(x[:, begin : begin + _PIECE], numbers)
-            counts = m.load_columns(refs.weight, v * t.columns + begin, _PIECE)
+        column = plgpu.broadcasted_iota(jnp.int32, (t.rows, width), 1, layout=plgpu.Layout.WGMMA)
+        peak, k, a, at_target, b = (epilogue.across(r, width) for r in rows)
+        mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        for i in range(t.columns // width):
+            begin = i * width
+            own = tr.swept(x[:, begin : begin + width], numbers)
+            counts = m.load_columns(refs.weight, v * t.columns + begin, width)
             low = jnp.full_like(own, LOW)  # finite: 0 * -inf must not appear
             power = jnp.where(counts > 0.0, jnp.maximum((own - peak) * k, low), low)
             e = jnp.exp2(power)
             mass = mass + jnp.sum(e, axis=1)
             d = e * (a - b * power)
-            d = jnp.where(column == epilogue.across(target - begin, _PIECE), at_target, d)
+            d = jnp.where(column == epilogue.across(target - begin, width), at_target, d)
             if numbers.softcap is not None:
                 d = d * (1.0 - own * own)
             zero = jnp.zeros_like(d)
             d = jnp.where(k == 0.0, zero, jnp.where(counts > 0.0, d, zero))  # whatever the row's numbers are
-            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-            refs.piece[wg, i % _SLOTS] = d.astype(refs.piece.dtype)
-            plgpu.commit_smem()
-            columns = pl.ds(v * t.columns + begin, _PIECE)
-            plgpu.copy_smem_to_gmem(refs.piece.at[wg, i % _SLOTS], refs.out.at[m.rows_of(tile), columns])
-        return n + m.static.k_tiles, mass
-
-    def per_task(tile: Array, slot: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
-        n, mass = c
+            m.leave(refs.piece, i, d, refs.out.at[m.rows_of(tile), pl.ds(v * t.columns + begin, width)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        own = pl.ds(0, t.rows)
-        refs.sums[wg, own] = mass
+        mine = pl.ds(0, t.rows)
+        refs.sums[wg, mine] = mass
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.sums.at[wg, own], refs.mass.at[slot, m.rows_of(tile)])
+        plgpu.copy_smem_to_gmem(refs.sums.at[wg, mine], refs.mass.at[v, m.rows_of(tile)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before a piece takes the place of the sums
-        return n, empty()
+        return n
 
-    m.steps(per_tile, per_task, (jnp.int32(0), empty()))
+    m.walk.tiles(per_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def columns_dx(p: Problem, known: Known, part: Head, target: Array, counts: Array) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """How many of the first tokens and columns there are, traced."""
+
+    tokens: Array | int
+    columns: Array | int
+
+
+def columns_dx(
+    p: Problem,
+    known: Known,
+    part: Head,
+    target: Array,
+    counts: Array,
+    live: Live | None = None,
+    room: tuple[int, int] | None = None,
+) -> tuple[Array, Array]:
     """``(dx [N, K] in the operands' dtype, mass that each row has [N])`` of the tokens of ``p`` in the columns of
     ``part`` that ``counts [K]`` (bool); zero in the others.
 
-    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts.
+    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. With ``live`` tiles
+    beyond these tokens and columns are not computed: dx holds anything there, the mass is zero. With ``room`` dx stands
+    at the beginning of an array of that shape, at least N rounded up to tiles by K.
     """
-    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts)
+    live = Live(p.n, part.vocab) if live is None else live
+    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts, live.tokens, live.columns, room)
     return dx, mass * jnp.exp(known.stats.max_logp)
 
 
 # A function of its own: one that is called for the same shapes in several branches is lowered once.
-@functools.partial(jax.jit, static_argnames="tiles")
+@functools.partial(jax.jit, static_argnames=("room", "tiles"))
 def _columns_dx(
-    p: Problem, rows: Array, part: Head, target: Array, counts: Array, tiles: Tiles | None = None
+    p: Problem,
+    rows: Array,
+    part: Head,
+    target: Array,
+    counts: Array,
+    live_tokens: Array | int,
+    live_columns: Array | int,
+    room: tuple[int, int] | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Array, Array]:
     """:func:`columns_dx` from :func:`row_numbers`, the mass relative to the row's largest probability."""
     (n, h), columns = p.h.shape, part.vocab
@@ -141,8 +158,8 @@ def _columns_dx(
     t = dataclasses.replace(t, stagger=0)
     token_tiles, column_tiles = -(-n // t.tokens), -(-columns // t.columns)
     padded, whole = token_tiles * t.tokens, column_tiles * t.columns
-    line = Pipeline(t, p.h, part.weight, part.layout == "vh", p.call.interpret)
-    plan = tile_by_tile(t, token_tiles, column_tiles)
+    line = Pipeline(t, p.h, part.weight, False, part.layout == "hv", p.call.interpret)
+    live_tiles = (live_tokens + (t.tokens - 1)) // t.tokens, (live_columns + (t.columns - 1)) // t.columns
     fixed = dataclasses.replace(p.transform, temperature=None)
     numbers = {k: jnp.asarray(x, jnp.float32) for k, x in dataclasses.asdict(fixed).items() if x is not None}
     given = [x.reshape(1) for x in numbers.values()]
@@ -151,34 +168,33 @@ def _columns_dx(
     inputs = [
         p.h,
         part.weight,
-        pipeline.table(plan),
+        extents(*live_tiles, line.steps),
         token_rows(rows, padded, 0.0),
         token_rows(target.astype(jnp.int32), padded, -1),
         token_rows(counts.astype(jnp.float32), whole, 0.0),
         *given,
     ]
-    atom = plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(pipeline.SWIZZLE)  # type: ignore[abstract, unused-ignore]
-    own = [
-        plgpu.SMEM((COMPUTE, _SLOTS, t.rows, _PIECE), p.h.dtype, transforms=atom),
-        plgpu.SMEM((COMPUTE, _SLOTS * t.rows * _PIECE * p.h.dtype.itemsize // 4), jnp.float32),  # each in its own half
-    ]
+    pieces = pipeline.way_out(t, p.h.dtype)
+    own = [pieces, plgpu.SMEM((COMPUTE, pipeline.SLOTS * t.rows * pipeline.SWIZZLE // 4), jnp.float32)]  # half each
     # Never used at the same time, and shared memory has no 1024 bytes left over.
     scratch = [*(own if p.call.interpret else [plgpu.RefUnion(*own)]), *line.scratch()]
 
     def kernel(*refs: Any) -> None:
-        (h, w, tasks, numbers_of_rows, y, weight, *more), rest = refs[: len(inputs)], refs[len(inputs) :]
+        (h, w, tiles_of_all, numbers_of_rows, y, weight, *more), rest = refs[: len(inputs)], refs[len(inputs) :]
         fields = iter(more)
         moved = LogitTransform(**{k: next(fields) for k in numbers})
         out, mass, *ring = rest
         way_out, sums = (ring.pop(0), ring.pop(0)) if p.call.interpret else ring.pop(0)
         r = _Refs(numbers_of_rows, y, weight, moved, next(fields, None), out, mass, way_out, sums)
-        m = line.of(h, w, tasks, ring)
+        m = line.of(h, w, TileByTile(tiles_of_all, t), ring)
         m.roles(lambda: _compute(m, r))
 
     out_type = (
         # What hangs over the end is cut off, in whole tiles of shared memory.
-        jax.ShapeDtypeStruct((padded, -(-columns // TILE_K) * TILE_K), p.h.dtype),
+        jax.ShapeDtypeStruct((padded, -(-columns // TILE_K) * TILE_K) if room is None else room, p.h.dtype),
         jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32),
     )
     dx, mass = line.run(kernel, inputs, out_type, scratch, p.transform.softcap)
-    return dx[:n, :columns], jnp.sum(mass, axis=0)[:n]
+    mass = jnp.sum(jnp.where(jnp.arange(column_tiles)[:, None] < live_tiles[1], mass, 0.0), axis=0)[:n]
+    mass = jnp.where(jnp.arange(n) < live_tokens, mass, 0.0)
+    return dx[:n, :columns] if room is None else dx, mass

@@ -15,10 +15,10 @@ _LANES = 128
 
 def visit_of(p: Any) -> int:
     """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several. All of
-    them, or equal parts in multiples of 128."""
+    them, rounded up to multiples of 8 as tiled copies need, or equal parts in multiples of 128."""
     most = 4 * p.call.chunk
     if p.n <= most:
-        return p.n
+        return -(-int(p.n) // 8) * 8
     equal = -(-p.n // -(-p.n // most))
     return min(-(-equal // _LANES) * _LANES, most)
 

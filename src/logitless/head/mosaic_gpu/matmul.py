@@ -29,7 +29,7 @@ from logitless.head.mosaic_gpu import epilogue, pipeline
 from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, Lanes
 from logitless.head.mosaic_gpu.limits import TILE_K, check
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
-from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, schedule, tiles_for
+from logitless.head.mosaic_gpu.schedule import COMPUTE, Runs, Tiles, schedule, tiles_for
 from logitless.problem import Problem
 from logitless.stats import TokenStats, masked_stats, valid_targets
 from logitless.transform import LogitTransform
@@ -71,10 +71,10 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.bits.at[wg], refs.words.at[v, m.rows_of(tile)])  # type: ignore[union-attr]
 
-    def per_tile(tile: Array, v: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
+    def per_tile(tile: Array, v: Array, part: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
         n, *leaves = c
         special = refs.special[tile * COMPUTE + wg, v]
-        x = m.product(n)
+        x, n = m.product(n, part)
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
         if logits_dtype != jnp.float32:
@@ -90,9 +90,9 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
         if refs.screen is not None:
             screened(u, tile, v)
         sums = epilogue.accumulate(Lanes(*leaves), u, found, factor(tile))
-        return n + m.static.k_tiles, *sums.leaves()
+        return n, *sums.leaves()
 
-    def per_task(tile: Array, slot: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
+    def per_run(tile: Array, slot: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
         n, *leaves = c
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for f, x in enumerate(epilogue.row_sums(Lanes(*leaves), factor(tile))):
@@ -102,7 +102,7 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
             plgpu.copy_smem_to_gmem(refs.sums.at[wg, f], refs.out.at[f, slot, m.rows_of(tile)])
         return n, *Lanes.empty(t.rows).leaves()
 
-    m.steps(per_tile, per_task, (jnp.int32(0), *Lanes.empty(t.rows).leaves()))
+    m.walk.runs(per_tile, per_run, (jnp.int32(0), *Lanes.empty(t.rows).leaves()))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -114,10 +114,10 @@ def _partial_sums(
     written."""
     (n, h), vocab_size = p.h.shape, p.call.vocab_size
     targets, transform, bias = p.targets, p.transform, p.head.bias
-    token_tiles, vocab_tiles, k_tiles = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
+    token_tiles, vocab_tiles, steps = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
     padded = token_tiles * t.tokens
-    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, k_tiles - 1))
-    line = Pipeline(t, p.h, p.head.weight, p.head.layout == "vh", p.call.interpret)
+    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, steps - 1))
+    line = Pipeline(t, p.h, p.head.weight, False, p.head.layout == "hv", p.call.interpret)
     live = n if n_live is None else n_live
     plan = schedule(t, token_tiles, vocab_tiles, (live + t.tokens - 1) // t.tokens)
     # The tiles in which some column is masked, per warpgroup: those of its targets, and a last one that hangs over.
@@ -148,7 +148,7 @@ def _partial_sums(
         out, words = rest.pop(0), None if screen is None else rest.pop(0)
         sums, bits = rest.pop(0), None if screen is None else rest.pop(0)
         r = _Refs(special, y, moved, biased, next(fields, None), out, words, sums, bits)
-        m = line.of(h, w, tasks, rest)
+        m = line.of(h, w, Runs(tasks), rest)
         m.roles(lambda: _compute(m, r, vocab_size, jnp.dtype(p.call.logits_dtype)))
 
     sums_type = jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32)

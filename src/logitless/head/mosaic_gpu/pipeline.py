@@ -1,12 +1,12 @@
 """The matmul that the Hopper head kernels share: a ring of tiles in shared memory, filled by one warpgroup and
-multiplied by two, over the tiles that a schedule gives each block.
+multiplied by two, over the tiles that a walk (``schedule.py``) gives each block.
 
-Block = two computing warpgroups and one that copies. A task of a block is a *run*: one tile of tokens times a range of
-vocabulary tiles. For each vocabulary tile the copying warpgroup streams ``h [2 M, 64]`` and ``W [C, 64]`` through the
-ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their registers is for a kernel's own epilogue.
+Block = two computing warpgroups and one that copies. For each tile the copying warpgroup streams ``left [2 M, 64]``
+and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
+registers is for a kernel's own epilogue. Either operand may lie with its depth first.
 
-    HBM       h once per group of token tiles, W once per *group* (blocks that share a vocabulary tile run at the same
-              time, and L2 serves all but the first)
+    HBM       the left one once per group of row tiles, the right one once per *group* (blocks that share a column tile
+              run at the same time, and L2 serves all but the first)
 """
 
 from __future__ import annotations
@@ -26,61 +26,81 @@ from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Schedule, Tiles
 
 SWIZZLE = 128  # bytes: one atom is TILE_K 16-bit numbers
+SLOTS = 2  # pieces on their way out
+
+
+def piece(dtype: Any) -> int:
+    """Columns that leave at a time: one swizzle atom; with more of them, registers run out."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def atoms(dtype: Any) -> tuple[Any, Any]:
+    """How tiles lie in shared memory: as the matrix unit reads them."""
+    tiles = plgpu.TilingTransform((8, piece(dtype)))  # type: ignore[abstract, unused-ignore]
+    return tiles, plgpu.SwizzleTransform(SWIZZLE)  # type: ignore[abstract, unused-ignore]
+
+
+def way_out(t: Tiles, dtype: Any) -> Any:
+    """Shared memory for the pieces of both warpgroups."""
+    return plgpu.SMEM((COMPUTE, SLOTS, t.rows, piece(dtype)), dtype, transforms=atoms(dtype))
+
+
+def in_whole_tiles(shape: tuple[int, ...]) -> bool:
+    """Of 16-bit numbers: what a tiled copy needs."""
+    return shape[0] % 8 == 0 and shape[1] % TILE_K == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The static side: tiles, operands (or their shapes), the head's layout."""
+    """The static side: tiles, operands (or their shapes), which of them has its depth first."""
 
     tiles: Tiles
-    h: Any  # [N, H]
-    weight: Any  # [V, H] or [H, V]
-    vh: bool
+    left: Any  # [rows, depth], or [depth, rows]
+    right: Any  # [columns, depth], or [depth, columns]
+    left_deep: bool
+    right_deep: bool
     interpret: Any
 
     @property
-    def k_tiles(self) -> int:
-        """Steps along the hidden size."""
-        return -(-self.h.shape[1] // TILE_K)
+    def steps(self) -> int:
+        """Along the depth."""
+        return -(-self.left.shape[0 if self.left_deep else 1] // TILE_K)
 
     def scratch(self) -> list[Any]:
         """What :meth:`of` takes apart again: two rings, and their barriers."""
         t = self.tiles
-        shape = (t.columns, TILE_K) if self.vh else (TILE_K, t.columns)
         barriers = [
             plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=t.stages),
         ]
-        rings = [self._ring((t.tokens, TILE_K), self.h), self._ring(shape, self.weight)]
+        rings = [self._ring(t.tokens, self.left, self.left_deep), self._ring(t.columns, self.right, self.right_deep)]
         return [*rings, *barriers, *([plgpu.Barrier()] if t.stagger else [])]
 
     def _in_whole_tiles(self, operand: Any) -> bool:
-        rows, columns = operand.shape
-        return bool(self.interpret) or (rows % 8 == 0 and columns % TILE_K == 0)
+        return bool(self.interpret) or in_whole_tiles(operand.shape)
 
-    def _ring(self, shape: tuple[int, int], operand: Any) -> Any:
+    def _ring(self, size: int, operand: Any, deep: bool) -> Any:
         """Slots of the ring, as the matmul reads them and, where it must differ, as the copies write them."""
-        t, swizzle = self.tiles, plgpu.SwizzleTransform(SWIZZLE)  # type: ignore[abstract, unused-ignore]
-        tiles = plgpu.TilingTransform((8, TILE_K))  # type: ignore[abstract, unused-ignore]
-        tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(tiles, swizzle))
+        t, shape = self.tiles, (TILE_K, size) if deep else (size, TILE_K)
+        tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=atoms(operand.dtype))
         if self._in_whole_tiles(operand):
             return tiled
         # Tiled copies need whole tiles. Tiles one swizzle atom wide lie in memory like plain rows, which may be ragged.
         assert shape[1] == TILE_K
-        return plgpu.RefUnion(tiled, plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=(swizzle,)))
+        return plgpu.RefUnion(tiled, plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=atoms(operand.dtype)[1:]))
 
-    def of(self, h: Any, w: Any, tasks: Any, scratch: Any) -> Running:
-        """The kernel's side, from its references: the operands, the schedule's table and :meth:`scratch`."""
-        h_ring, w_ring, full, free, *ahead = scratch
+    def of(self, left: Any, right: Any, walk: Any, scratch: Any) -> Running:
+        """The kernel's side, from its references: the operands, a block's walk and :meth:`scratch`."""
+        left_ring, right_ring, full, free, *ahead = scratch
 
         def views(ring: Any, operand: Any) -> tuple[Any, Any]:
             return (ring, ring) if self._in_whole_tiles(operand) else (ring[0], ring[1])
 
-        rings = *views(h_ring, self.h), *views(w_ring, self.weight)
-        return Running(self, h, w, tasks, *rings, full, free, ahead[0] if ahead else None)
+        rings = *views(left_ring, self.left), *views(right_ring, self.right)
+        return Running(self, left, right, walk, *rings, full, free, ahead[0] if ahead else None)
 
     def run(
-        self, kernel: Callable[..., None], inputs: list[Any], out_type: Any, scratch: list[Any], softcap: Any
+        self, kernel: Callable[..., None], inputs: list[Any], out_type: Any, scratch: list[Any], softcap: Any = None
     ) -> Any:
         """The kernel on all blocks, in three warpgroups. A power is one instruction (2^-22); a tanh that is good to
         2^-11 would not do, so softcaps take the library's functions."""
@@ -106,13 +126,13 @@ class Running:
     """The kernel's side: references to global memory, then to shared memory and barriers."""
 
     static: Pipeline
-    h: Any  # [N, H]
-    w: Any  # [V, H] or [H, V]
-    tasks: Any  # int32 [5, blocks, groups]: the schedule
-    h_read: Any  # the ring as the matmul reads it
-    h_written: Any  # and as the copies write it
-    w_read: Any
-    w_written: Any
+    left: Any
+    right: Any
+    walk: Any  # Runs or TileByTile
+    left_read: Any  # the ring as the matmul reads it
+    left_written: Any  # and as the copies write it
+    right_read: Any
+    right_written: Any
     full: Any
     free: Any
     ahead: Any  # or None
@@ -130,43 +150,32 @@ class Running:
             plgpu.set_max_registers(40, action="decrease")
             self._copy()
 
-    def steps(self, per_tile: Any, per_task: Any, carry: Any) -> Any:
-        """``per_tile(token_tile, vocab_tile, c)`` for all tiles of this block, and ``per_task(token_tile, slot, c)``
-        after each run; both warp-group roles walk the same way."""
-        block = lax.axis_index("block")
-
-        def group(j: Array, c: Any) -> Any:
-            token, count, first, last, slot = (self.tasks[i, block, j] for i in range(5))
-
-            def run(i: Array, c: Any) -> Any:
-                def step(v: Array, c: Any) -> Any:
-                    return per_tile(token + i, v, c)
-
-                return per_task(token + i, slot, lax.fori_loop(first, last, step, c))
-
-            return lax.fori_loop(0, count, run, c)
-
-        return lax.fori_loop(0, self.tasks.shape[2], group, carry)
+    def depth(self, part: Array) -> tuple[Any, Any]:
+        """The steps that a part of the depth has."""
+        return self.walk.depth(part, self.static.steps)  # type: ignore[no-any-return]
 
     def _copy(self) -> None:
         """The copying warpgroup: fills slots of the ring in the order in which the others use them."""
-        t, vh = self.static.tiles, self.static.vh
+        s, t = self.static, self.static.tiles
 
-        def step(tile: Array, v: Array, k: Array, n: Array) -> Array:
+        def of(operand: Any, deep: bool, k: Array, tile: Array, size: int) -> Any:
+            # What hangs over the end of an array is filled with zeros.
+            depth, across = pl.ds(k * TILE_K, TILE_K), pl.ds(tile * size, size)
+            return operand.at[depth, across] if deep else operand.at[across, depth]
+
+        def step(row: Array, column: Array, k: Array, n: Array) -> Array:
             slot = lax.rem(n, jnp.int32(t.stages))
             pl.when(n >= t.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-            depth, columns = pl.ds(k * TILE_K, TILE_K), pl.ds(v * t.columns, t.columns)
-            # What hangs over the end of an array is filled with zeros.
-            rows = pl.ds(tile * t.tokens, t.tokens)
-            plgpu.copy_gmem_to_smem(self.h.at[rows, depth], self.h_written.at[slot], self.full.at[slot])
-            w = self.w.at[columns, depth] if vh else self.w.at[depth, columns]
-            plgpu.copy_gmem_to_smem(w, self.w_written.at[slot], self.full.at[slot])
+            left = of(self.left, s.left_deep, k, row, t.tokens)
+            plgpu.copy_gmem_to_smem(left, self.left_written.at[slot], self.full.at[slot])
+            right = of(self.right, s.right_deep, k, column, t.columns)
+            plgpu.copy_gmem_to_smem(right, self.right_written.at[slot], self.full.at[slot])
             return n + 1
 
-        def per_tile(tile: Array, v: Array, n: Array) -> Array:
-            return lax.fori_loop(0, self.static.k_tiles, lambda k, n: step(tile, v, k, n), n)
+        def per_tile(row: Array, column: Array, part: Array, n: Array) -> Array:
+            return lax.fori_loop(*self.depth(part), lambda k, n: step(row, column, k, n), n)
 
-        n = self.steps(per_tile, lambda tile, slot, n: n, jnp.int32(0))
+        n = self.walk.tiles(per_tile, jnp.int32(0))
 
         def drain(i: int) -> None:
             pl.when(n >= i)(lambda: plgpu.barrier_wait(self.free.at[lax.rem(n - i, jnp.int32(t.stages))]))
@@ -174,23 +183,28 @@ class Running:
         for i in range(t.stages, 0, -1):  # every phase of a barrier is waited for
             drain(i)
 
-    def product(self, n: Array) -> Array:
-        """``x [M, C]`` of a warpgroup's rows and the next vocabulary tile; ``n`` steps were done before."""
+    def product(self, n: Array, part: Array) -> tuple[Array, Array]:
+        """``(x [M, C] of a warpgroup's rows in the next tile, steps done)``; ``n`` steps were done before."""
         t, wg = self.static.tiles, lax.axis_index("wg")
         if self.ahead is not None:
             is_second = jnp.logical_and(n == 0, wg == 1)
             pl.when(is_second)(lambda: plgpu.barrier_wait(self.ahead))
-        return pl.run_scoped(lambda acc: self._multiply(acc, n, wg), plgpu.ACC((t.rows, t.columns), jnp.float32))
+        first, last = self.depth(part)
+        accumulator = plgpu.ACC((t.rows, t.columns), jnp.float32)
+        x = pl.run_scoped(lambda acc: self._multiply(acc, n, last - first, wg), accumulator)
+        return x, n + (last - first)
 
-    def _multiply(self, acc: Any, n: Array, wg: Array) -> Array:
-        t, k_tiles = self.static.tiles, self.static.k_tiles
+    def _multiply(self, acc: Any, n: Array, steps: Any, wg: Array) -> Array:
+        """Of at least one step."""
+        s, t = self.static, self.static.tiles
         mine = pl.ds(wg * t.rows, t.rows)
 
         def issue(n: Array) -> Array:
             slot = lax.rem(n, jnp.int32(t.stages))
             plgpu.barrier_wait(self.full.at[slot])
-            w = self.w_read.at[slot]
-            plgpu.wgmma(acc, self.h_read.at[slot, mine], w.transpose((1, 0)) if self.static.vh else w)
+            left = self.left_read.at[slot, :, mine].transpose((1, 0)) if s.left_deep else self.left_read.at[slot, mine]
+            right = self.right_read.at[slot]
+            plgpu.wgmma(acc, left, right if s.right_deep else right.transpose((1, 0)))
             return slot
 
         def step(_: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -205,12 +219,20 @@ class Running:
 
         if t.delay:
             slot = issue(n)
-            n, slot = lax.fori_loop(1, k_tiles, step, (n + 1, slot))
+            n, slot = lax.fori_loop(1, steps, step, (n + 1, slot))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free.at[slot])
         else:
-            n, _ = lax.fori_loop(0, k_tiles, step, (n, jnp.int32(0)))
+            n, _ = lax.fori_loop(0, steps, step, (n, jnp.int32(0)))
         return acc[...]
+
+    def leave(self, way_out: Any, i: int, x: Array, out: Any) -> None:
+        """The ``i``-th piece of a tile to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for it to arrive."""
+        own = way_out.at[lax.axis_index("wg"), i % SLOTS]
+        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+        own[...] = x.astype(way_out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own, out)
 
     def rows_of(self, tile: Array) -> Any:
         """A warpgroup's rows of an array over the tokens."""

@@ -1,6 +1,7 @@
 """Who computes what in the Hopper head kernel: tiles, and an equal share of them for every block of the GPU.
 
-A deterministic rule from shapes; only the number of live token tiles is traced.
+A deterministic rule from shapes and from how many tiles are live, which is traced. :class:`Runs` cuts a matmul over
+the vocabulary into equal runs by a table; :class:`TileByTile` takes the tiles of any other one in turns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 COMPUTE = 2
 """Warpgroups of a block that multiply."""
@@ -108,19 +109,76 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
     return max((c for c in choices if cost[c] <= 1.01 * min(cost.values())), key=lambda c: c.group)
 
 
-def tile_by_tile(t: Tiles, token_tiles: int, vocab_tiles: int) -> Schedule:
-    """Every block takes a tile a round, for products of few columns, which runs would cut into unequal shares: a round
-    is ``t.group`` token tiles times as many vocabulary tiles as there are blocks for. A tile's slot is its vocabulary
-    tile's number."""
-    group = min(t.group, token_tiles)
-    tiles = [
-        (token, v)
-        for first in range(0, token_tiles, group)
-        for v in range(vocab_tiles)
-        for token in range(first, min(first + group, token_tiles))
-    ]
-    over = -len(tiles) % t.blocks
-    token, v = np.array(tiles + [(0, 0)] * over, np.int32).reshape(-1, t.blocks, 2).transpose(2, 1, 0)
-    count = np.ones_like(v)
-    count[t.blocks - over :, -1] = 0
-    return Schedule(token, count, v, v + 1, v, np.full((token_tiles,), vocab_tiles, np.int32))
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The walk of a block through its runs of :func:`schedule`."""
+
+    tasks: Any  # int32 [5, blocks, groups], a reference
+
+    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+        """All ``steps`` along the depth of the matmul."""
+        return 0, steps
+
+    def runs(self, per_tile: Any, per_run: Any, carry: Any) -> Any:
+        """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block, and ``per_run(row tile, slot, c)``
+        after each run."""
+        block = lax.axis_index("block")
+
+        def group(j: Array, c: Any) -> Any:
+            token, count, first, last, slot = (self.tasks[i, block, j] for i in range(5))
+
+            def run(i: Array, c: Any) -> Any:
+                def step(v: Array, c: Any) -> Any:
+                    return per_tile(token + i, v, jnp.int32(0), c)
+
+                return per_run(token + i, slot, lax.fori_loop(first, last, step, c))
+
+            return lax.fori_loop(0, count, run, c)
+
+        return lax.fori_loop(0, self.tasks.shape[2], group, carry)
+
+    def tiles(self, per_tile: Any, carry: Any) -> Any:
+        return self.runs(per_tile, lambda tile, slot, c: c, carry)
+
+
+def extents(rows: Any, columns: Any, depth: Any, parts: Any = 1) -> Array:
+    """int32 ``[4]``: how many tiles of rows and columns a product has, in how many parts its depth is cut, and how many
+    steps that has in all. Numbers that only the device knows: it does no more than they say."""
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows, columns, parts, depth)])
+
+
+def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]:
+    """``(row tile, column tile, part)`` of the ``i``-th tile: ``group`` row tiles share a column tile, by L2."""
+    part, at = lax.div(i, rows * columns), lax.rem(i, rows * columns)
+    first = lax.div(at, group * columns) * group
+    size = jnp.minimum(group, rows - first)
+    inside = at - first * columns
+    return first + lax.rem(inside, size), lax.div(inside, size), part
+
+
+@dataclasses.dataclass(frozen=True)
+class TileByTile:
+    """The walk of a block that takes a tile a round, for products which runs would cut into unequal shares."""
+
+    extents: Any  # int32 [4], a reference
+    t: Tiles
+
+    @property
+    def parts(self) -> Array:
+        return self.extents[2]  # type: ignore[no-any-return]
+
+    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+        """The steps of a part of the depth."""
+        whole, parts = self.extents[3], self.parts
+        return lax.div(part * whole, parts), lax.div((part + 1) * whole, parts)
+
+    def tiles(self, per_tile: Any, carry: Any) -> Any:
+        """``per_tile(row tile, column tile, part, c)`` for all tiles of this block."""
+        block, blocks = lax.axis_index("block"), jnp.int32(self.t.blocks)
+        rows, columns = self.extents[0], self.extents[1]
+        trips = lax.div(rows * columns * self.parts - block + (blocks - 1), blocks)
+
+        def step(j: Array, c: Any) -> Any:
+            return per_tile(*tile_at(block + j * blocks, rows, columns, self.t.group), c)
+
+        return lax.fori_loop(0, trips, step, carry)

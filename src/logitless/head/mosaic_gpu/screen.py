@@ -35,6 +35,9 @@ from logitless.transform import factor, times
 THRESHOLD = 2.0**-5.5
 """On a probability, relative to the tolerance: at 2^-8 columns above 9e-5 pass (docs/sparse-backward.md)."""
 
+ENOUGH, LEAST = 4096, 64
+"""Tokens that choose columns for one another, for :data:`THRESHOLD` to do; and below how many it falls no further."""
+
 _LIMITS = (8, 32, 128)
 """A row that lets more than ``Rule.most / limit`` columns through may be left apart."""
 
@@ -90,11 +93,18 @@ def looks_flat(p: Problem, rows: Array, before: Array | None) -> Array:
     return jnp.sum(rows & (before < UNLIKELY)) > MOST_APART * jnp.sum(rows)
 
 
+def threshold(rows: Array) -> Array:
+    """On a probability, relative to the tolerance, for so many of ``rows [N]``: fewer rows find fewer columns for each
+    other, and would leave out more of each (docs/sparse-backward.md)."""
+    count = jnp.clip(jnp.sum(rows, dtype=jnp.int32), LEAST, ENOUGH)
+    return THRESHOLD * jnp.sqrt(count / ENOUGH)
+
+
 def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
     """``[N]``: the number that a column's swept logit (``u`` of ``logitless.transform``) has to be above; infinite
     where a row has no gradient."""
     assert p.tolerance is not None
-    z = guess(p, rows, before) + jnp.log(p.tolerance * THRESHOLD)
+    z = guess(p, rows, before) + jnp.log(p.tolerance * threshold(rows))
     k = factor(p.transform)
     return jnp.where(rows, z if k is None else z / k, jnp.inf)
 

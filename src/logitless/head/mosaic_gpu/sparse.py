@@ -50,7 +50,7 @@ from logitless.stats import StatCotangents, TokenStats
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
 
-_GROUP, _GROUPS = at_once.FEW, 8
+_GROUP, _GROUPS = 128, 8
 """Hard rows that go through all columns at a time, for each visit's worth of tokens: as many as cost no more than
 reading the head does. And the most such groups: each rounds what it adds to dW outside the active columns."""
 
@@ -117,9 +117,9 @@ class ScreenedSparse(Sparse):
         )
         tiles = {"chunk": p.call.chunk, "slab": rule.slab, "wide_slab": _wide(rule).slab}
         tiles |= {"visit": visit_of(p), "group": _group(p)}
-        held = at_once.sizes(p, rule)
-        if held:
-            tiles |= {"columns_at_once": held[-1].columns, "hard_at_once": at_once.groups(p)[1]}
+        held = at_once.room(p, rule)
+        if held is not None:
+            tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard}
         if p.call.memory_budget is not None and way.in_forward:
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
@@ -158,9 +158,12 @@ class ScreenedSparse(Sparse):
     ) -> tuple[TokenStats, SparseReport, Gradients]:
         f = in_order(p, moving, visit_of(p))
         stats, found = _screen(f, want, before)
-        out = jax.tree.map(f.put_back, stats)
-        g = loss.cotangents(out)
+        # Apart: XLA would compute the loss, its sums and what is gathered from it in one block of threads.
+        out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
+        g = lax.optimization_barrier(loss.cotangents(out))
         total, left_out = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
+        # Metrics last: they would stand between the one question to the host and the first matmul after it.
+        out, g, left_out, total = lax.optimization_barrier((out, g, left_out, total))
         columns = dataclasses.replace(found.columns, left_out=left_out)
         return out, _report(p, want, out, g, columns, g.any_nonzero()), total
 
@@ -203,7 +206,7 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
     active, apart = screen.active_columns(rule, words, finite, p, tile)
     assert p.tolerance is not None
-    flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.THRESHOLD))  # none could have passed
+    flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.threshold(rows)))  # none could have passed
     apart = apart + jnp.sum(flat, dtype=jnp.int32)
     count = jnp.sum(active, dtype=jnp.int32)
     dense = count > rule.most
@@ -287,8 +290,9 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array]:
         return _by_slabs(f, want, known, found, head)
 
-    if at_once.sizes(p, rule):
-        total, left_out = at_once.gradients(f, want, known, found, rule, by_slabs)
+    held = at_once.room(p, rule)
+    if held is not None:
+        total, left_out = at_once.gradients(f, want, known, found, rule, held, by_slabs)
     else:
         total, left_out = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
         total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)

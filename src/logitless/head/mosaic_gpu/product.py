@@ -1,0 +1,142 @@
+"""A matmul of two arrays on a Hopper GPU whose extents only the device knows: as much of it as there is, without asking
+the host.
+
+The matmul is that of ``pipeline.py``; its epilogue rounds the accumulator once and writes it through shared memory. It
+serves dH and dW of the active columns, whose number the forward pass has found, and of the hard rows; an XLA matmul
+would have the size of the most that there may be, or the host would have to choose one of several. Tiles of the result
+beyond the extents are left as they are.
+
+    out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]
+    in parts        out [P, R, C] in float32: the depth is cut into so many parts that all blocks have a tile, for
+                    products that are small and deep (dH of a few hard rows: D is the vocabulary)
+    into            written over an array that is there, in its own memory
+
+    matmuls   one, R x D x C of the live extents
+    HBM       both operands once per group of row tiles; the result once
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless.head.mosaic_gpu import pipeline
+from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.pipeline import Pipeline, Running
+from logitless.head.mosaic_gpu.schedule import TileByTile, Tiles, extents
+
+_GROUP = 8  # row tiles: with 16 column tiles, as many as there are blocks
+
+
+def tiles_of(rows: int, columns: int, parts: int = 1) -> Tiles:
+    """Of a product of at most so many rows and columns."""
+    t = Tiles(group=_GROUP)
+    most = -(-rows // t.tokens) * -(-columns // t.columns) * parts
+    return Tiles(group=_GROUP, blocks=min(t.blocks, most))
+
+
+def product(
+    left: Array,
+    right: Array,
+    live: tuple[Any, Any, Any],
+    *,
+    left_deep: bool = False,
+    right_deep: bool = False,
+    shape: tuple[int, int] | None = None,
+    into: Array | None = None,
+    interpret: Any = False,
+) -> Array:
+    """``left [R, D]`` times ``right [C, D]`` (each the other way round where its depth is first), in their dtype, over
+    the first ``live`` rows, columns and numbers along the depth (traced). Along the depth the operands are used up to
+    whole tiles of 64, and must be zero there; a depth of nothing is no product.
+
+    ``shape``: of the result, where the operands have more. With ``into`` the result stands in the place of that array,
+    which keeps what lies beyond whole tiles of the live extents; else anything may stand there.
+    """
+    whole = left.shape[1 if left_deep else 0], right.shape[1 if right_deep else 0]
+    size = (whole if shape is None else shape) if into is None else into.shape
+    t = tiles_of(*size)
+    all_of_it = extents(*_tiles(live, t))
+    return _product(left, right, all_of_it, into, left_deep, right_deep, size, t, interpret)
+
+
+def in_parts(
+    left: Array, right: Array, live: tuple[Any, Any, Any], *, right_deep: bool = False, interpret: Any = False
+) -> Array:
+    """:func:`product` in float32, its depth cut into parts that are added up; zero beyond the live rows, and anything
+    beyond the live columns."""
+    (r, depth), c = left.shape, right.shape[1 if right_deep else 0]
+    deep = -(-depth // TILE_K)
+    t = tiles_of(r, c, deep)
+    row_tiles, column_tiles = -(-r // t.tokens), -(-c // t.columns)
+    most = min(max(t.blocks // column_tiles, 1), deep)  # parts of one row tile
+    rows, columns, steps = _tiles(live, t)
+    parts = jnp.clip(t.blocks // jnp.maximum(rows * columns, 1), 1, most)
+    shape = (max(most, row_tiles), t.tokens, c)
+    out = _product(left, right, extents(rows, columns, steps, parts), None, False, right_deep, shape, t, interpret)
+    tile, whole = jnp.arange(row_tiles, dtype=jnp.int32), jnp.zeros((row_tiles, *shape[1:]), jnp.float32)
+    for i in range(most):
+        there = (tile < rows) & (i < parts)
+        own = out.at[jnp.where(there, tile * parts + i, 0)].get(mode="promise_in_bounds")
+        whole = whole + jnp.where(there[:, None, None], own, 0.0)
+    return whole.reshape(-1, c)[:r]
+
+
+def _tiles(live: tuple[Any, Any, Any], t: Tiles) -> tuple[Any, ...]:
+    sizes = t.tokens, t.columns, TILE_K
+    return tuple((x + (size - 1)) // size for x, size in zip(live, sizes, strict=True))
+
+
+def _compute(m: Running, out: Any, pieces: Any) -> None:
+    """A computing warpgroup: its half of the block's rows."""
+    wg, t, width = jax.lax.axis_index("wg"), m.static.tiles, pieces.shape[-1]
+
+    def per_tile(row: Array, column: Array, part: Array, n: Array) -> Array:
+        x, n = m.product(n, part)
+        if len(out.shape) == 2:
+            place, rows = out, m.rows_of(row)
+        else:
+            place, rows = out.at[row * m.walk.parts + part], pl.ds(wg * t.rows, t.rows)
+        for i in range(t.columns // width):
+            columns = pl.ds(column * t.columns + i * width, width)
+            m.leave(pieces, i, x[:, i * width : (i + 1) * width], place.at[rows, columns])
+        return n
+
+    m.walk.tiles(per_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+# A function of its own: one that is called for the same shapes in several places is lowered once.
+@functools.partial(jax.jit, static_argnames=("left_deep", "right_deep", "shape", "t", "interpret"))
+def _product(
+    left: Array,
+    right: Array,
+    live: Array,
+    into: Array | None,
+    left_deep: bool,
+    right_deep: bool,
+    shape: tuple[int, ...],
+    t: Tiles,
+    interpret: Any,
+) -> Array:
+    """A result of three dimensions is in parts, tile by tile of rows: ``[row tile times parts + part, M, C]``."""
+    line = Pipeline(t, left, right, left_deep, right_deep, interpret)
+    dtype = left.dtype if len(shape) == 2 else jnp.float32
+    pieces = pipeline.way_out(t, dtype)
+
+    def kernel(left: Any, right: Any, live: Any, out: Any, pieces: Any, *ring: Any) -> None:
+        m = line.of(left, right, TileByTile(live, t), ring)
+        m.roles(lambda: _compute(m, out, pieces))
+
+    scratch = [pieces, *line.scratch()]
+    if into is None:
+        return line.run(kernel, [left, right, live], jax.ShapeDtypeStruct(shape, dtype), scratch)
+    place = jax.new_ref(into)
+    line.run(kernel, [left, right, live, place], (), scratch)
+    return jax.freeze(place)
