@@ -69,7 +69,7 @@ def test_public_losses_compile_and_fit() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["default"] == "pallas_tpu"
-    assert got["head"]["kernels"] == 2 and not got["head"]["logits"]
+    assert got["head"]["kernels"] == 4 and not got["head"]["logits"]
     # Beyond inputs and outputs: E in float32, and the target rows. The compilers that come with jax 0.11 and 0.12 keep
     # one more array of the hidden states' size: 2,892,152,960 bytes in all with 0.12.
     older = aot.versions()["jax"].startswith("0.10.")

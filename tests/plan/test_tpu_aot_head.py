@@ -90,7 +90,7 @@ def test_compiles_and_fits(name: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for case, got in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert not got["logits"], "a [tokens, vocabulary] array is in the program"
-        assert got["kernels"] == (3 if case.get("layout") == "hv" else 2)
+        assert got["kernels"] == 3  # the two sweeps, and the rows or columns of the targets
         # Beyond inputs and outputs: half of E, the target rows, and for [H, V] the latter once more, sorted.
         most = got["outside"] + (10 if case.get("layout") == "hv" else 4.25) * case["n"] * case["hidden"]
         assert got["peak"] <= most, (case, got)

@@ -9,26 +9,35 @@ from the logits of the columns that are kept, so a bad guess costs time, never t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 
 from logitless.problem import Problem
 from logitless.transform import forward
 
+Gather = Callable[[Array, Array], Array]
+"""``(x [V, H], at [K]) -> [K, H]``."""
 
-def target_logits(p: Problem) -> Array:
-    """``z [N]`` of the targets: one dot product a token. Zero for a target outside the vocabulary."""
+
+def target_logits(p: Problem, gather: Gather | None = None) -> Array:
+    """``z [N]`` of the targets: one dot product a token. Zero for a target outside the vocabulary. ``gather``: that of
+    a ``[V, H]`` head's rows, if not XLA's."""
     inside = (p.targets >= 0) & (p.targets < p.call.vocab_size)
     at = jnp.where(inside, p.targets, 0)
-    w = p.head.weight.at[at].get() if p.head.axis == 0 else p.head.weight.at[:, at].get().T
+    if gather is not None and p.head.axis == 0:
+        w = gather(p.head.weight, at)
+    else:
+        w = p.head.weight.at[at].get() if p.head.axis == 0 else p.head.weight.at[:, at].get().T
     x = jnp.sum(p.h.astype(jnp.float32) * w.astype(jnp.float32), axis=1)
     if p.head.bias is not None:
         x = x + p.head.bias.astype(jnp.float32).at[at].get()
     return jnp.where(inside, forward(x, p.transform), 0.0)
 
 
-def expected_lse(p: Problem, before: Array | None) -> Array:
+def expected_lse(p: Problem, before: Array | None, gather: Gather | None = None) -> Array:
     """``[N]``: what the logsumexp may be; ``before [N]`` are log-probabilities of the targets by an earlier pass, or by
-    the sampler (NaN where one is missing)."""
-    target = target_logits(p)
+    the sampler (NaN where one is missing). ``gather``: see :func:`target_logits`."""
+    target = target_logits(p, gather)
     return target if before is None else target - jnp.where(jnp.isnan(before), 0.0, before)

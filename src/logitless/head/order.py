@@ -8,6 +8,7 @@ one of dH at the end.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import Problem
-from logitless.rows import Visit, in_parts, order_by_rank
+from logitless.rows import Visit, order_by_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +73,21 @@ def some(tree: Any, begin: Array | int, size: int) -> Any:
     return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
 
 
-def in_order(p: Problem, first: Array, visit: int, part: int | None = None) -> Ordered:
+def in_order(
+    p: Problem, first: Array, visit: int, gather: Callable[[Array, Array, Array], Array] | None = None
+) -> Ordered:
     """Tokens where ``first [N]`` is true, then the other live ones, then the dead; filled up to whole visits of
-    ``visit`` tokens. Hidden states are gathered ``part`` at a time: a gather of all of them goes to a TPU's sparse
-    core, and the compiler lets what that writes share memory with nothing else."""
+    ``visit`` tokens. On a TPU hidden states are gathered by ``gather(h, order, whether a place has a live token)``."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
-    order = order_by_rank(first, live & ~first, ~live)
-    over = -p.n % visit
-    order = jnp.pad(order, (0, over), mode="edge")
+    order = jnp.pad(order_by_rank(first, live & ~first, ~live), (0, -p.n % visit), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
-    alive, size = jnp.sum(live, dtype=jnp.int32), p.n + over
-    # Not before the order is known: an array of zeros would be there from the program's start.
-    order, nothing = lax.optimization_barrier((order, jnp.zeros((), p.h.dtype)))
-
-    def hidden(begin: Any, count: int, _: Array | None = None) -> Array:
-        rows = p.h.at[lax.dynamic_slice_in_dim(order, begin, count)].get(mode="promise_in_bounds")
-        return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)
-
-    whole = part is None or size < 2 * part
-    h = hidden(0, size) if whole else in_parts(hidden, part or size, jnp.broadcast_to(nothing, (size, p.h.shape[1])))
+    alive = jnp.sum(live, dtype=jnp.int32)
+    keep = jnp.arange(order.size) < alive
+    if gather is None:
+        # Not before the order is known: an array of zeros would be there from the program's start.
+        order, nothing = lax.optimization_barrier((order, jnp.zeros((), p.h.dtype)))
+        h = jnp.where(keep[:, None], p.h.at[order].get(mode="promise_in_bounds"), nothing)
+    else:
+        h = gather(p.h, order, keep)
     return Ordered(dataclasses.replace(numbers, h=h), order, jnp.sum(first, dtype=jnp.int32), alive, p)

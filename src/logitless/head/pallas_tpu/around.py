@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless import compat
 from logitless.head.pallas_tpu import ready
-from logitless.head.pallas_tpu.backward import ROWS, coefficients, cotangent_of_logits
+from logitless.head.pallas_tpu.backward import ROWS, TARGET, coefficients, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import clear_dead, column_ids, dot, prepare, rounded
 from logitless.head.pallas_tpu.ready import TURNS, Placing, Ready
 from logitless.head.pallas_tpu.tiles import FIRST, LANES, Part, Spec, Tiles, choose, need, over_parts, zero_rows
@@ -46,7 +46,6 @@ class _Read:
     scalars: Any  # [3] float32, in SMEM: temperature, softcap, scale
     h: Any  # [N, H]
     weight: Any  # [V, H]
-    targets: Any  # [1, N] int32
     bias: Any  # [1, V] float32 or None
     token: Any  # [ROWS, N] float32: each token's coefficients
     rows: Any  # [V or slots, H]: ready
@@ -114,7 +113,7 @@ def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scra
             x = x + jnp.broadcast_to(refs.bias[:, part.rows], (8, part.size)).T[:, :1]
         x = rounded(spec, x)
         column = part.first + column_ids(x, 0)
-        is_target = column == refs.targets[...] - j * vocab
+        is_target = column == refs.token[TARGET : TARGET + 1, :].astype(jnp.int32) - j * vocab
         d = cotangent_of_logits(spec, x, lambda k: refs.token[k : k + 1, :], is_target, refs.scalars)
         counts = column < end
         if placing is not None:
@@ -177,7 +176,6 @@ def _blocks(spec: Spec, width: int, x: _Read) -> _Read:
         scalars=pl.BlockSpec(memory_space=pltpu.SMEM),
         h=pl.BlockSpec((tokens, width), lambda j, i, n_live: (spec.readable(i, n_live), 0)),
         weight=pl.BlockSpec((vocab, width), lambda j, i, n_live: (j, 0)),
-        targets=lanes(1),
         bias=None if x.bias is None else pl.BlockSpec((1, vocab), lambda j, i, n_live: (0, j)),
         token=lanes(ROWS),
         rows=None if x.rows is None else pl.BlockSpec(memory_space=pl.ANY),
@@ -207,7 +205,6 @@ def hard_sweep(
         scalars=x.scalars,
         h=x.h,
         weight=x.weight,
-        targets=x.targets.reshape(1, n),
         bias=x.bias,
         token=coefficients(p, k.live, stats, g, padded),
         rows=None if known is None else compat.in_hbm(known.rows, spec.interpret),

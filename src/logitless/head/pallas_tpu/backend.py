@@ -187,13 +187,13 @@ class PallasTpu:
             head = self._dhead_of_kept(p, out, g, kept)
         elif by_sweep or want.weight or want.bias or want.lora:
             f = front(g.any_nonzero())
-            part, stats, own = kernels.in_order(f, p), jax.tree.map(f.take, out), jax.tree.map(f.take, g)
+            part = kernels.hidden_in_order(f, p)
             if by_sweep:
-                dh, low = jax.tree.map(f.put_back, kernels.dhidden(part, f.count, stats, own))
+                dh, low = jax.tree.map(f.put_back, kernels.dhidden(part, f.count, out, g, order=f.order))
             if want.weight or want.bias or want.lora:
                 whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
                 dtype = jnp.float32 if whole else None
-                head = kernels.dhead(part, f.count, stats, own, dtype, weight=want.weight)
+                head = kernels.dhead(part, f.count, out, g, dtype, weight=want.weight, order=f.order)
         if not want.hidden:
             dh = None
         inner = lora.dinner(p, low) if want.lora and low is not None else None

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -68,14 +68,14 @@ def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, 
     if t.softcap is None:  # the slope is k
         values = [times(k, v) for v in values]
     rows = [jnp.where(moves, v, other) for v, other in zip([stats.peak, *values], _NOTHING, strict=False)]
-    temperature = 1.0 if t.temperature is None else t.temperature
-    rows.append(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,)))
+    temperature, zero = 1.0 if t.temperature is None else t.temperature, jnp.zeros((n,), jnp.float32)
+    rows += [jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,)), zero, p.targets.astype(jnp.float32), zero]
     rows = [jnp.pad(v, (0, padded - n), constant_values=other) for v, other in zip(rows, _NOTHING, strict=True)]
-    numbers = jnp.stack(rows + [jnp.zeros((padded,), jnp.float32)] * (ROWS - len(rows)))
-    return numbers.at[TARGET, :n].set(p.targets.astype(jnp.float32))
+    # Apart: XLA would make each of them in a layout of one row, in eight times the code.
+    return jnp.stack(lax.optimization_barrier(rows))
 
 
-_NOTHING = (jnp.inf, 0.0, 0.0, 0.0, 1.0)
+_NOTHING = (jnp.inf, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
 """The numbers of a token without a gradient."""
 
 
@@ -153,7 +153,7 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
         return jnp.where(is_target(e, part), token(AT_TARGET), jnp.where(f != 0, e * f, 0.0))
 
     def is_target(x: Array, part: Part) -> Array:
-        return column_ids(x, axis) == refs.targets[...] - (j * vocab + part.first)
+        return column_ids(x, axis) == token(TARGET).astype(jnp.int32) - (j * vocab + part.first)
 
     def add(cotangents: Callable[[Part], Array], masked: bool, part: Part) -> None:
         d = cotangents(part)
@@ -236,7 +236,6 @@ def _dhead_blocks(k: Launch) -> Operands:
         scalars=pl.BlockSpec(memory_space=pltpu.SMEM),
         h=rows(width),
         weight=_weight_block(spec, width),
-        targets=per_token(1),
         bias=pl.BlockSpec((1, vocab), vocab_row),
         token=per_token(ROWS),
         h_t=lanes(width),
@@ -264,7 +263,7 @@ def dhead_sweep(k: Launch, out_dtype: Any, has_weight: bool = True) -> HeadSums:
             leaves = jax.tree.leaves(k.operands)
             in_place = {1 + next(i for i, leaf in enumerate(leaves) if leaf is x.kept): 0}
     if vh:  # tokens along the lanes
-        k = k.reading(targets=x.targets.reshape(1, n), token=x.token.T)
+        k = k.reading(token=x.token.T)
     blocks, tile = _dhead_blocks(k), (vocab, width) if vh else (width, vocab)
     has_bias, own_accumulator = x.bias is not None, has_weight and out_dtype != jnp.float32
     shapes = HeadSums(

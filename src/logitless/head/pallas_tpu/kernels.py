@@ -30,6 +30,8 @@ Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tile
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
 from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
+from logitless.head.pallas_tpu.rows_at import PART, by_copies, gather, made_of_rows, numbers_at
 from logitless.head.pallas_tpu.tiles import Tiles, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
@@ -63,9 +66,6 @@ Count = Array | int | None
 Both = tuple[Array, Array | None]
 """A cotangent of the hidden states ``[N, H]`` float32, LoRA's part in it, and of their low-rank image ``[N, r]`` before
 LoRA's scale (``lora.py``); ``None`` without LoRA."""
-
-PART = 1024
-"""Tokens whose rows, of the head or of the hidden states, are gathered at a time."""
 
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
@@ -160,6 +160,10 @@ class Terms:
     def times(self, p: Problem, g: Array, dtype: Any) -> Array:
         """``g D [N, H]``, exactly zero where ``g [N]`` is; written over ``high`` if that has its dtype."""
         n, out = self.high.shape[0], self.high
+        rest = [] if self.rest is None else [self.rest]
+        if p.head.layout == "vh" and by_copies(p.head.weight, n):
+            numbers, interpret = (g, self.own, self.others), interpreter(p.call.interpret)
+            return made_of_rows(p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype)
         # Columns of an [H, V] head are found by one sweep over it, whatever the number of tokens.
         size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
 
@@ -167,35 +171,39 @@ class Terms:
             def cut(x: Array) -> Array:
                 return lax.dynamic_slice_in_dim(x, first, count) if count < n else x
 
-            e = cut(high).astype(jnp.float32)
-            e = e if self.rest is None else e + cut(self.rest).astype(jnp.float32)
             w = rows_at(p, p.head.weight, cut(self.targets)).astype(jnp.float32)
-            scale = cut(g)[:, None]
-            d = (scale * cut(self.own)[:, None]) * w - (scale * cut(self.others)[:, None]) * e
-            return jnp.where(scale != 0, d, 0.0).astype(dtype)
+            numbers = [cut(x)[:, None] for x in (g, self.own, self.others)]
+            return _times(w, numbers.__getitem__, [cut(x) for x in (high, *rest)]).astype(dtype)
 
         return made(0, n, out) if size == n else in_parts(made, size, out)
 
 
+def _times(w: Array, number: Callable[[int], Array], halves: list[Array]) -> Array:
+    """``g D`` of some tokens: their targets' rows, ``g``, ``own`` and ``others`` as columns, and ``E``."""
+    scale, e = number(0), functools.reduce(jnp.add, (half.astype(jnp.float32) for half in halves))
+    return jnp.where(scale != 0, (scale * number(1)) * w - (scale * number(2)) * e, 0.0)
+
+
+def hidden_in_order(f: Front, p: Problem) -> Problem:
+    """The problem with its hidden states as ``f`` has them, and all else as it stands."""
+    return p if f.order is None else dataclasses.replace(p, h=gather(p.h, f.order, interpreter(p.call.interpret)))
+
+
 def in_order(f: Front, p: Problem) -> Problem:
-    """The problem with its tokens as ``f`` has them, hidden states gathered a part at a time. A gather of all of them
-    goes to the chip's sparse core, and the compiler lets what that writes share memory with nothing else."""
-    order, n = f.order, p.n
+    """The problem with its tokens as ``f`` has them."""
+    h = hidden_in_order(f, p).h
+    return dataclasses.replace(dataclasses.replace(p, live=None, h=p.targets).rows(f.take), h=h)
 
-    def take(x: Array) -> Array:
-        if x.ndim == 1 or order is None or n < 2 * PART:
-            return f.take(x)
 
-        # Not before the order is known: an array of zeros would be there from the program's start.
-        ordered, nothing = lax.optimization_barrier((order, jnp.zeros((), x.dtype)))
-
-        def part(first: Any, count: int, _: Array) -> Array:
-            some = lax.dynamic_slice_in_dim(ordered, first, count)
-            return x.at[some].get(mode="promise_in_bounds", unique_indices=True)
-
-        return in_parts(part, PART, jnp.broadcast_to(nothing, x.shape))
-
-    return dataclasses.replace(p, live=None).rows(take)
+def _coefficients(
+    k: Launch, p: Problem, stats: TokenStats, g: StatCotangents, padded: int, order: Array | None
+) -> Array:
+    """``[padded, ROWS]``: those of each token, in the ``order`` of the hidden states, which begins with all that have a
+    cotangent; ``None``: everything has one order. Gathered as one table, which the kernel takes as it is."""
+    if order is None:
+        return coefficients(p, k.live, stats, g, padded).T
+    order = jnp.concatenate([order.astype(jnp.int32), jnp.arange(p.n, padded, dtype=jnp.int32)])
+    return numbers_at(coefficients(p, jnp.ones((p.n,), bool), stats, g, padded).T, order)
 
 
 def factors_of(
@@ -242,15 +250,23 @@ def token_direction(
 def rows_at(p: Problem, x: Array, y: Array) -> Array:
     """``[N, width]``: what ``x``, of the head's layout, has at the columns ``y [N]`` of the vocabulary."""
     if p.head.layout == "vh":
-        return x.at[y].get(mode="promise_in_bounds")
+        return gather(x, y, interpreter(p.call.interpret))
     return columns_at(x, y, interpreter(p.call.interpret))
 
 
-def dhidden(p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Both:
-    """dH for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls."""
+def dhidden(
+    p: Problem,
+    n_live: Count,
+    stats: TokenStats,
+    g: StatCotangents,
+    tiles: Tiles | None = None,
+    order: Array | None = None,
+) -> Both:
+    """dH for cotangents ``g [N]``; exactly zero for dead tokens and where ``g`` is. Two matmuls. ``order``: that of
+    ``p.h`` and of dH, all else in the call's; it begins with the ``n_live`` tokens that have a cotangent."""
     k = prepare("dhidden", p, n_live, tiles)
-    out = dhidden_sweep(k.reading(token=coefficients(p, k.live, stats, g, whole_lanes(p.n))))
-    out = jnp.where((k.live & g.any_nonzero())[:, None], out, 0.0)
+    out = dhidden_sweep(k.reading(token=_coefficients(k, p, stats, g, whole_lanes(p.n), order).T))
+    out = jnp.where((k.live if order is not None else k.live & g.any_nonzero())[:, None], out, 0.0)
     if not p.head.rank:
         return out, None
     dh, low = lora.parts_of(p, out)
@@ -266,11 +282,12 @@ def dhead(
     tiles: Tiles | None = None,
     kept: Kept | None = None,
     weight: bool = True,
+    order: Array | None = None,
 ) -> HeadSums:
     """dW in the layout of the head, if ``weight``, in ``out_dtype`` or the head's; dbias ``[V]`` float32, and the
     cotangent of LoRA's outer factor, float32, where these are there. Two matmuls, one without dW, one less for the
     tokens whose exponentials were ``kept``: those stand first, in the order of that sweep, and the entropy has no
-    cotangent.
+    cotangent. ``order``: as in :func:`dhidden`, not with ``kept`` tokens.
 
     Accumulated in float32 and rounded once. Dead tokens may hold anything, but for those that stand among the kept; a
     token before ``n_live`` whose cotangents are zero adds zero, provided that its hidden state is finite.
@@ -278,13 +295,13 @@ def dhead(
     count, tile = (0, 0) if kept is None else (kept.x_y.shape[0], kept.tile)
     k = prepare("dhead", p, n_live if kept is None or n_live is not None else p.n, tiles, kept=count, kept_tile=tile)
     padded = k.spec.token_steps * k.spec.tiles.tokens
-    token = coefficients(p, k.live, stats, g, padded)
+    token = _coefficients(k, p, stats, g, padded, order)
     if kept is not None:
         f, own = factors(p, kept, stats, g)
-        token = token.at[AT_TARGET, :count].set(own)
+        token = token.at[:count, AT_TARGET].set(own)
         k = k.reading(kept=kept.exponentials, factors=f.T[:, None] if p.head.layout == "vh" else f)
         k = k.reading(weight=None) if count == p.n else k
         k = dataclasses.replace(k, n_live=schedule(k, g.any_nonzero()))
-    k = k.reading(token=token.T) if weight else k.reading(token=token.T, h_t=None)
+    k = k.reading(token=token) if weight else k.reading(token=token, h_t=None)
     found = dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype), weight)
     return found if found.outer is None else dataclasses.replace(found, outer=lora.douter(p, found.outer))

@@ -11,6 +11,7 @@ out within 0.8 % of all rows of what all columns say (benchmarks/results/tpu_v6e
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from logitless.head.expected import expected_lse, target_logits
 from logitless.head.linear import raw_logits
 from logitless.head.order import some
 from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.operands import interpreter
+from logitless.head.pallas_tpu.rows_at import PART, gather
 from logitless.head.pallas_tpu.sparse_columns import (
     MASS_ERROR,
     Active,
@@ -100,7 +103,8 @@ def _some_columns(head: Head, vocab_size: int) -> Head:
 def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
     """Rows evenly spaced over those where ``counts [N]`` is true; ``before``: see :func:`expected_lse`."""
     at, vocab_size = evenly_spaced(p.n, counts), p.call.vocab_size
-    few = p.rows(lambda a: a[at])
+    few = p.rows(lambda a: a[at] if a.ndim == 1 else gather(a, at, interpreter(p.call.interpret)))
+    rows_of = functools.partial(kernels.rows_at, p)
     starts, size = sampled(vocab_size)
     ids = jnp.asarray((starts[:, None] + np.arange(size)).reshape(-1), jnp.int32)
     x = raw_logits(few.h, _some_columns(few.head, vocab_size), jnp.dtype(jnp.float32))
@@ -108,9 +112,9 @@ def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
     z = times(factor(t), swept_columns(x, t, vocab_size, ids[None, :]))
     others = jnp.where(ids[None, :] == few.targets[:, None], NEG_INF, z)
     # The target counts once, whether it is among these columns or not.
-    lse = jnp.logaddexp(jax.nn.logsumexp(others, axis=1) + np.log(vocab_size / ids.size), target_logits(few))
+    lse = jnp.logaddexp(jax.nn.logsumexp(others, axis=1) + np.log(vocab_size / ids.size), target_logits(few, rows_of))
     if before is not None:
-        lse = jnp.maximum(lse, expected_lse(few, before[at]))
+        lse = jnp.maximum(lse, expected_lse(few, before[at], rows_of))
     return Few(at, few, x, ids, lse)
 
 
@@ -128,12 +132,12 @@ def exact_is_cheaper(rule: Rule, few: Few) -> Array:
 
 def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
     """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count. The
-    targets' rows of the head are gathered ``kernels.PART`` at a time."""
+    targets' rows of the head are gathered ``PART`` at a time."""
 
     def guess(first: Array, count: int, _: Array) -> Array:
-        return expected_lse(some(p, first, count), some(before, first, count))
+        return expected_lse(some(p, first, count), some(before, first, count), functools.partial(kernels.rows_at, p))
 
-    floor = in_parts(guess, kernels.PART, jnp.zeros((p.n,), jnp.float32))
+    floor = in_parts(guess, PART, jnp.zeros((p.n,), jnp.float32))
     return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (floor < jnp.inf), floor, jnp.inf)
 
 

@@ -56,6 +56,8 @@ from logitless.head.columns import HARD_ROW_COST, Rule, most_columns, slab_width
 from logitless.head.order import Ordered, in_order
 from logitless.head.pallas_tpu import kernels, look, ordered_slabs
 from logitless.head.pallas_tpu.look import choose_columns, few_rows
+from logitless.head.pallas_tpu.operands import interpreter
+from logitless.head.pallas_tpu.rows_at import gather
 from logitless.head.pallas_tpu.sparse import TpuSparse, all_dense, live_cotangents, without_mesh_axis
 from logitless.head.pallas_tpu.sparse_columns import Active, no_columns, tpu_rule
 from logitless.head.report import SparseReport
@@ -118,7 +120,7 @@ class OnePassSparse(TpuSparse):
             return self.own.statistics(p)[0], all_dense(p.head, counts), none
 
         def sparse() -> tuple[TokenStats, SparseReport, Active]:
-            f = in_order(p, counts, ordered_slabs.chunk_of(p), kernels.PART)
+            f = _in_order(p, counts)
             stats, maxima = _statistics_and_maxima(f, None)
             out = jax.tree.map(f.put_back, stats)
             active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), None)
@@ -135,7 +137,7 @@ class OnePassSparse(TpuSparse):
         if not_in_one_pass_because(p) is not None:
             return super().backward(p, want, out, g, residual, only_logp)
         g = g if p.live is None else without(g, ~p.live)
-        f = in_order(p, g.any_nonzero(), ordered_slabs.chunk_of(p), kernels.PART)
+        f = _in_order(p, g.any_nonzero())
         known = Known(*jax.tree.map(f.take, (out, g)))
         return ordered_slabs.gradients(
             _rule(p, want), want, f, known, known.g.any_nonzero(), without_mesh_axis(residual)
@@ -150,7 +152,7 @@ class OnePassSparse(TpuSparse):
         few = few_rows(p, counts, before)
 
         def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
-            f = in_order(p, counts, ordered_slabs.chunk_of(p), kernels.PART)
+            f = _in_order(p, counts)
             stats, maxima = _statistics_and_maxima(f, before)
             out = jax.tree.map(f.put_back, stats)
             g = live_cotangents(p, loss, out)
@@ -160,6 +162,12 @@ class OnePassSparse(TpuSparse):
             return out, report, grads
 
         return lax.cond(look.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
+
+
+def _in_order(p: Problem, first: Array) -> Ordered:
+    """Tokens where ``first [N]`` is true first, in whole chunks."""
+    interpret = interpreter(p.call.interpret)
+    return in_order(p, first, ordered_slabs.chunk_of(p), lambda h, order, keep: gather(h, order, interpret, keep))
 
 
 def _some(tree: Any, at: Array) -> Any:

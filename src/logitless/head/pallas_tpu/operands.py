@@ -33,7 +33,6 @@ class Operands:
     scalars: Any  # [4] float32, in SMEM: temperature, softcap, scale, LoRA's scale
     h: Any  # [N, H]
     weight: Any  # [V, H] or [H, V]; None in dhead where every token's exponentials are kept
-    targets: Any = None  # [N, 1] int32, dhead
     bias: Any = None  # [1, V] float32
     token: Any = None  # [ROWS, whole lanes] float32: each token's numbers; dhead's may be [N, ROWS]
     h_t: Any = None  # [H, N], dhead of an [H, V] head
@@ -141,7 +140,6 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
         scalars=jnp.stack([jnp.asarray(1.0 if v is None else v, jnp.float32).reshape(()) for v in numbers]),
         h=compat.in_hbm(p.h, interpret),
         weight=compat.in_hbm(p.head.weight, interpret),
-        targets=p.targets.astype(jnp.int32)[:, None] if kernel == "dhead" else None,
         bias=None if p.head.bias is None else p.head.bias.astype(jnp.float32)[None, :],
         token=in_lanes(p.targets, t.temperature if t.per_token else 1.0) if kernel == "forward" else None,
         h_t=compat.in_hbm(p.h.T, interpret) if p.head.layout == "hv" and kernel == "dhead" else None,

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits
 from logitless.head.order import Ordered
@@ -25,12 +24,13 @@ from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
 from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
+from logitless.head.pallas_tpu.rows_at import PART, gather
 from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
 from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active, positions
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
 from logitless.head.report import SparseReport
 from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
-from logitless.problem import Gradients, HeadGrads, Problem, Wanted
+from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
 from logitless.pytree import register
 from logitless.rows import in_parts, probabilities
 
@@ -70,7 +70,7 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
     def slab(i: Array, carry: Slabs) -> Slabs:
         at = rule.most - slots + i * rule.slab
         index = lax.dynamic_slice_in_dim(active.index, at, rule.slab)
-        columns = columns_of.head_columns(head, jnp.where(index < head.vocab, index, 0))  # unused slots come first
+        columns = _columns(p, jnp.where(index < head.vocab, index, 0))  # unused slots come first
 
         def add(k: Array, inner: tuple[Array, Array | None, HeadGrads]) -> tuple[Array, Array | None, HeadGrads]:
             kept, dh, grads = inner
@@ -116,6 +116,13 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
     return lax.fori_loop(0, rule.slabs(active.count), slab, start)
 
 
+def _columns(p: Problem, index: Array) -> Head:
+    """The part of the head that makes the logits of the columns ``index``."""
+    bias = None if p.head.bias is None else p.head.bias.at[index].get(mode="promise_in_bounds")
+    weight = gather(p.head.weight, index, interpreter(p.call.interpret))
+    return dataclasses.replace(p.head, weight=weight, bias=bias)
+
+
 def gradients(
     rule: Rule, want: Wanted, f: Ordered, known: Known, moving: Array, active: Active
 ) -> tuple[Gradients, SparseReport]:
@@ -158,18 +165,18 @@ def _with_hard_rows(
     first sweep and the turns of a loop to know. Their hidden states are gathered to the front of those of all, in
     place, since none of them goes behind where it comes from; dH is then made where these stand.
     """
-    p, size = f.p, f.p.n
+    p, size, interpret = f.p, f.p.n, interpreter(f.p.call.interpret)
     tiles, count = _hard_tiles("dhead", p), jnp.sum(hard, dtype=jnp.int32)
     group, part = group_of(p), next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
     order = jnp.minimum(positions(hard, size, chunk_of(p)), size - 1)
 
     def gathered(k: Array, h: Array) -> Array:
         rows = lax.dynamic_slice_in_dim(order, k * part, part)
-        return lax.dynamic_update_slice_in_dim(h, h.at[rows].get(mode="promise_in_bounds"), k * part, 0)
+        return lax.dynamic_update_slice_in_dim(h, gather(h, rows, interpret), k * part, 0)
 
     def of(at: Array, q: Problem, own: Known) -> tuple[Problem, Known]:
         def take(a: Array) -> Array:
-            return a.at[at].get(mode="promise_in_bounds")
+            return a.at[at].get(mode="promise_in_bounds") if a.ndim == 1 else gather(a, at, interpret)
 
         return q.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
 
@@ -181,7 +188,7 @@ def _with_hard_rows(
         out = hard_sweep(q, count, own.stats, own.g, ready, tiles, hidden=0 if dh is None else group)
         head, groups = out.head, 1
         if dh is not None and out.hidden is not None:
-            by_columns = dh.at[order[jnp.minimum(jnp.arange(group), size - 1)]].get(mode="promise_in_bounds")
+            by_columns = gather(dh, order[jnp.minimum(jnp.arange(group), size - 1)], interpret)
             dh = lax.dynamic_update_slice_in_dim(dh, by_columns + out.hidden, size, 0)
     elif want.bias:
         head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
@@ -204,10 +211,10 @@ def _with_hard_rows(
 
     def made(first: Array, count: int, _: Array) -> Array:
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
-        return (dh.at[at].get(mode="promise_in_bounds") + by[:, None] * c).astype(dtype)
+        return (gather(dh, at, interpret) + by[:, None] * c).astype(dtype)
 
     place = q.h if dtype == p.h.dtype and size == f.given.n else jnp.zeros((f.given.n, p.h.shape[1]), dtype)
-    return Gradients(in_parts(made, kernels.PART, place), head)
+    return Gradients(in_parts(made, PART, place), head)
 
 
 def group_of(p: Problem) -> int:

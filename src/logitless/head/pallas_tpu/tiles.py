@@ -279,13 +279,13 @@ def turn_around(rows: Any, columns: Any) -> None:
     over_lanes(columns.shape[0], turn)
 
 
-def fill_rows(ref: Any, value: Callable[[Part], Any]) -> None:
-    """Write all rows of a two-dimensional reference, a part at a time."""
+def fill_rows(ref: Any, value: Callable[[Part], Any], least: int = _FILLED) -> None:
+    """Write all rows of a two-dimensional reference, a part of about ``least`` rows at a time."""
 
     def fill(part: Part) -> None:
         ref[part.rows, :] = value(part)
 
-    _loop(ref.shape[0], parts_of(ref.shape[0], SUBLANES, _FILLED), fill)
+    _loop(ref.shape[0], parts_of(ref.shape[0], SUBLANES, least), fill)
 
 
 def zero_rows(ref: Any) -> None:
