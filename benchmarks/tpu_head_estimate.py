@@ -18,8 +18,9 @@ that the full shape gets. Cycles are linear in the steps from two on (a loop of 
 with inner steps counted in fractions of a tile for the static vocabulary tail. Three tiles and not four, since the
 simulator takes 9 GB for four steps of dhead and more than 16 for the direction's, and ends without a profile where it
 is not given more. The XLA
-operations around the forward kernel (gather of the target rows, dH from its terms) are simulated at one token tile and
-scaled by tokens; hidden states are gathered once more for dW, at the cycles of the gather of target rows.
+operations around the forward kernel and the kernel that makes dH of the targets' rows and its terms are simulated at
+one token tile and scaled by tokens, and so is what dW's sweep finds in order: the tokens' ranks, their hidden states
+and their numbers (``order``).
 For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
 was simulated without that at the same cycles per step as [V, H] (in an older form: 72077 against 72120), and the
 column kernel beside it reads the head once, 0.8 ms.
@@ -53,7 +54,10 @@ import jax.numpy as jnp
 from logitless import Objective, linear_grpo_loss
 from logitless.head.pallas_tpu import kept as kept_module
 from logitless.head.pallas_tpu import kernels
+from logitless.head.pallas_tpu.backend import front
+from logitless.head.pallas_tpu.backward import coefficients
 from logitless.head.pallas_tpu.kept import Kept
+from logitless.head.pallas_tpu.rows_at import numbers_at
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
 from logitless.problem import Call, Head, Problem
 from logitless.stats import StatCotangents, TokenStats
@@ -90,6 +94,11 @@ def program(
             stats, terms, exponentials = kernels.token_stats_and_terms(p, tiles=t, keep=kept)
             return stats, terms.times(p, row, h.dtype), exponentials
         stats = TokenStats(**{f.name: row for f in dataclasses.fields(TokenStats)})
+        if kernel == "order":
+            first = front(row != 0)
+            assert first.order is not None
+            table = coefficients(p, row != 0, stats, StatCotangents(row, row, row), n).T
+            return kernels.hidden_in_order(first, p).h, numbers_at(table, first.order)
         if not kept:
             return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)
         kept_module.has_gradient = lambda *_: True  # type: ignore[assignment]  # the simulator does not know what is read
@@ -155,12 +164,13 @@ def dense_estimate(case: str) -> dict[str, Any]:
     }
 
 
-def kernel_cycles(**arguments: Any) -> tuple[int, int, int]:
-    """``(cycles of the kernel, of everything else, of gathers among that)``."""
+def kernel_cycles(**arguments: Any) -> tuple[int, int]:
+    """``(cycles of the sweep, of everything else)``."""
     found = cycles.simulate(f"{HERE}:program", arguments, partial=True)
-    assert any(name.startswith("head_") for name in found), f"no profile of the kernel in {found}"
-    inside = sum(c for name, c in found.items() if name.startswith("head_"))
-    return inside, sum(found.values()) - inside, sum(c for name, c in found.items() if name.startswith("gather"))
+    own = [name for name in found if name.startswith("head_") and not name.startswith("head_rows")]
+    assert own or arguments["kernel"] == "order", f"no profile of the kernel in {found}"
+    inside = sum(found[name] for name in own)
+    return inside, sum(found.values()) - inside
 
 
 def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -174,7 +184,6 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
     base: dict[str, Any] = {
         "kernel": kernel, "layout": layout, "tiles": [t.tokens, t.vocab, t.vmem_limit], "hidden": hidden,
     }  # fmt: skip
-    outside = gathers = 0.0
     if kernel == "dhead":
 
         def run(vocab_tiles: int, token_tiles: int) -> int:
@@ -187,8 +196,7 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
         per_tile = plain["cycles_per_tile"] if plain else run(2, 2) - few - 2 * per_step
         outer, inner = V / t.vocab, n / t.tokens
         moved = outer * n * hidden * 2 * (1 if layout == "vh" else 2) + (1 if kept else 2) * V * hidden * 2
-        forward = so_far.get(f"token_stats_and_direction:vh@{shape}".rstrip("@"))
-        outside = 0.0 if forward is None else forward["cycles_of_gathers"]
+        outside = kernel_cycles(**dict(base, kernel="order"), n=TILE, swept=V, columns=V)[1] * n / TILE
     else:
         # The simulator wants an array of exponentials of whole token tiles, and there is room for `hidden` of them.
         some = 2 if kept and hidden > t.tokens and hidden % t.tokens else 1
@@ -201,7 +209,7 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
         per_step = (runs[3][0] - runs[2][0]) / some
         per_tile = runs[2][0] / some - 2 * per_step
         outer, inner = n / t.tokens, V / t.vocab
-        outside, gathers = runs[3][1] / some * outer, runs[3][2] / some * outer
+        outside = runs[3][1] / some * outer
         moved = outer * V * hidden * 2 + n * hidden * 2 + (4 * n * hidden if kernel.endswith("direction") else 0)
     moved += n * V * 2 if kept else 0
     total = outer * (inner * per_step + per_tile) + outside
@@ -217,7 +225,6 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "cycles_per_step": per_step,
         "cycles_per_tile": per_tile,
         "cycles_outside_kernel": outside,
-        "cycles_of_gathers": gathers,
         "hbm_bytes": moved,
         "matmuls": matmuls,
         "estimated_ms": round(1e3 * seconds, 2),

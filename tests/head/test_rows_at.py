@@ -49,7 +49,11 @@ def test_made_of_rows(dtype: Any, count: int) -> None:
     beside = [jax.random.normal(jax.random.key(k), (count, WIDTH)).astype(dtype) for k in (4, 5)]
 
     def made(rows: Any, number: Any, beside: Any) -> Any:
-        return jnp.where(number(0) > 0, rows, number(1)) + beside[0].astype(jnp.float32) - 2.0 * beside[1].astype(jnp.float32)
+        return (
+            jnp.where(number(0) > 0, rows, number(1))
+            + beside[0].astype(jnp.float32)
+            - 2.0 * beside[1].astype(jnp.float32)
+        )
 
     f32 = x[at].astype(jnp.float32)
     expected = made(f32, [a[:, None], b[:, None]].__getitem__, beside)

@@ -8,6 +8,7 @@ CONSTANT = "tests/logits/test_constant_temperature.py"
 HAND = "tests/objectives/test_by_hand.py"
 NUMERICS = "tests/logits/test_logits_numerics.py"
 TPU_HEAD = "tests/head/test_head_pallas_tpu.py"
+ROWS_AT = "tests/head/test_rows_at.py"
 KEPT = "tests/head/test_kept_exponentials.py"
 TPU_LORA = "tests/head/test_pallas_tpu_lora.py"
 TPU_SPARSE_HEADS = "tests/head/test_pallas_tpu_sparse_heads.py"
@@ -164,8 +165,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/backward",
-        "refs.targets[...] - (j * vocab + part.first)",
-        "refs.targets[...] - j * vocab",
+        "token(TARGET).astype(jnp.int32) - (j * vocab + part.first)",
+        "token(TARGET).astype(jnp.int32) - j * vocab",
         f"{TPU_HEAD}::test_contract_in_parts_of_a_tile[vh]",
     ),
     m(
@@ -236,16 +237,37 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/kernels",
-        "(scale * cut(self.others)[:, None]) * e",
-        "cut(self.others)[:, None] * e",
-        f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
+        "(scale * number(2)) * e",
+        "number(2) * e",
+        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
     ),
     m(
         "head/pallas_tpu/kernels",
-        "some = lax.dynamic_slice_in_dim(ordered, first, count)",
-        "some = lax.dynamic_slice_in_dim(ordered, 0, count)",
+        "jnp.arange(p.n, padded, dtype=jnp.int32)",
+        "jnp.arange(padded - p.n, dtype=jnp.int32)",
         f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
     ),
+    m(
+        "head/pallas_tpu/rows_at",
+        "lax.dynamic_slice_in_dim(a, first, count)",
+        "lax.dynamic_slice_in_dim(a, 0, count)",
+        f"{ROWS_AT}::test_in_parts",
+    ),
+    m(
+        "head/pallas_tpu/rows_at",
+        "own = at if count == at.size else lax.dynamic_slice_in_dim(at, first, count)",
+        "own = at if count == at.size else lax.dynamic_slice_in_dim(at, 0, count)",
+        f"{ROWS_AT}::test_in_parts",
+    ),
+    m(
+        "head/pallas_tpu/rows_at",
+        "words & -0x10000, words << 16",
+        "words << 16, words & -0x10000",
+        f"{ROWS_AT}::test_gather",
+    ),
+    m("head/pallas_tpu/rows_at", "fetch(following, 1 - slot)", "fetch(following, slot)", f"{ROWS_AT}::test_gather"),
+    m("head/pallas_tpu/rows_at", "x.shape[0] % 2 == 0", "True", f"{ROWS_AT}::test_gather"),
+    m("head/pallas_tpu/rows_at", "lambda k: number(1 + k)", "number", f"{ROWS_AT}::test_made_of_rows"),
     m(
         "head/pallas_tpu/kernels",
         "others = jnp.exp(log_probability(sums.maximum, factor(p.transform), stats))",

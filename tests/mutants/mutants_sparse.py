@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     m(
         "head/pallas_tpu/around",
-        "is_target = column == refs.targets[...] - j * vocab",
-        "is_target = column == refs.targets[...]",
+        "is_target = column == refs.token[TARGET : TARGET + 1, :].astype(jnp.int32) - j * vocab",
+        "is_target = column == refs.token[TARGET : TARGET + 1, :].astype(jnp.int32)",
         SCATTERED,
     ),
     m(
@@ -125,7 +125,7 @@ MUTANTS = [
         SCATTERED,
     ),
     # TPU: the look
-    m("head/pallas_tpu/look", " + np.log(vocab_size / ids.size), target_logits(few)", ", target_logits(few)", SAMPLE),
+    m("head/pallas_tpu/look", " + np.log(vocab_size / ids.size), target_logits(", ", target_logits(", SAMPLE),
     m(
         "head/pallas_tpu/look",
         "others = jnp.where(ids[None, :] == few.targets[:, None], NEG_INF, z)",
@@ -279,8 +279,8 @@ MUTANTS = [
     m("head/order", "order_by_rank(first, live & ~first, ~live)", "order_by_rank(first, ~first)", CALIBRATED),
     m(
         "head/order",
-        "return jnp.where((begin + jnp.arange(count) < alive)[:, None], rows, nothing)",
-        "return rows",
+        "keep = jnp.arange(order.size) < alive",
+        "keep = jnp.arange(order.size) >= 0",
         COLLAPSED,
     ),
     m(
