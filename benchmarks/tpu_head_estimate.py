@@ -57,9 +57,9 @@ from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.backend import front
 from logitless.head.pallas_tpu.backward import coefficients
 from logitless.head.pallas_tpu.kept import Kept
-from logitless.head.pallas_tpu.rows_at import numbers_at
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
 from logitless.problem import Call, Head, Problem
+from logitless.rows import rows_in_parts
 from logitless.stats import StatCotangents, TokenStats
 from logitless.tools.baselines import strong_head_logp
 from logitless.tpu import aot, cycles
@@ -98,7 +98,7 @@ def program(
             first = front(row != 0)
             assert first.order is not None
             table = coefficients(p, row != 0, stats, StatCotangents(row, row, row), n).T
-            return kernels.hidden_in_order(first, p).h, numbers_at(table, first.order)
+            return kernels.hidden_in_order(first, p).h, rows_in_parts(table, first.order, kernels.PART)
         if not kept:
             return kernels.dhead(p, None, stats, StatCotangents(row, row, row), tiles=t)
         kept_module.has_gradient = lambda *_: True  # type: ignore[assignment]  # the simulator does not know what is read

@@ -46,7 +46,7 @@ import numpy as np
 
 from logitless import Objective, linear_grpo_loss
 from logitless.bench import realistic
-from logitless.head.pallas_tpu import kernels, rows_at
+from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep
 from logitless.head.pallas_tpu.look import SAMPLE, sampled
 from logitless.head.pallas_tpu.one_pass import one_pass_rule
@@ -187,7 +187,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     if kind == "gather":
 
         def gather(w: Any, index: Any) -> Any:
-            return rows_at.gather(w, index, False)
+            return kernels.gather(w, index, False)
 
         return gather, (s((sizes["rows"], H), jnp.bfloat16), s((sizes["k"],), jnp.int32))
 
@@ -260,7 +260,7 @@ def forward_cycles(kind: str) -> dict[str, Any]:
 def gather_cycles() -> dict[str, Any]:
     """Of a row, where as many are gathered at a time as in the program, out of an array that is larger than VMEM, or
     the gather would be made there."""
-    k = rows_at.PART
+    k = kernels.PART
     return {"per_row_moved": sum(_cycles(kind="gather", rows=40960, k=k).values()) / k}
 
 

@@ -83,6 +83,23 @@ def in_parts(make: Callable[[Any, int, Array], Array], size: int, out: Array) ->
     return over_columns(out.shape[0], size, put, out)
 
 
+def rows_in_parts(x: Array, at: Array, size: int, keep: Array | None = None) -> Array:
+    """Rows ``at [K]`` of ``x``, zeros where ``keep [K]``, if given, is false; ``size`` at a time if they are twice as
+    many."""
+    # Not before they are known: an array of zeros would be there from the program's start.
+    at, nothing = lax.optimization_barrier((at, jnp.zeros((), x.dtype)))
+
+    def some(first: Any, count: int, _: Array | None = None) -> Array:
+        def cut(a: Array) -> Array:
+            return a if count == at.size else lax.dynamic_slice_in_dim(a, first, count)
+
+        rows = x.at[cut(at)].get(mode="promise_in_bounds")
+        return rows if keep is None else jnp.where(cut(keep)[:, None], rows, nothing)
+
+    whole = at.size < 2 * size
+    return some(0, at.size) if whole else in_parts(some, size, jnp.broadcast_to(nothing, (at.size, x.shape[1])))
+
+
 def columns(x: Array, start: Array | int, size: int) -> Array:
     """A slice of the last dimension."""
     return x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless.head.pallas_tpu import backend, forward, kernels, rows_at
+from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.columns_at import columns_at
@@ -397,8 +397,7 @@ def test_the_direction_leaves_in_halves_and_dh_is_made_in_parts(monkeypatch: pyt
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def both(part: int, least: int, h: Any, w: Any) -> Any:
         monkeypatch.setattr(kernels, "PART", part)
-        monkeypatch.setattr(rows_at, "PART", part)
-        monkeypatch.setattr(rows_at, "LEAST", least)
+        monkeypatch.setattr(kernels, "LEAST", least)
         p = head_problem(h, w, y, transform=LogitTransform(), interpret=True)
         _, terms, _ = kernels.token_stats_and_terms(p)
         _, _, expected = kernels.token_sums(p, direction=True)

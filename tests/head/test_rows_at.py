@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless.head.pallas_tpu import rows_at
+from logitless.head.pallas_tpu import kernels, rows_at
+from logitless.rows import rows_in_parts
 from numerics import assert_same_bits
 
 WIDTH = 256
@@ -34,10 +35,10 @@ def _case(dtype: Any, rows: int, count: int) -> tuple[jax.Array, jax.Array]:
 @pytest.mark.parametrize("some", [False, True])
 def test_gather(dtype: Any, rows: int, count: int, some: bool) -> None:
     x, at = _case(dtype, rows, count)
-    assert rows_at.by_copies(x, count) == (count >= 128 and (dtype == jnp.float32 or rows % 2 == 0))
+    assert rows_at.served(x) == (dtype == jnp.float32 or rows % 2 == 0)
     keep = jnp.arange(count) % 3 != 0 if some else None  # the first row, of NaN, is left out
     expected = x[at] if keep is None else jnp.where(keep[:, None], x[at], jnp.zeros((), dtype))
-    assert_same_bits(rows_at.gather(x, at, pltpu.InterpretParams(), keep), expected)
+    assert_same_bits(kernels.gather(x, at, pltpu.InterpretParams(), keep), expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -65,10 +66,10 @@ def test_made_of_rows(dtype: Any, count: int) -> None:
 
 def test_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What XLA gathers a part at a time, the last one shorter."""
-    monkeypatch.setattr(rows_at, "PART", 64)
+    monkeypatch.setattr(kernels, "PART", 64)
     x, at = _case(jnp.bfloat16, 63, 300)
     keep = jnp.arange(300) < 200
-    found = rows_at.gather(x, at, pltpu.InterpretParams(), keep)
+    found = kernels.gather(x, at, pltpu.InterpretParams(), keep)
     assert_same_bits(found, jnp.where(keep[:, None], x[at], jnp.zeros((), x.dtype)))
     numbers = jnp.asarray(np.random.default_rng(0).standard_normal((63, 8)), jnp.float32)
-    assert_same_bits(rows_at.numbers_at(numbers, at), numbers[at])
+    assert_same_bits(rows_in_parts(numbers, at, 64), numbers[at])

@@ -248,15 +248,9 @@ MUTANTS = [
         f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
     ),
     m(
-        "head/pallas_tpu/rows_at",
+        "rows",
         "lax.dynamic_slice_in_dim(a, first, count)",
         "lax.dynamic_slice_in_dim(a, 0, count)",
-        f"{ROWS_AT}::test_in_parts",
-    ),
-    m(
-        "head/pallas_tpu/rows_at",
-        "own = at if count == at.size else lax.dynamic_slice_in_dim(at, first, count)",
-        "own = at if count == at.size else lax.dynamic_slice_in_dim(at, 0, count)",
         f"{ROWS_AT}::test_in_parts",
     ),
     m(

@@ -6,6 +6,7 @@ forward          the sweep over the vocabulary that makes statistics, the expect
 kept             exponentials that the forward sweep keeps for dW, and how many
 backward         the sweep that makes dW; dhidden that of dH
 lora             LoRA on the head: narrow matmuls beside the wide ones
+rows_at          rows of a [V, H] head or of hidden states, each by a copy of its own
 columns_at       W[:, y] of an [H, V] head, and columns of dW put into place
 tiles, operands  what a kernel is specialised to, and what it is given
 sparse           a sparse backward around the exact backend; sparse_columns finds its columns, slabs works on them,

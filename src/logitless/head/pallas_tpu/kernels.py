@@ -37,18 +37,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.pallas_tpu import lora
+from logitless.head.pallas_tpu import lora, rows_at
 from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
 from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
 from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
-from logitless.head.pallas_tpu.rows_at import PART, by_copies, gather, made_of_rows, numbers_at
-from logitless.head.pallas_tpu.tiles import Tiles, whole_lanes
+from logitless.head.pallas_tpu.tiles import LANES, Tiles, whole_lanes
 from logitless.problem import Problem
 from logitless.pytree import register
-from logitless.rows import Front, in_parts
+from logitless.rows import Front, in_parts, rows_in_parts
 from logitless.stats import (
     RowSums,
     StatCotangents,
@@ -66,6 +65,13 @@ Count = Array | int | None
 Both = tuple[Array, Array | None]
 """A cotangent of the hidden states ``[N, H]`` float32, LoRA's part in it, and of their low-rank image ``[N, r]`` before
 LoRA's scale (``lora.py``); ``None`` without LoRA."""
+
+PART = 1024
+"""Rows or numbers that XLA gathers at a time. A gather of twice as many is one for the chip's sparse core, a program of
+half a megabyte whatever it does there, and the compiler lets what that writes share memory with nothing else."""
+
+LEAST = LANES
+"""Rows from which on a kernel gathers them: XLA's has less code for fewer only."""
 
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
@@ -161,9 +167,9 @@ class Terms:
         """``g D [N, H]``, exactly zero where ``g [N]`` is; written over ``high`` if that has its dtype."""
         n, out = self.high.shape[0], self.high
         rest = [] if self.rest is None else [self.rest]
-        if p.head.layout == "vh" and by_copies(p.head.weight, n):
+        if p.head.layout == "vh" and _by_copies(p.head.weight, n):
             numbers, interpret = (g, self.own, self.others), interpreter(p.call.interpret)
-            return made_of_rows(p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype)
+            return rows_at.made_of_rows(p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype)
         # Columns of an [H, V] head are found by one sweep over it, whatever the number of tokens.
         size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
 
@@ -171,7 +177,7 @@ class Terms:
             def cut(x: Array) -> Array:
                 return lax.dynamic_slice_in_dim(x, first, count) if count < n else x
 
-            w = rows_at(p, p.head.weight, cut(self.targets)).astype(jnp.float32)
+            w = head_rows(p, p.head.weight, cut(self.targets)).astype(jnp.float32)
             numbers = [cut(x)[:, None] for x in (g, self.own, self.others)]
             return _times(w, numbers.__getitem__, [cut(x) for x in (high, *rest)]).astype(dtype)
 
@@ -203,7 +209,7 @@ def _coefficients(
     if order is None:
         return coefficients(p, k.live, stats, g, padded).T
     order = jnp.concatenate([order.astype(jnp.int32), jnp.arange(p.n, padded, dtype=jnp.int32)])
-    return numbers_at(coefficients(p, jnp.ones((p.n,), bool), stats, g, padded).T, order)
+    return rows_in_parts(coefficients(p, jnp.ones((p.n,), bool), stats, g, padded).T, order, PART)
 
 
 def factors_of(
@@ -237,7 +243,7 @@ def token_direction(
     y = columns_of(p)
 
     def direction(x: Array, e: Array) -> Array:
-        d = own[:, None] * rows_at(p, x, y).astype(jnp.float32)[:, : e.shape[1]] - others[:, None] * e
+        d = own[:, None] * head_rows(p, x, y).astype(jnp.float32)[:, : e.shape[1]] - others[:, None] * e
         return d if n_live is None else jnp.where((jnp.arange(p.n) < n_live)[:, None], d, 0.0)
 
     if not p.head.rank:
@@ -247,7 +253,18 @@ def token_direction(
     return lora.joined(p, direction(p.head.weight, of_weight), low), low
 
 
-def rows_at(p: Problem, x: Array, y: Array) -> Array:
+def _by_copies(x: Array, count: int) -> bool:
+    return count >= LEAST and rows_at.served(x)
+
+
+def gather(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
+    """Rows ``at [K]`` of ``x [V, H]``, zeros where ``keep [K]`` is false: by a kernel, or by XLA in parts."""
+    if _by_copies(x, at.size):
+        return rows_at.rows_at(x, at, interpret, keep)
+    return rows_in_parts(x, at, PART, keep)
+
+
+def head_rows(p: Problem, x: Array, y: Array) -> Array:
     """``[N, width]``: what ``x``, of the head's layout, has at the columns ``y [N]`` of the vocabulary."""
     if p.head.layout == "vh":
         return gather(x, y, interpreter(p.call.interpret))

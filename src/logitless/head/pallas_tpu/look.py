@@ -25,7 +25,6 @@ from logitless.head.linear import raw_logits
 from logitless.head.order import some
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.operands import interpreter
-from logitless.head.pallas_tpu.rows_at import PART, gather
 from logitless.head.pallas_tpu.sparse_columns import (
     MASS_ERROR,
     Active,
@@ -103,8 +102,8 @@ def _some_columns(head: Head, vocab_size: int) -> Head:
 def few_rows(p: Problem, counts: Array | None, before: Array | None) -> Few:
     """Rows evenly spaced over those where ``counts [N]`` is true; ``before``: see :func:`expected_lse`."""
     at, vocab_size = evenly_spaced(p.n, counts), p.call.vocab_size
-    few = p.rows(lambda a: a[at] if a.ndim == 1 else gather(a, at, interpreter(p.call.interpret)))
-    rows_of = functools.partial(kernels.rows_at, p)
+    few = p.rows(lambda a: a[at] if a.ndim == 1 else kernels.gather(a, at, interpreter(p.call.interpret)))
+    rows_of = functools.partial(kernels.head_rows, p)
     starts, size = sampled(vocab_size)
     ids = jnp.asarray((starts[:, None] + np.arange(size)).reshape(-1), jnp.int32)
     x = raw_logits(few.h, _some_columns(few.head, vocab_size), jnp.dtype(jnp.float32))
@@ -132,12 +131,12 @@ def exact_is_cheaper(rule: Rule, few: Few) -> Array:
 
 def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
     """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count. The
-    targets' rows of the head are gathered ``PART`` at a time."""
+    targets' rows of the head are gathered ``kernels.PART`` at a time."""
 
     def guess(first: Array, count: int, _: Array) -> Array:
-        return expected_lse(some(p, first, count), some(before, first, count), functools.partial(kernels.rows_at, p))
+        return expected_lse(some(p, first, count), some(before, first, count), functools.partial(kernels.head_rows, p))
 
-    floor = in_parts(guess, PART, jnp.zeros((p.n,), jnp.float32))
+    floor = in_parts(guess, kernels.PART, jnp.zeros((p.n,), jnp.float32))
     return jnp.where(counts & valid_targets(p.targets, p.call.vocab_size) & (floor < jnp.inf), floor, jnp.inf)
 
 

@@ -57,7 +57,6 @@ from logitless.head.order import Ordered, in_order
 from logitless.head.pallas_tpu import kernels, look, ordered_slabs
 from logitless.head.pallas_tpu.look import choose_columns, few_rows
 from logitless.head.pallas_tpu.operands import interpreter
-from logitless.head.pallas_tpu.rows_at import gather
 from logitless.head.pallas_tpu.sparse import TpuSparse, all_dense, live_cotangents, without_mesh_axis
 from logitless.head.pallas_tpu.sparse_columns import Active, no_columns, tpu_rule
 from logitless.head.report import SparseReport
@@ -167,7 +166,9 @@ class OnePassSparse(TpuSparse):
 def _in_order(p: Problem, first: Array) -> Ordered:
     """Tokens where ``first [N]`` is true first, in whole chunks."""
     interpret = interpreter(p.call.interpret)
-    return in_order(p, first, ordered_slabs.chunk_of(p), lambda h, order, keep: gather(h, order, interpret, keep))
+    return in_order(
+        p, first, ordered_slabs.chunk_of(p), lambda h, order, keep: kernels.gather(h, order, interpret, keep)
+    )
 
 
 def _some(tree: Any, at: Array) -> Any:

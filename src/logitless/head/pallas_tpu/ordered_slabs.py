@@ -24,7 +24,6 @@ from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
 from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
-from logitless.head.pallas_tpu.rows_at import PART, gather
 from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
 from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active, positions
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
@@ -119,7 +118,7 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
 def _columns(p: Problem, index: Array) -> Head:
     """The part of the head that makes the logits of the columns ``index``."""
     bias = None if p.head.bias is None else p.head.bias.at[index].get(mode="promise_in_bounds")
-    weight = gather(p.head.weight, index, interpreter(p.call.interpret))
+    weight = kernels.gather(p.head.weight, index, interpreter(p.call.interpret))
     return dataclasses.replace(p.head, weight=weight, bias=bias)
 
 
@@ -172,11 +171,11 @@ def _with_hard_rows(
 
     def gathered(k: Array, h: Array) -> Array:
         rows = lax.dynamic_slice_in_dim(order, k * part, part)
-        return lax.dynamic_update_slice_in_dim(h, gather(h, rows, interpret), k * part, 0)
+        return lax.dynamic_update_slice_in_dim(h, kernels.gather(h, rows, interpret), k * part, 0)
 
     def of(at: Array, q: Problem, own: Known) -> tuple[Problem, Known]:
         def take(a: Array) -> Array:
-            return a.at[at].get(mode="promise_in_bounds") if a.ndim == 1 else gather(a, at, interpret)
+            return a.at[at].get(mode="promise_in_bounds") if a.ndim == 1 else kernels.gather(a, at, interpret)
 
         return q.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
 
@@ -188,7 +187,7 @@ def _with_hard_rows(
         out = hard_sweep(q, count, own.stats, own.g, ready, tiles, hidden=0 if dh is None else group)
         head, groups = out.head, 1
         if dh is not None and out.hidden is not None:
-            by_columns = gather(dh, order[jnp.minimum(jnp.arange(group), size - 1)], interpret)
+            by_columns = kernels.gather(dh, order[jnp.minimum(jnp.arange(group), size - 1)], interpret)
             dh = lax.dynamic_update_slice_in_dim(dh, by_columns + out.hidden, size, 0)
     elif want.bias:
         head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
@@ -211,10 +210,10 @@ def _with_hard_rows(
 
     def made(first: Array, count: int, _: Array) -> Array:
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
-        return (gather(dh, at, interpret) + by[:, None] * c).astype(dtype)
+        return (kernels.gather(dh, at, interpret) + by[:, None] * c).astype(dtype)
 
     place = q.h if dtype == p.h.dtype and size == f.given.n else jnp.zeros((f.given.n, p.h.shape[1]), dtype)
-    return Gradients(in_parts(made, PART, place), head)
+    return Gradients(in_parts(made, kernels.PART, place), head)
 
 
 def group_of(p: Problem) -> int:

@@ -7,8 +7,7 @@ row for 57 (estimates).
 
 Two rows of 16 bits stand side by side in words of 32: both are copied, and the right half is taken.
 
-A gather of more than ``PART`` rows, or numbers, is one for the chip's sparse core if it is XLA's: a program of half a
-megabyte whatever it does there, and the compiler lets what it writes share memory with nothing else. So there is none.
+Which gathers come here: ``kernels.gather``.
 """
 
 from __future__ import annotations
@@ -34,16 +33,13 @@ from logitless.head.pallas_tpu.tiles import (
     fill_rows,
     whole_lanes,
 )
-from logitless.rows import in_parts
 
-PART = 1024
-"""Rows that XLA gathers at a time, where it does."""
 _MOST = 24
 """VMEM bytes of a tile's element, at most: two buffers of rows, of what stands beside them and of what leaves."""
 _TURNED = 8
 """Numbers of a row that the kernel can be given, rows of a tile."""
-LEAST = LANES
-"""Rows from which on a gather is the kernel's."""
+_FEW = 8
+"""Tiles of which XLA may leave what is made in VMEM."""
 _UNROLL = 4
 """Copies that are begun in a turn of the loop: a fifth faster than one."""
 
@@ -96,10 +92,10 @@ def _kernel(made: Made, now: Any, following: Any, numbers: Any, x: Any, beside: 
     fill_rows(out, value, SUBLANES)
 
 
-def by_copies(x: Array, count: int) -> bool:
-    """Whether :func:`made_of_rows` serves ``count`` rows of ``x [V, H]``: not few or too wide, and pairs of 16 bits."""
+def served(x: Array) -> bool:
+    """Whether rows of ``x [V, H]`` can be copied: they are not too wide, and those of 16 bits come in pairs."""
     pairs = x.dtype == jnp.float32 or (x.dtype == jnp.bfloat16 and x.shape[0] % 2 == 0)
-    return count >= LEAST and pairs and _MOST * LANES * x.shape[1] <= VMEM_SHARE * compat.tpu_vmem_bytes()
+    return pairs and _MOST * LANES * x.shape[1] <= VMEM_SHARE * compat.tpu_vmem_bytes()
 
 
 def made_of_rows(
@@ -124,9 +120,9 @@ def made_of_rows(
     # The interpreter has no room for the end of a ragged block in an array that it is given.
     in_place = bool(beside) and beside[0].dtype == dtype and not (interpret and count % tokens)
 
-    # A part of the rows may stay in VMEM until it is used.
+    # Few rows may stay in VMEM until they are used.
     shape = jax.ShapeDtypeStruct((count, width), dtype)
-    shape = shape if count <= PART else compat.hbm_output((count, width), dtype, interpret)
+    shape = shape if steps <= _FEW else compat.hbm_output((count, width), dtype, interpret)
 
     def own(ahead: int) -> pl.BlockSpec:
         return pl.BlockSpec(
@@ -169,33 +165,8 @@ def made_of_rows(
     )
 
 
-def gather(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
+def rows_at(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
     """Rows ``at [K]`` of ``x [V, H]``; zeros where ``keep [K]``, if given, is false."""
-    if by_copies(x, at.size):
-        made = (_rows, []) if keep is None else (_rows_or_zeros, [keep.astype(jnp.float32)])
-        return made_of_rows(x, at, interpret, *made)
-    # Not before they are known: an array of zeros would be there from the program's start.
-    at, nothing = lax.optimization_barrier((at, jnp.zeros((), x.dtype)))
-
-    def some(first: Any, count: int, _: Array | None = None) -> Array:
-        def cut(a: Array) -> Array:
-            return a if count == at.size else lax.dynamic_slice_in_dim(a, first, count)
-
-        rows = x.at[cut(at)].get(mode="promise_in_bounds")
-        return rows if keep is None else jnp.where(cut(keep)[:, None], rows, nothing)
-
-    if at.size < 2 * PART:
-        return some(0, at.size)
-    return in_parts(some, PART, jnp.broadcast_to(nothing, (at.size, x.shape[1])))
-
-
-def numbers_at(table: Array, at: Array) -> Array:
-    """Rows ``at [K]`` of a few numbers each, ``[N, R]``, for which a copy would be too much: by XLA, in parts."""
-
-    def some(first: Any, count: int, _: Array | None = None) -> Array:
-        own = at if count == at.size else lax.dynamic_slice_in_dim(at, first, count)
-        return table.at[own].get(mode="promise_in_bounds")
-
-    if at.size < 2 * PART:
-        return some(0, at.size)
-    return in_parts(some, PART, jnp.zeros((at.size, table.shape[1]), table.dtype))
+    if keep is None:
+        return made_of_rows(x, at, interpret)
+    return made_of_rows(x, at, interpret, _rows_or_zeros, [keep.astype(jnp.float32)])

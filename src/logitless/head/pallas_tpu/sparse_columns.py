@@ -123,7 +123,7 @@ def lse_floor(p: Problem, counts: Array) -> Array:
     y = jnp.clip(p.targets, 0, p.call.vocab_size - 1)
 
     def product(h: Array, w: Array) -> Array:
-        w_y = kernels.rows_at(p, w, y).astype(jnp.float32)
+        w_y = kernels.head_rows(p, w, y).astype(jnp.float32)
         return jnp.sum(h.astype(jnp.float32) * w_y, axis=1)
 
     x_y = product(p.h, p.head.weight)
