@@ -2,6 +2,9 @@
 epilogue.
 
     backend    chunked sweeps whose passes over a chunk's logits are the row kernels of ``logits/mosaic_gpu``
-    matmul     forward statistics by one matmul, no logits; epilogue, schedule and limits belong to it
-    sparse     the sparse backward without logits; screen finds its columns
+    pipeline   the matmul that the next three are epilogues of; schedule says who computes what, limits what it takes
+    matmul     forward statistics, no logits (epilogue)
+    dx         dx of some columns from known statistics, no logits
+    product    a matmul whose extents only the device knows
+    sparse     the sparse backward without logits: screen finds its columns, at_once is the way that most calls take
 """
