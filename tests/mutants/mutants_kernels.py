@@ -388,8 +388,8 @@ MUTANTS = [
                 ("target = place.at[p.targets]", "target = place.at[p.targets + 1]"),
                 ("extent = live.tokens, p.h.shape[1], live.columns + 1", "extent = live.tokens, p.h.shape[1], 1"),
                 ("(place < live.tokens)[:, None]", "(place < 64)[:, None]"),
-                ("(columns, width, some_rows), **deep", "(columns, width, 64), **deep"),
-                ("jnp.maximum(n, i - 1)", "jnp.maximum(n, i) * i"),
+                ("product.product(dx, q.h, (columns,", "product.product(dx, 2 * q.h, (columns,"),
+                ("jnp.maximum(n, i - 1)", "0 * n"),
             ),
             "test_with_just_enough_room_all_goes_at_once": (
                 ("fits & (count <= held.hard)", "fits & (count < held.hard)"),
@@ -400,7 +400,6 @@ MUTANTS = [
                 ("add_dhead(total.head, dx, rows[0].h, head)", "total.head"),
                 ("        begin = i * half\n", "        begin = 0 * i\n"),
                 ("f.in_call(Visit(own, own)).put", "Visit(own, own).put"),
-                ("columns = jnp.where(ok, vocab, 0)", "columns = vocab"),
                 ("jnp.where(ok, index, p.head.vocab", "jnp.where(ok | True, index, p.head.vocab"),
             ),
             "test_what_does_not_fit_goes_by_slabs[hard]": (("fits & (count <= held.hard)", "fits"),),

@@ -54,7 +54,7 @@ def product(
 ) -> Array:
     """``left [R, D]`` times ``right [C, D]`` (each the other way round where its depth is first), in their dtype, over
     the first ``live`` rows, columns and numbers along the depth (traced). Along the depth the operands are used up to
-    whole tiles of 64, and must be zero there; a depth of nothing is no product.
+    whole tiles of 64, and must be zero there; of no depth nothing is written.
 
     ``shape``: of the result, where the operands have more. With ``into`` the result stands in the place of that array,
     which keeps what lies beyond whole tiles of the live extents; else anything may stand there.
@@ -89,8 +89,10 @@ def in_parts(
 
 
 def _tiles(live: tuple[Any, Any, Any], t: Tiles) -> tuple[Any, ...]:
+    """Of rows, columns and depth; no rows without a depth, which the pipeline would wait for without end."""
     sizes = t.tokens, t.columns, TILE_K
-    return tuple((x + (size - 1)) // size for x, size in zip(live, sizes, strict=True))
+    rows, columns, steps = ((x + (size - 1)) // size for x, size in zip(live, sizes, strict=True))
+    return jnp.where(steps > 0, rows, 0), columns, steps
 
 
 def _compute(m: Running, out: Any, pieces: Any) -> None:

@@ -12,7 +12,7 @@ ones (they add zero to what is written); where they are many, by slabs of the ot
 that is not sparse costs four matmuls, where the exact path, which keeps logits, takes three; with a memory budget,
 which is room for such logits, that path serves it from the start (``screen.looks_flat``). What the easy rows leave
 out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which serves where this cannot
-(:func:`not_screened_because`). That is by loops, for what does not fit the memory of ``at_once.py``, which most calls do.
+(:func:`not_screened_because`). That is by loops, for what does not fit ``at_once.py``, as most calls do.
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
     bytes      the bits of ``screen.py``; h in that order; dH in float32; a slab of the head, its logits, dx and dW; the
