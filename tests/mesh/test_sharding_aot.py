@@ -52,7 +52,7 @@ def sent(got: dict[str, Any], kind: str) -> dict[str, int]:
 
 
 def check(layout: str, got: dict[str, Any], dense: int) -> None:
-    assert got["kernels"] == 2
+    assert got["kernels"] == 4
     # Against the naive dense loss. Later versions of libtpu than 0.0.42 keep E, the direction and its sum apart.
     older = got.get("versions", aot.versions())["libtpu"].startswith("0.0.42")
     assert got["peak_bytes"] <= (0.45 if older or layout != "tensor" else 0.51) * dense, (layout, got)
@@ -70,10 +70,11 @@ def check(layout: str, got: dict[str, Any], dense: int) -> None:
 
 @needs_libtpu
 def test_eight_chips_of_a_small_head() -> None:
-    """Vocabulary-parallel, in a tenth of the time of a large one: both kernels, dH summed once, and no logits."""
+    """Vocabulary-parallel, in a tenth of the time of a large one: both sweeps and two gathers, dH summed once, and no
+    logits."""
     hidden, vocab, tokens = 128, 8192, 2048
     got = compiled("v6e:2x4", ("tensor",), HIDDEN=hidden, VOCAB=vocab, TOKENS=tokens)["tensor"]
-    assert got["kernels"] == 2
+    assert got["kernels"] == 4
     assert max(c["bytes"] for c in got["collectives"]) == 4 * tokens * hidden
     assert got["peak_bytes"] <= 0.6 * (4 * tokens * vocab // 8), got  # of a chip's own logits in float32
 
@@ -90,7 +91,7 @@ def test_eight_chips() -> None:
 @pytest.mark.parametrize("slice_name", ["v6e:16x16", "v5p:4x4x4"])
 def test_pods(slice_name: str) -> None:
     for got in compiled(slice_name, LAYOUTS).values():
-        assert got["kernels"] == 2
+        assert got["kernels"] == 4
 
 
 def test_recorded_slices() -> None:
