@@ -205,7 +205,7 @@ def test_contract(name: str) -> None:
     judge(c, i, run(c, i))
 
 
-@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("layout", ["vh", pytest.param("hv", marks=pytest.mark.slow)])
 def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel with loops over parts of its tiles, four of 32 tokens and two of 128 columns."""
     monkeypatch.setattr(tiling, "LEAST", 32)
@@ -220,7 +220,7 @@ def test_contract_in_parts_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("layout", ["vh", pytest.param("hv", marks=pytest.mark.slow)])
 def test_contract_in_blocks_of_a_tile(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of two and a half blocks, each block in two pieces and two matmuls, exponentials of 32 rows at a time; the
     last tile ends within its second block."""

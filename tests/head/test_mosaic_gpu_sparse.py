@@ -361,7 +361,7 @@ def outcome(kind: str, name: str) -> Any:
     return case, rest, (value, metrics, grads), grpo(kind, True)(*arrays)[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[:3], pytest.param("adversarial", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["clip", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None:
     case, rest, (value, _, got), ordinary = outcome(kind, name)
@@ -425,6 +425,7 @@ def has_room(monkeypatch: pytest.MonkeyPatch, **less: int) -> None:
     monkeypatch.setattr(at_once, "room", lambda p, rule: dataclasses.replace(room(p, rule), **less))  # type: ignore[type-var]
 
 
+@pytest.mark.slow  # 18 seconds; with more room it is tested above
 def test_with_just_enough_room_all_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns up to the mean row's, hard rows up to the last; and no other way has a part in it."""
     columns, hard = goes_at_once()

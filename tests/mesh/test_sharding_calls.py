@@ -270,7 +270,14 @@ def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    "objective", [TOKEN, dataclasses.replace(TOKEN, entropy_coef=0.1, temperature=0.7)], ids=["token", "entropy"]
+    "objective",
+    [
+        pytest.param(TOKEN, id="token"),
+        # 13 seconds; the entropy's sweep over a mesh is tested beside it.
+        pytest.param(
+            dataclasses.replace(TOKEN, entropy_coef=0.1, temperature=0.7), id="entropy", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_head_that_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch, objective: Objective) -> None:
     """The gradients of a head that is gathered whole, up to the order of the statistics' sums; half of it at a time."""
