@@ -404,7 +404,8 @@ def test_the_direction_leaves_in_halves_and_dh_is_made_in_parts(monkeypatch: pyt
         masked = dataclasses.replace(p, live=live)
         stats, _, residual = tpu.forward(masked, want)
         made = tpu.backward(masked, want, stats, StatCotangents(g, zero, zero), residual, True)
-        return terms, expected, (terms.times(p, g, h.dtype), made.hidden, made.head.weight)
+        direction = terms.times(p, jnp.ones_like(g), jnp.dtype(jnp.float32))
+        return terms, expected, (terms.times(p, g, h.dtype), made.hidden, made.head.weight, direction)
 
     terms, expected, at_once = both(4096, 4096, h, w)
     assert terms.high.dtype == terms.rest.dtype == jnp.bfloat16
@@ -412,6 +413,8 @@ def test_the_direction_leaves_in_halves_and_dh_is_made_in_parts(monkeypatch: pyt
         np.asarray(terms.high, np.float64) + np.asarray(terms.rest, np.float64) - np.asarray(expected, np.float64)
     )
     assert np.all(error <= 2.0**-16 * np.abs(expected))
+    dh = f64(g)[:, None] * f64(at_once[3])
+    np.testing.assert_allclose(f64(at_once[0]), dh, rtol=2.0**-7, atol=1e-5 * np.abs(dh).max())
     assert_same_bits(both(64, 4096, h, w)[2], at_once)
     assert_same_bits(both(64, 128, h, w)[2], at_once)
 

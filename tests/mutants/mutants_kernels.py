@@ -239,12 +239,6 @@ MUTANTS = [
         "head/pallas_tpu/kernels",
         "(scale * number(2)) * e",
         "number(2) * e",
-        f"{TPU_HEAD}::test_contract[ragged tokens, hv, per-token temperature, bias]",
-    ),
-    m(
-        "head/pallas_tpu/kernels",
-        "jnp.arange(p.n, padded, dtype=jnp.int32)",
-        "jnp.arange(padded - p.n, dtype=jnp.int32)",
         f"{TPU_HEAD}::test_the_direction_leaves_in_halves_and_dh_is_made_in_parts",
     ),
     m(
