@@ -47,7 +47,12 @@ MUTANTS = [
         "last = rows",
         f"{PLAN}::test_plan_agrees_with_what_the_tpu_compiler_said_of_lora",
     ),
-    m("planning/mesh", "beside += max(reduced, 12 * local * width - head.temporaries)", "beside += reduced", LARGE),
+    m(
+        "planning/mesh",
+        "beside += max(reduced, (8 + item) * local * width - head.temporaries)",
+        "beside += reduced",
+        LARGE,
+    ),
     m("planning/mesh", "4 * columns * width // leaves_in if leaves_in > 1", "dw if leaves_in > 1", LARGE),
     m("planning/mesh", "max(forward, backward) - head.temporaries", "forward + backward - head.temporaries", LARGE),
     m(

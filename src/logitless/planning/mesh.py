@@ -275,8 +275,9 @@ def plan_mesh(
         shard = part // axes["fsdp"]
         beside = (shard - part) * (1 + wants_head) + part // in_parts + max(forward, backward) - head.temporaries
     elif shards > 1 and wants_hidden and head.backend == KERNELS["tpu"]:
-        # In the forward pass the sweep's accumulator, the direction and its sum over devices stand apart.
-        beside += max(reduced, 12 * local * width - head.temporaries)
+        # By the compiler's figures: two [tokens, H] in float32 (of the sweep's accumulator, the direction and its sum
+        # over devices) and one of the operands' dtype, the targets' rows.
+        beside += max(reduced, (8 + item) * local * width - head.temporaries)
     else:
         beside += reduced
     return MeshPlan(dict(axes), where, local, head, beside, found)
