@@ -444,6 +444,27 @@ def test_what_does_not_fit_goes_by_slabs(less: str, monkeypatch: pytest.MonkeyPa
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
+@pytest.mark.slow  # 30 seconds; the kernels' own tests have both layouts
+def test_other_heads_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``[H, V]`` and ``[V, H]`` with a bias: as near the exact path's gradients as ``[V, H]`` without one is."""
+    gives_nan("_in_halves", monkeypatch)
+    case, rest = calibrated(jnp.bfloat16), loss_inputs(calibrated(jnp.bfloat16))
+    h, w = case.parameters()
+    bias = jnp.asarray(np.random.default_rng(0).normal(size=VOCAB) * 0.1, jnp.float32)
+    for layout, weight in (("vh", w), ("hv", w.T)):
+
+        def run(where: dict[str, Any], layout: str = layout, weight: Any = weight) -> Any:
+            def loss(*x: Any) -> Any:
+                y = jnp.asarray(case.targets)
+                given = dict(objective=OBJECTIVES["clip"], head_layout=layout, chunk_size=CHUNK, bias=x[2])
+                return linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
+
+            return jax.jit(jax.grad(loss, (0, 1, 2)))(h, weight, bias)
+
+        for a, b in zip(run(dict(SCREENED, sparse_backward=TOLERANCE)), run(dict(backend="chunked")), strict=True):
+            assert np.linalg.norm(f64(a) - f64(b)) < 2.0**-7 * np.linalg.norm(f64(b)), layout
+
+
 @pytest.mark.slow  # 20 seconds; that a flat policy's gradients are right is tested above
 def test_a_flat_policy_goes_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its columns would fit, since it has none but the targets; but all of its rows are hard."""
@@ -526,10 +547,31 @@ def test_dx_fits_into_the_place_of_dw(vocab: int, layout: str) -> None:
             if held is None:
                 assert vocab * width < n * 128  # no place for a tile of columns
                 continue
-            rows, stride = held.dx
+            rows, stride = held.in_dw
             assert rows * stride == vocab * width and rows % 8 == stride % 64 == held.columns % 64 == held.hard % 8 == 0
             assert rows >= n and held.columns <= min(stride, rule.most)
             assert held.columns * width * 2 <= at_once.PART and 0 < held.hard <= n + 7
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the place of dW, an array of its size; where there is none, in one of its own."""
+    case, seen = calibrated(jnp.bfloat16), []
+    way = at_once._columns_dx
+
+    def noted(*args: Any) -> Any:
+        seen.append(args[-1])
+        return way(*args)
+
+    has_room(monkeypatch, columns=512)
+    monkeypatch.setattr(at_once, "_columns_dx", noted)
+
+    def loss(h: Any, w: Any) -> Any:
+        where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=CHUNK)
+        return linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **loss_inputs(case))[0]
+
+    jax.eval_shape(jax.grad(loss, 0 if frozen else (0, 1)), *case.parameters())
+    assert seen == [(256, 512) if frozen else (256, VOCAB * WIDTH // 256)]
 
 
 def test_where_nothing_goes_at_once() -> None:

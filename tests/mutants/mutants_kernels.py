@@ -382,7 +382,7 @@ MUTANTS = [
                 ("target = place.at[p.targets]", "target = place.at[p.targets + 1]"),
                 ("extent = live.tokens, p.h.shape[1], live.columns + 1", "extent = live.tokens, p.h.shape[1], 1"),
                 ("(place < live.tokens)[:, None]", "(place < 64)[:, None]"),
-                ("product.product(dx, q.h, (columns,", "product.product(dx, 2 * q.h, (columns,"),
+                ("_dweight(f.p, dx, q.h, ", "_dweight(f.p, dx, 2 * q.h, "),
                 ("jnp.maximum(n, i - 1)", "0 * n"),
             ),
             "test_with_just_enough_room_all_goes_at_once": (
@@ -403,6 +403,13 @@ MUTANTS = [
             "test_dx_fits_into_the_place_of_dw[vh-151936]": (
                 ("size // width >= rows", "size // width >= rows // 2"),
                 ("size % (8 * width) == 0", "size % width == 0 or True"),
+            ),
+            "test_dx_is_no_larger_than_it_must_be_without_dw[True]": (
+                ("return self.in_dw if want.weight else", "return self.in_dw if self.in_dw else"),
+            ),
+            "test_other_heads_go_at_once": (
+                ("return jnp.sum(jnp.where(there, dx,", "return jnp.sum(jnp.where(~there, dx,"),
+                ("_dbias(dx[: p.n, :columns], live)", "_dbias(0 * dx[: p.n, :columns], live)"),
             ),
             "test_where_nothing_goes_at_once": (("if width % TILE_K or vocab % 8:", "if width % TILE_K:"),),
         }.items()

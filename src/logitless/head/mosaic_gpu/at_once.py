@@ -64,10 +64,15 @@ class Room:
 
     columns: int  # one of them is the mean row's
     hard: int  # rows
-    dx: tuple[int, int]  # the shape in which dx stands in the place of dW
+    tokens: int  # in whole tiles
+    in_dw: tuple[int, int]  # the shape in which dx stands in the place of dW
 
     def holds(self, columns: Array) -> Array:
         return columns < self.columns
+
+    def dx(self, want: Wanted) -> tuple[int, int]:
+        """The shape of dx: in the place of dW, or as small as it may be where there is none."""
+        return self.in_dw if want.weight else (self.tokens, self.columns)
 
 
 def room(p: Any, rule: Rule) -> Room | None:
@@ -76,12 +81,13 @@ def room(p: Any, rule: Rule) -> Room | None:
     if width % TILE_K or vocab % 8:
         return None
     most = min(COLUMNS * rule.slab // 4, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
-    tile = Tiles().tokens
-    shape = _as_rows(vocab * width, -(-p.n // tile) * tile, most // TILE_K * TILE_K)
+    most, tile = most // TILE_K * TILE_K, Tiles().tokens
+    tokens = -(-p.n // tile) * tile
+    shape = _as_rows(vocab * width, tokens, most)
     if shape is None:
         return None
     hard = min(HARD * -(-p.n // 8192), -(-p.n // 8) * 8)
-    return Room(min(most // TILE_K * TILE_K, shape[1]), hard, shape)
+    return Room(min(most, shape[1]), hard, tokens, shape)
 
 
 def _as_rows(size: int, rows: int, columns: int) -> tuple[int, int] | None:
@@ -105,7 +111,7 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     part = columns_of.head_columns(p.head, index)
     if want.hidden:
         part = _with_mean(part, rule, p, live)
-    dx, kept = _columns_dx(p, known, found, part, held, live)
+    dx, kept = _columns_dx(p, known, found, part, live, held.dx(want))
     moving = known.g.any_nonzero()
     left_out = jnp.where(moving, mass_beside(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
@@ -127,7 +133,7 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     hidden, head = total.hidden, total.head
     own = HeadGrads(None, None)
     if want.weight or want.bias:
-        dx = dx if head.weight is None else head.weight.reshape(held.dx)
+        dx = dx if head.weight is None else head.weight.reshape(dx.shape)
         own, dx, count = _dhead(f, want, dx, live, held.columns, count)
         head = dataclasses.replace(head, weight=dx.reshape(p.head.weight.shape) if want.weight else None)
     left_out, count = lax.optimization_barrier((left_out, count))
@@ -148,14 +154,16 @@ def _with_mean(part: Head, rule: Rule, p: Problem, live: Live) -> Head:
     return dataclasses.replace(part, weight=lax.optimization_barrier(weight))  # one array, not one with and one without
 
 
-def _columns_dx(p: Problem, known: Known, found: Any, part: Head, held: Room, live: Live) -> tuple[Array, Array]:
+def _columns_dx(
+    p: Problem, known: Known, found: Any, part: Head, live: Live, shape: tuple[int, int]
+) -> tuple[Array, Array]:
     """``(dx, the mass that rows keep)`` of the tokens that come first, in the active columns and one more; the former
-    in the shape ``held.dx``."""
+    in an array of this ``shape``."""
     place = jnp.where(found.active, jnp.cumsum(found.active, dtype=jnp.int32) - 1, -1)
     target = place.at[p.targets].get(mode="fill", fill_value=-1)
-    counts = jnp.arange(held.columns) < live.columns
+    counts = jnp.arange(part.vocab) < live.columns
     with_mean = dataclasses.replace(live, columns=live.columns + 1)
-    return columns_dx(p, known, part, target, counts, with_mean, held.dx)
+    return columns_dx(p, known, part, target, counts, with_mean, shape)
 
 
 def _with_stand_ins(dx: Array, p: Problem, known: Known, left_out: Array, hard: Array, live: Live) -> Array:
@@ -185,18 +193,29 @@ def _dhead(
         # Gathered again, not kept: not before the question has been answered.
         order, dx = lax.optimization_barrier((f.order, dx))
         h = dataclasses.replace(f, order=order).part(0, p.n).p.h
-        extent, shape = (live.columns, p.h.shape[1]), (columns, p.h.shape[1])
-        deep = dict(left_deep=True, right_deep=True, interpret=p.call.interpret)
-        if p.head.axis == 0:
-            weight = product.product(dx, h, (*extent, live.tokens), shape=shape, **deep)
-        else:
-            weight = product.product(h, dx, (*extent[::-1], live.tokens), shape=shape[::-1], **deep)
+        weight = _dweight(p, dx, h, live, columns=columns)
     if want.bias:
-        there = (jnp.arange(p.n) < live.tokens)[:, None]
-        rows = jnp.where(there, dx[: p.n, :columns], jnp.zeros((), dx.dtype))
-        bias = jnp.sum(rows, axis=0, dtype=jnp.float32)
+        bias = _dbias(dx[: p.n, :columns], live)
     weight, bias, dx, count = lax.optimization_barrier((weight, bias, dx, count))
     return HeadGrads(weight, bias), dx, _apart(count)
+
+
+def _dweight(
+    p: Problem, dx: Array, h: Array, live: Live, columns: int | None = None, into: Array | None = None
+) -> Array:
+    """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows."""
+    pair, extent, size = (dx, h), (live.columns, h.shape[1]), (columns or 0, h.shape[1])
+    if p.head.axis == 1:
+        pair, extent, size = pair[::-1], extent[::-1], size[::-1]  # type: ignore[assignment]
+    shape = None if columns is None else size
+    how: dict[str, Any] = dict(left_deep=True, right_deep=True, into=into, interpret=p.call.interpret)
+    return product.product(*pair, (*extent, live.tokens), shape=shape, **how)
+
+
+def _dbias(dx: Array, live: Live) -> Array:
+    """The bias' gradient, of the rows of dx that are there."""
+    there = (jnp.arange(dx.shape[0]) < live.tokens)[:, None]
+    return jnp.sum(jnp.where(there, dx, jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
 
 
 def _apart(count: Array) -> Array:
@@ -233,23 +252,17 @@ def _all_columns(
     """``total`` with what ``count`` hard rows have in the columns that are not active: dH added, dW written."""
     q, (size, width), head = rows[0], rows[0].h.shape, f.p.head
     vocab, interpret = head.vocab, f.p.call.interpret
-    some_rows = jnp.where(ok, jnp.maximum(count, 1), 0)  # of dx, which dW's zeros come from, too
-    dx = _group_dx(rows, active, Live(some_rows, vocab), (size, -(-vocab // TILE_K) * TILE_K))
+    live = Live(jnp.where(ok, jnp.maximum(count, 1), 0), vocab)  # at least one: dW's zeros come from dx, too
+    dx = _group_dx(rows, active, live, (size, -(-vocab // TILE_K) * TILE_K))
     hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
     if hidden is not None:
         own = product.in_parts(dx, head.weight, (count, width, vocab), right_deep=head.axis == 0, interpret=interpret)
         at = f.in_call(visit)
         hidden = at.put(hidden, at.take(hidden).astype(jnp.float32) + own)
     if weight is not None:
-        deep = dict(left_deep=True, right_deep=True, into=weight, interpret=interpret)
-        columns = jnp.where(ok, vocab, 0)
-        if head.axis == 0:
-            weight = product.product(dx, q.h, (columns, width, some_rows), **deep)
-        else:
-            weight = product.product(q.h, dx, (width, columns, some_rows), **deep)
+        weight = _dweight(f.p, dx, q.h, dataclasses.replace(live, columns=jnp.where(ok, vocab, 0)), into=weight)
     if bias is not None:
-        there = (jnp.arange(size) < some_rows)[:, None]
-        bias = bias + jnp.sum(jnp.where(there, dx[:, :vocab], jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
+        bias = bias + _dbias(dx[:, :vocab], live)
     return Gradients(hidden, HeadGrads(weight, bias))
 
 
