@@ -14,7 +14,7 @@ from logitless.head import columns
 from numerics import EPS, f64
 from numerics import HeadCase as Case
 
-N, WIDTH, VOCAB, CHUNK = 256, 64, 4096, 64
+N, WIDTH, VOCAB, CHUNK = 256, 128, 4096, 64
 SHAPE = (8, N // 8)
 TOLERANCE = 2.0**-8
 

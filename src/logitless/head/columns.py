@@ -245,20 +245,20 @@ def _at(x: Array, index: Array, axis: int) -> Any:
     return x.at[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index[None, :]]
 
 
-def _take(x: Array, index: Array, axis: int = 0) -> Array:
-    """Zeros for indices beyond the array."""
-    return _at(x, index, axis).get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
-
-
-def head_columns(head: Head, index: Array) -> Head:
-    """The part of the head that makes the logits of the columns ``index``."""
+def head_columns(head: Head, index: Array, ascending: bool = True) -> Head:
+    """The part of the head that makes the logits of the columns ``index``; zeros for indices beyond it."""
     a, b = head.lora_a, head.lora_b
+
+    def take(x: Array, axis: int = 0) -> Array:
+        place = _at(x, index, axis)
+        return place.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=ascending)
+
     return dataclasses.replace(
         head,
-        weight=_take(head.weight, index, head.axis),
-        bias=None if head.bias is None else _take(head.bias, index),
-        lora_a=_take(a, index) if a is not None and head.axis == 0 else a,
-        lora_b=_take(b, index, 1) if b is not None and head.axis == 1 else b,
+        weight=take(head.weight, head.axis),
+        bias=None if head.bias is None else take(head.bias),
+        lora_a=take(a) if a is not None and head.axis == 0 else a,
+        lora_b=take(b, 1) if b is not None and head.axis == 1 else b,
     )
 
 
@@ -278,7 +278,9 @@ def no_head_columns(total: HeadGrads, part: Head, dtype: Any = None) -> HeadGrad
     )
 
 
-def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Layout, add: bool = True) -> HeadGrads:
+def put_head_columns(
+    total: HeadGrads, index: Array, own: HeadGrads, layout: Layout, add: bool = True, ascending: bool = True
+) -> HeadGrads:
     """``total`` with the cotangents ``own`` of a gathered head added where its columns come from; or written there."""
     by_row = layout == "vh"
 
@@ -286,7 +288,7 @@ def put_head_columns(total: HeadGrads, index: Array, own: HeadGrads, layout: Lay
         if whole is None or new is None:
             return None
         place, new = _at(whole, index, axis), new.astype(whole.dtype)
-        return (place.add if add else place.set)(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return (place.add if add else place.set)(new, mode="drop", unique_indices=True, indices_are_sorted=ascending)
 
     return HeadGrads(
         weight=put(total.weight, own.weight, 0 if by_row else 1),

@@ -51,17 +51,17 @@ class Ordered:
         return Visit(read, jnp.where(inside, read, self.given.n))
 
     def hidden_of(self, rows: Array) -> Array:
-        """``[R, H]`` of the positions ``rows [R]``, from the call's own: those of ``p`` need not stand in memory."""
-        h = self.given.h.at[self.order.at[rows].get(mode="promise_in_bounds")].get(mode="promise_in_bounds")
+        """``[R, H]`` of the positions ``rows [R]``, from the call's own: those of ``p`` need not stand in memory. Zeros
+        behind the live tokens."""
+        h = self.given.h.at[self.order.at[rows].get(mode="clip")].get(mode="promise_in_bounds")
         return jnp.where((rows < self.live)[:, None], h, jnp.zeros((), h.dtype))
 
-    def part(self, begin: Array | int, size: int) -> Ordered:
-        """``size`` of the tokens, from ``begin`` on; in the order of their own."""
-        rows = begin + jnp.arange(size, dtype=jnp.int32)
-        q = some(dataclasses.replace(self.p, h=self.p.targets), begin, size)
+    def part(self, rows: Array) -> Ordered:
+        """The tokens at the positions ``rows [R]``, ascending; in an order of their own."""
+        q = dataclasses.replace(self.p, h=self.p.targets).rows(lambda x: x.at[rows].get(mode="promise_in_bounds"))
         q = dataclasses.replace(q, h=self.hidden_of(rows))
-        count, live = (jnp.clip(x - begin, 0, size) for x in (self.count, self.live))
-        return Ordered(q, jnp.arange(size, dtype=jnp.int32), count, live, q)
+        count, live = (jnp.sum(rows < x, dtype=jnp.int32) for x in (self.count, self.live))
+        return Ordered(q, jnp.arange(rows.size, dtype=jnp.int32), count, live, q)
 
 
 def some(tree: Any, begin: Array | int, size: int) -> Any:
@@ -74,13 +74,23 @@ def some(tree: Any, begin: Array | int, size: int) -> Any:
 
 
 def in_order(
-    p: Problem, first: Array, visit: int, gather: Callable[[Array, Array, Array], Array] | None = None
+    p: Problem,
+    first: Array,
+    visit: int,
+    gather: Callable[[Array, Array, Array], Array] | None = None,
+    by: Array | None = None,
 ) -> Ordered:
     """Tokens where ``first [N]`` is true, then the other live ones, then the dead; filled up to whole visits of
-    ``visit`` tokens. On a TPU hidden states are gathered by ``gather(h, order, whether a place has a live token)``."""
+    ``visit`` tokens. On a TPU hidden states are gathered by ``gather(h, order, whether a place has a live token)``. The
+    first ones by ``by [N]``, ascending, where that is given; else each kind is in the call's own order."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
-    order = jnp.pad(order_by_rank(first, live & ~first, ~live), (0, -p.n % visit), mode="edge")
+    if by is None:
+        order = order_by_rank(first, live & ~first, ~live)
+    else:
+        kind = jnp.where(first, 0, jnp.where(live, 1, 2))
+        order = jnp.lexsort((jnp.where(first, by, 0.0), kind)).astype(jnp.int32)
+    order = jnp.pad(order, (0, -p.n % visit), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
     alive = jnp.sum(live, dtype=jnp.int32)
     keep = jnp.arange(order.size) < alive

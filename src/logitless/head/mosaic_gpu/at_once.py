@@ -2,12 +2,14 @@
 
 Where the active columns fit the memory meant for them, with the tokens first that have a gradient:
 
-    dx      by one matmul that writes no logits (``dx.py``), with the mass that each row keeps; in the place of dW,
-            which is not written yet                                                                      M K / V
+    dx      by one matmul that writes no logits (``dx.py``), over the tiles of tokens and columns that met
+            (``blocks.py``), with the mass that each row keeps; in the place of dW, which is not written yet:
+            a third of M K / V
+    hard    now known. Their dx in the active columns that their tile has not visited: tiles of their own, behind the
+            tokens'
     dH      one matmul, with one column more for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
-    hard    now known: through all columns, by the same three. Their dW in the other columns is *written*, not added
-            to zeros
+    hard    in the columns that are not active, by the same three. Their dW there is *written*, not added to zeros
     dW      dW_K in its place
 
 Every matmul here is a kernel that takes its extents from the device (``product.py``). So none of them waits for the
@@ -17,7 +19,7 @@ asked when the hard rows are known. It is a loop of one turn or none, over the g
 conditional would copy them. After it, the extents of the matmuls above are zero where it has had its turn.
 
     bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
-            and the gathered columns of the head (64 + 68); then these and dH (68 + 64), h and dW_K (64 + 68), dW_K and
+            and the gathered columns of the head (64 + 68); then these and dH (68 + 68), h and dW_K (68 + 68), dW_K and
             the dx of hard rows with their dH in parts (68 + 139 + 16). h is gathered twice, on both sides of the
             question, and not kept
 """
@@ -28,20 +30,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.linear import add_dhead, dot, zero_grads
-from logitless.head.mosaic_gpu import product
-from logitless.head.mosaic_gpu.dx import Live, columns_dx
+from logitless.head.mosaic_gpu import blocks, product
+from logitless.head.mosaic_gpu.blocks import TOKENS, Visits
+from logitless.head.mosaic_gpu.dx import columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
-from logitless.head.mosaic_gpu.schedule import Tiles
 from logitless.head.mosaic_gpu.screen import MOST_APART
-from logitless.head.order import Ordered, some
+from logitless.head.order import Ordered
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
+from logitless.pytree import register
 from logitless.rows import Sweep, Visit, order_by_rank
 from logitless.stats import StatCotangents, TokenStats
 
@@ -54,6 +58,9 @@ PART = 68 << 20
 HARD = 480
 """Hard rows of 8192 tokens: their dx over the vocabulary is the largest array here."""
 
+Rows = tuple[Problem, tuple[TokenStats, StatCotangents]]
+"""Some tokens, and what is known of them."""
+
 BySlabs = Callable[[Ordered, Known, HeadGrads], tuple[Gradients, Array]]
 """``(some tokens, what is known of them, the head's gradients of others) -> (gradients, mass left out)``."""
 
@@ -62,7 +69,7 @@ BySlabs = Callable[[Ordered, Known, HeadGrads], tuple[Gradients, Array]]
 class Room:
     """How much goes at once."""
 
-    columns: int  # one of them is the mean row's
+    columns: int  # the first of them is the mean row's
     hard: int  # rows
     tokens: int  # in whole tiles
     in_dw: tuple[int, int]  # the shape in which dx stands in the place of dW
@@ -70,9 +77,18 @@ class Room:
     def holds(self, columns: Array) -> Array:
         return columns < self.columns
 
+    @property
+    def rows(self) -> int:
+        """Of dx: tokens, and hard ones once more, in whole tiles."""
+        return self.tokens + _in_tiles(self.hard)
+
     def dx(self, want: Wanted) -> tuple[int, int]:
         """The shape of dx: in the place of dW, or as small as it may be where there is none."""
-        return self.in_dw if want.weight else (self.tokens, self.columns)
+        return self.in_dw if want.weight else (self.rows, self.columns)
+
+
+def _in_tiles(tokens: int) -> int:
+    return -(-tokens // TOKENS) * TOKENS
 
 
 def room(p: Any, rule: Rule) -> Room | None:
@@ -81,13 +97,11 @@ def room(p: Any, rule: Rule) -> Room | None:
     if width % TILE_K or vocab % 8:
         return None
     most = min(COLUMNS * rule.slab // 4, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
-    most, tile = most // TILE_K * TILE_K, Tiles().tokens
-    tokens = -(-p.n // tile) * tile
-    shape = _as_rows(vocab * width, tokens, most)
-    if shape is None:
-        return None
+    most = most // TILE_K * TILE_K
     hard = min(HARD * -(-p.n // 8192), -(-p.n // 8) * 8)
-    return Room(min(most, shape[1]), hard, tokens, shape)
+    tokens = _in_tiles(p.n)
+    shape = _as_rows(vocab * width, tokens + _in_tiles(hard), most)
+    return None if shape is None else Room(min(most, shape[1]), hard, tokens, shape)
 
 
 def _as_rows(size: int, rows: int, columns: int) -> tuple[int, int] | None:
@@ -102,30 +116,52 @@ def _as_rows(size: int, rows: int, columns: int) -> tuple[int, int] | None:
     return None if width is None else (size // width, width)
 
 
+@register
+@dataclasses.dataclass(frozen=True)
+class _Live:
+    """How many there are of tokens with a gradient, active columns and hard rows; zero where all goes by slabs."""
+
+    tokens: Array
+    columns: Array
+    hard: Array
+
+    def where(self, which: Array) -> _Live:
+        return _Live(*(jnp.where(which, x, 0) for x in (self.tokens, self.columns, self.hard)))
+
+    def visits(self, held: Room) -> Visits:
+        """All tiles of tokens and columns, the mean row's among them."""
+        return blocks.all_of(held.tokens, held.columns, self.tokens, self.columns + 1)
+
+    def visits_of_hard(self, held: Room) -> Visits:
+        return blocks.all_of(held.hard, held.columns, self.hard, self.columns + 1)
+
+
 def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, held: Room, by_slabs: BySlabs) -> Any:
     """``(gradients, mass left out [N])``; dH in the order of the call, the mass in that of ``f``."""
     p, c = f.p, found.columns
     fits = held.holds(c.count) & ~c.dense & ~(found.apart > MOST_APART * f.count)
-    live = Live(*(jnp.where(fits, count, 0) for count in (f.count, c.count)))
-    index = c.index[: held.columns]
-    part = columns_of.head_columns(p.head, index)
+    live = _Live(f.count, c.count, jnp.int32(0)).where(fits)
+    index = jnp.concatenate([jnp.full((1,), p.head.vocab + c.index.size, jnp.int32), c.index[: held.columns - 1]])
+    part = columns_of.head_columns(p.head, index, ascending=False)
     if want.hidden:
-        part = _with_mean(part, rule, p, live)
-    dx, kept = _columns_dx(p, known, found, part, live, held.dx(want))
+        part = _with_mean(part, rule, p)
+    visits = blocks.met(found.spans, index, live.visits(held))
+    dx, kept = _columns_dx(p, known, index, part, live, visits, held.dx(want))
     moving = known.g.any_nonzero()
     left_out = jnp.where(moving, mass_beside(kept), 0.0)
     hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
     count = jnp.sum(hard, dtype=jnp.int32)
     group = Sweep(order_by_rank(hard, ~hard), 0, count, count, n=p.n, chunk=held.hard).visit(0, held.hard)
-    hidden = None
-    if want.hidden:
-        dx = _with_stand_ins(dx, p, known, left_out, hard, live)
-        hidden = _dhidden(f, dx, part, live)
     ok, rows = fits & (count <= held.hard), _group(f, group, known)
-    live, count = Live(*(jnp.where(ok, x, 0) for x in (live.tokens, live.columns))), jnp.where(ok, count, 0)
+    live = dataclasses.replace(live, hard=count).where(ok)
+    dx = _with_hard(dx, rows, group, index, part, live, visits, held)
+    hidden = more = None
+    if want.hidden:
+        dx = _with_stand_ins(dx, p, known, left_out, hard)
+        hidden, more = _dhidden(f, dx, part, live, visits, held)
     # All that is small, now: whatever follows the question waits for the host to prepare it.
-    ok, *extents, count, rows = lax.optimization_barrier((ok, live.tokens, live.columns, count, rows))
-    live = Live(*extents)
+    lists = _of_columns(live, visits, held)
+    ok, live, lists, rows = lax.optimization_barrier((ok, live, lists, rows))
     weight = dx.reshape(p.head.weight.shape) if want.weight else None
     bias = jnp.zeros((p.head.vocab,), jnp.float32) if want.bias else None
     start = Gradients(hidden, HeadGrads(weight, bias)), left_out
@@ -134,87 +170,127 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     own = HeadGrads(None, None)
     if want.weight or want.bias:
         dx = dx if head.weight is None else head.weight.reshape(dx.shape)
-        own, dx, count = _dhead(f, want, dx, live, held.columns, count)
+        own, dx, live = _dhead(f, want, dx, group, live, visits, lists, held)
         head = dataclasses.replace(head, weight=dx.reshape(p.head.weight.shape) if want.weight else None)
-    left_out, count = lax.optimization_barrier((left_out, count))
-    total = _all_columns(f, group, rows, found.active, Gradients(hidden, head), count, ok)
+    left_out, live = lax.optimization_barrier((left_out, live))
+    total = _all_columns(f, group, rows, found.spans.active, Gradients(hidden, head), more, live, ok)
     index = jnp.where(ok, index, p.head.vocab + jnp.arange(held.columns, dtype=jnp.int32))
-    head = columns_of.put_head_columns(total.head, index, own, p.head.layout, add=False)  # hard rows have zeros there
+    # Hard rows have zeros there.
+    head = columns_of.put_head_columns(total.head, index, own, p.head.layout, add=False, ascending=False)
     return Gradients(total.hidden, head), left_out
 
 
 # -- the active columns ----------------------------------------------------------------------------------------------
 
 
-def _with_mean(part: Head, rule: Rule, p: Problem, live: Live) -> Head:
-    """The gathered head with its mean row behind the active columns; its logits count for nothing."""
+def _with_mean(part: Head, rule: Rule, p: Problem) -> Head:
+    """The gathered head with its mean row in front of the active columns; its logits count for nothing."""
     row = mean_row(rule, p).astype(part.weight.dtype)
     row = row if p.head.axis == 0 else row.T
-    weight = lax.dynamic_update_slice_in_dim(part.weight, row, live.columns, p.head.axis)
+    weight = lax.dynamic_update_slice_in_dim(part.weight, row, 0, p.head.axis)
     return dataclasses.replace(part, weight=lax.optimization_barrier(weight))  # one array, not one with and one without
 
 
 def _columns_dx(
-    p: Problem, known: Known, found: Any, part: Head, live: Live, shape: tuple[int, int]
+    p: Problem, known: Known, index: Array, part: Head, live: _Live, visits: Visits, shape: tuple[int, int]
 ) -> tuple[Array, Array]:
-    """``(dx, the mass that rows keep)`` of the tokens that come first, in the active columns and one more; the former
-    in an array of this ``shape``."""
-    place = jnp.where(found.active, jnp.cumsum(found.active, dtype=jnp.int32) - 1, -1)
+    """``(dx, the mass that rows keep)`` of some tokens in the columns ``index``; the former in an array of this
+    ``shape``."""
+    at = jnp.arange(index.size, dtype=jnp.int32)
+    place = jnp.full((p.head.vocab,), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
     target = place.at[p.targets].get(mode="fill", fill_value=-1)
-    counts = jnp.arange(part.vocab) < live.columns
-    with_mean = dataclasses.replace(live, columns=live.columns + 1)
-    return columns_dx(p, known, part, target, counts, with_mean, shape)
+    return columns_dx(p, known, part, target, (at > 0) & (at <= live.columns), visits, shape)
 
 
-def _with_stand_ins(dx: Array, p: Problem, known: Known, left_out: Array, hard: Array, live: Live) -> Array:
+def _with_hard(
+    dx: Array, rows: Rows, group: Visit, index: Array, part: Head, live: _Live, visits: Visits, held: Room
+) -> Array:
+    """``dx`` with hard rows once more, behind the tokens: what they have in active columns that their tile has not
+    visited."""
+    # Whole tiles of columns, as far as dx has any: the last one is read to its end.
+    shape = _in_tiles(held.hard), min(-(-held.columns // blocks.COLUMNS) * blocks.COLUMNS, dx.shape[1])
+    q, known = rows
+    own, _ = _columns_dx(q, Known(*known), index, part, live, live.visits_of_hard(held), shape)
+    here = visits.tiles.at[group.read // TOKENS].get(mode="promise_in_bounds")
+    here = jnp.repeat(here, blocks.COLUMNS, axis=1)[:, : shape[1]]
+    here = jnp.pad(here, ((0, shape[0] - held.hard), (0, 0)))
+    return lax.dynamic_update_slice(dx, jnp.where(here, jnp.zeros((), dx.dtype), own), (held.tokens, 0))
+
+
+def _with_stand_ins(dx: Array, p: Problem, known: Known, left_out: Array, hard: Array) -> Array:
     """``dx`` with what easy rows leave out in the mean row's column."""
     stands = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(known.g, hard), p.transform)
-    return lax.dynamic_update_slice(dx, stands.astype(dx.dtype), (0, live.columns))
+    return lax.dynamic_update_slice(dx, stands.astype(dx.dtype), (0, 0))
 
 
-def _dhidden(f: Ordered, dx: Array, part: Head, live: Live) -> Array:
-    """dH of the active columns, in the order of the call."""
-    p = f.p
-    extent = live.tokens, p.h.shape[1], live.columns + 1
-    deep = dict(right_deep=p.head.axis == 0, shape=p.h.shape, interpret=p.call.interpret)
-    rows = product.product(dx, part.weight, extent, **deep)
+def _of_tokens(live: _Live, visits: Visits, held: Room) -> product.Lists:
+    """What dH of each tile of tokens sums over; hard rows first, since that is most of all."""
+    tokens, hard = (-(-x // TOKENS) for x in (live.tokens, live.hard))
+    both = _both(live, visits, held)
+    place = jnp.arange(len(both.tiles), dtype=jnp.int32)
+    place = jnp.where(place < hard, held.tokens // TOKENS + place, place - hard)
+    return product.Lists(both.by_tokens(place), tokens + hard, TOKENS, blocks.COLUMNS)
+
+
+def _of_columns(live: _Live, visits: Visits, held: Room) -> tuple[Array, Array]:
+    """What dW of each block of columns sums over, and how many blocks there are."""
+    count = jnp.where(live.tokens > 0, -(-(live.columns + 1) // blocks.COLUMNS), 0)
+    return _both(live, visits, held).by_columns(), count
+
+
+def _both(live: _Live, visits: Visits, held: Room) -> Visits:
+    """The tiles of the tokens, and those of hard rows behind them."""
+    return Visits(jnp.concatenate([visits.tiles, live.visits_of_hard(held).tiles]))
+
+
+def _dhidden(f: Ordered, dx: Array, part: Head, live: _Live, visits: Visits, held: Room) -> tuple[Array, Array]:
+    """dH of the active columns, in the order of the call; and what hard rows have more of it, ``[hard, H]``."""
+    p, width = f.p, f.p.h.shape[1]
+    deep = dict(right_deep=p.head.axis == 0, shape=(held.rows, width), interpret=p.call.interpret)
+    rows = product.product(
+        dx, part.weight, (held.rows, width, held.columns), lists=_of_tokens(live, visits, held), **deep
+    )
     place = f.place()
-    rows = rows.at[place].get(mode="promise_in_bounds", unique_indices=True)
-    return jnp.where((place < live.tokens)[:, None], rows, jnp.zeros((), rows.dtype))
+    hidden = rows.at[place].get(mode="promise_in_bounds", unique_indices=True)
+    hidden = jnp.where((place < live.tokens)[:, None], hidden, jnp.zeros((), rows.dtype))
+    return lax.optimization_barrier((hidden, rows[held.tokens : held.tokens + held.hard]))
 
 
 def _dhead(
-    f: Ordered, want: Wanted, dx: Array, live: Live, columns: int, count: Array
-) -> tuple[HeadGrads, Array, Array]:
-    """``(the head's gradients in the active columns, dx, count)``: what the latter two are for may not begin before,
+    f: Ordered, want: Wanted, dx: Array, group: Visit, live: _Live, visits: Visits, lists: Any, held: Room
+) -> tuple[HeadGrads, Array, _Live]:
+    """``(the head's gradients in the active columns, dx, live)``: what the latter two are for may not begin before,
     since dW is written over dx."""
     p, weight, bias = f.p, None, None
     if want.weight:
         # Gathered again, not kept: not before the question has been answered.
-        order, dx = lax.optimization_barrier((f.order, dx))
-        h = dataclasses.replace(f, order=order).part(0, p.n).p.h
-        weight = _dweight(p, dx, h, live, columns=columns)
+        at = jnp.pad(jnp.arange(p.n, dtype=jnp.int32), (0, held.tokens - p.n), constant_values=p.n)
+        at = jnp.concatenate([at, jnp.where(group.inside(p.n), group.read, p.n)])
+        at = jnp.pad(at, (0, held.rows - at.size), constant_values=p.n)
+        at, dx = lax.optimization_barrier((at, dx))
+        table, count = lists
+        by = product.Lists(table, count, blocks.COLUMNS, TOKENS, by_columns=p.head.axis == 1)
+        weight = _dweight(p, dx, f.hidden_of(at), (held.columns, held.rows), columns=held.columns, lists=by)
     if want.bias:
-        bias = _dbias(dx[: p.n, :columns], live)
-    weight, bias, dx, count = lax.optimization_barrier((weight, bias, dx, count))
-    return HeadGrads(weight, bias), dx, _apart(count)
+        seen = _both(live, visits, held).whole(held.columns)
+        bias = _dbias(dx[: held.rows, : held.columns], seen)
+    weight, bias, dx, live = lax.optimization_barrier((weight, bias, dx, live))
+    return HeadGrads(weight, bias), dx, dataclasses.replace(live, hard=_apart(live.hard))
 
 
-def _dweight(
-    p: Problem, dx: Array, h: Array, live: Live, columns: int | None = None, into: Array | None = None
-) -> Array:
-    """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows."""
-    pair, extent, size = (dx, h), (live.columns, h.shape[1]), (columns or 0, h.shape[1])
+def _dweight(p: Problem, dx: Array, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
+    """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows, of which
+    these columns and rows are ``live``."""
+    pair, extent, size = (dx, h), (live[0], h.shape[1]), (columns or 0, h.shape[1])
     if p.head.axis == 1:
         pair, extent, size = pair[::-1], extent[::-1], size[::-1]  # type: ignore[assignment]
     shape = None if columns is None else size
-    how: dict[str, Any] = dict(left_deep=True, right_deep=True, into=into, interpret=p.call.interpret)
-    return product.product(*pair, (*extent, live.tokens), shape=shape, **how)
+    how |= dict(left_deep=True, right_deep=True, interpret=p.call.interpret)
+    return product.product(*pair, (*extent, live[1]), shape=shape, **how)
 
 
-def _dbias(dx: Array, live: Live) -> Array:
-    """The bias' gradient, of the rows of dx that are there."""
-    there = (jnp.arange(dx.shape[0]) < live.tokens)[:, None]
+def _dbias(dx: Array, there: Array) -> Array:
+    """The bias' gradient, of dx where it is ``there``."""
     return jnp.sum(jnp.where(there, dx, jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
 
 
@@ -231,38 +307,40 @@ def _apart(count: Array) -> Array:
 # -- hard rows -------------------------------------------------------------------------------------------------------
 
 
-def _group(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, tuple[TokenStats, StatCotangents]]:
+def _group(f: Ordered, visit: Visit, known: Known) -> Rows:
     """A group of hard rows, and what is known of them."""
     inside = visit.inside(f.p.n)[:, None]
     h = jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype))
     return visit.problem(f.p, h), visit.known(known.stats, known.g, f.p.n)
 
 
-def _group_dx(rows: tuple[Problem, Any], active: Array, live: Live | None = None, shape: Any = None) -> Array:
+def _group_dx(rows: Rows, active: Array, visits: Visits | None = None, shape: Any = None) -> Array:
     """dx ``[G, V]`` of a group of hard rows, zero in the active columns."""
     q, known = rows
     others = ~active & (jnp.arange(q.head.vocab) < q.call.vocab_size)
     target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
-    return columns_dx(q, Known(*known), q.head, target, others, live, shape)[0]
+    return columns_dx(q, Known(*known), q.head, target, others, visits, shape)[0]
 
 
 def _all_columns(
-    f: Ordered, visit: Visit, rows: tuple[Problem, Any], active: Array, total: Gradients, count: Array, ok: Array
+    f: Ordered, visit: Visit, rows: Rows, active: Array, total: Gradients, more: Array | None, live: _Live, ok: Array
 ) -> Gradients:
-    """``total`` with what ``count`` hard rows have in the columns that are not active: dH added, dW written."""
+    """``total`` with what hard rows have in columns that are not active: dH added, and ``more`` of it; dW written."""
     q, (size, width), head = rows[0], rows[0].h.shape, f.p.head
     vocab, interpret = head.vocab, f.p.call.interpret
-    live = Live(jnp.where(ok, jnp.maximum(count, 1), 0), vocab)  # at least one: dW's zeros come from dx, too
-    dx = _group_dx(rows, active, live, (size, -(-vocab // TILE_K) * TILE_K))
+    here = jnp.where(ok, jnp.maximum(live.hard, 1), 0)  # at least one: dW's zeros come from dx, too
+    dx = _group_dx(rows, active, blocks.all_of(size, vocab, here, vocab), (size, -(-vocab // TILE_K) * TILE_K))
     hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
-    if hidden is not None:
-        own = product.in_parts(dx, head.weight, (count, width, vocab), right_deep=head.axis == 0, interpret=interpret)
+    if hidden is not None and more is not None:
+        extent = live.hard, width, vocab
+        own = product.in_parts(dx, head.weight, extent, right_deep=head.axis == 0, interpret=interpret)
+        own = own + jnp.where(jnp.arange(size)[:, None] < live.hard, more.astype(jnp.float32), 0.0)
         at = f.in_call(visit)
         hidden = at.put(hidden, at.take(hidden).astype(jnp.float32) + own)
     if weight is not None:
-        weight = _dweight(f.p, dx, q.h, dataclasses.replace(live, columns=jnp.where(ok, vocab, 0)), into=weight)
+        weight = _dweight(f.p, dx, q.h, (jnp.where(ok, vocab, 0), here), into=weight)
     if bias is not None:
-        bias = bias + _dbias(dx[:, :vocab], live)
+        bias = bias + _dbias(dx[:, :vocab], (jnp.arange(size) < here)[:, None])
     return Gradients(hidden, HeadGrads(weight, bias))
 
 
@@ -282,21 +360,23 @@ def add_group(f: Ordered, visit: Visit, known: Known, active: Array, total: Grad
 
 def _in_halves(f: Ordered, want: Wanted, known: Known, by_slabs: BySlabs) -> tuple[Gradients, Array]:
     """All gradients by slabs of columns, dH in the order of the call: in float32 dH of all tokens would be the largest
-    buffer."""
+    buffer. Every other token at a time, or where one half holds them all, that half: what dW has after the first turn
+    is rounded, and halves of sorted tokens may be large and of opposite signs."""
     p = f.p
     half = p.n // 2
+    both = f.count > half
 
     def step(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
         total, left_out = carry
-        begin = i * half
-        at = Known(*some((known.stats, known.g), begin, half))
-        new, mass = by_slabs(f.part(begin, half), at, total.head)
+        own = jnp.arange(half, dtype=jnp.int32)
+        own = jnp.where(both, 2 * own + i, own)
+        at = Known(*jax.tree.map(lambda x: x.at[own].get(mode="promise_in_bounds"), (known.stats, known.g)))
+        new, mass = by_slabs(f.part(own), at, total.head)
         hidden = total.hidden
         if hidden is not None and new.hidden is not None:
-            own = begin + jnp.arange(half, dtype=jnp.int32)
             hidden = f.in_call(Visit(own, own)).put(hidden, new.hidden)
-        return Gradients(hidden, new.head), lax.dynamic_update_slice_in_dim(left_out, mass, begin, 0)
+        return Gradients(hidden, new.head), left_out.at[own].set(mass, unique_indices=True)
 
     hidden = jnp.zeros(f.given.h.shape, p.h.dtype) if want.hidden else None
     start = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype)), jnp.zeros((p.n,), jnp.float32)
-    return lax.fori_loop(0, (f.count + (half - 1)) // half, step, start)
+    return lax.fori_loop(0, jnp.where(both, 2, f.count > 0), step, start)

@@ -7,8 +7,8 @@ The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_l
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
 softcap. The epilogue computes that, rounds it once and writes it through shared memory, 64 columns at a time. Columns
 that do not count, and rows without a cotangent, are written as zeros. The mass that a row has in the columns that count
-is summed beside it, in float32. How many tokens and columns there are only the device may know; tiles beyond them are
-left as they are.
+is summed beside it, in float32. Which tiles of tokens and columns are visited only the device may know (``blocks.py``);
+the others are left as they are.
 
     matmuls   one, N x H x K of those
     HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns
@@ -29,10 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless import transform as tr
 from logitless.head.mosaic_gpu import epilogue, pipeline
+from logitless.head.mosaic_gpu.blocks import Visits, all_of
 from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
-from logitless.head.mosaic_gpu.schedule import COMPUTE, TileByTile, Tiles, extents, tiles_for
+from logitless.head.mosaic_gpu.schedule import COMPUTE, Listed, Tiles, tiles_for
 from logitless.head.slabs import Known
 from logitless.problem import Head, Problem
 from logitless.stats import dz_at_target, dz_line
@@ -110,32 +111,24 @@ def _compute(m: Running, refs: _Refs) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Live:
-    """How many of the first tokens and columns there are, traced."""
-
-    tokens: Array | int
-    columns: Array | int
-
-
 def columns_dx(
     p: Problem,
     known: Known,
     part: Head,
     target: Array,
     counts: Array,
-    live: Live | None = None,
+    visits: Visits | None = None,
     room: tuple[int, int] | None = None,
 ) -> tuple[Array, Array]:
     """``(dx [N, K] in the operands' dtype, mass that each row has [N])`` of the tokens of ``p`` in the columns of
     ``part`` that ``counts [K]`` (bool); zero in the others.
 
-    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. With ``live`` tiles
-    beyond these tokens and columns are not computed: dx holds anything there, the mass is zero. With ``room`` dx stands
-    at the beginning of an array of that shape, at least N rounded up to tiles by K.
+    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. With ``visits`` no
+    other tiles are computed: dx holds anything there, and the mass is that of the columns that a row's tile visits.
+    With ``room`` dx stands at the beginning of an array of that shape, at least N rounded up to tiles by K.
     """
-    live = Live(p.n, part.vocab) if live is None else live
-    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts, live.tokens, live.columns, room)
+    visits = all_of(p.n, part.vocab, p.n, part.vocab) if visits is None else visits
+    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts, visits.tiles, room)
     return dx, mass * jnp.exp(known.stats.max_logp)
 
 
@@ -147,8 +140,7 @@ def _columns_dx(
     part: Head,
     target: Array,
     counts: Array,
-    live_tokens: Array | int,
-    live_columns: Array | int,
+    visited: Array,
     room: tuple[int, int] | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Array, Array]:
@@ -159,7 +151,6 @@ def _columns_dx(
     token_tiles, column_tiles = -(-n // t.tokens), -(-columns // t.columns)
     padded, whole = token_tiles * t.tokens, column_tiles * t.columns
     line = Pipeline(t, p.h, part.weight, False, part.layout == "hv", p.call.interpret)
-    live_tiles = (live_tokens + (t.tokens - 1)) // t.tokens, (live_columns + (t.columns - 1)) // t.columns
     fixed = dataclasses.replace(p.transform, temperature=None)
     numbers = {k: jnp.asarray(x, jnp.float32) for k, x in dataclasses.asdict(fixed).items() if x is not None}
     given = [x.reshape(1) for x in numbers.values()]
@@ -168,7 +159,7 @@ def _columns_dx(
     inputs = [
         p.h,
         part.weight,
-        extents(*live_tiles, line.steps),
+        Visits(visited).listed(t.group),
         token_rows(rows, padded, 0.0),
         token_rows(target.astype(jnp.int32), padded, -1),
         token_rows(counts.astype(jnp.float32), whole, 0.0),
@@ -186,7 +177,7 @@ def _columns_dx(
         out, mass, *ring = rest
         way_out, sums = (ring.pop(0), ring.pop(0)) if p.call.interpret else ring.pop(0)
         r = _Refs(numbers_of_rows, y, weight, moved, next(fields, None), out, mass, way_out, sums)
-        m = line.of(h, w, TileByTile(tiles_of_all, t), ring)
+        m = line.of(h, w, Listed(tiles_of_all, column_tiles, t), ring)
         m.roles(lambda: _compute(m, r))
 
     out_type = (
@@ -195,6 +186,5 @@ def _columns_dx(
         jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32),
     )
     dx, mass = line.run(kernel, inputs, out_type, scratch, p.transform.softcap)
-    mass = jnp.sum(jnp.where(jnp.arange(column_tiles)[:, None] < live_tiles[1], mass, 0.0), axis=0)[:n]
-    mass = jnp.where(jnp.arange(n) < live_tokens, mass, 0.0)
+    mass = jnp.sum(jnp.where(jnp.repeat(visited.T, t.tokens, axis=1), mass, 0.0), axis=0)[:n]
     return dx[:n, :columns] if room is None else dx, mass

@@ -128,7 +128,7 @@ class Running:
     static: Pipeline
     left: Any
     right: Any
-    walk: Any  # Runs or TileByTile
+    walk: Any  # of schedule.py
     left_read: Any  # the ring as the matmul reads it
     left_written: Any  # and as the copies write it
     right_read: Any
@@ -173,7 +173,7 @@ class Running:
             return n + 1
 
         def per_tile(row: Array, column: Array, part: Array, n: Array) -> Array:
-            return lax.fori_loop(*self.depth(part), lambda k, n: step(row, column, k, n), n)
+            return lax.fori_loop(*self.depth(part), lambda k, n: step(row, column, self.walk.at(part, k), n), n)
 
         n = self.walk.tiles(per_tile, jnp.int32(0))
 

@@ -10,6 +10,8 @@ beyond the extents are left as they are.
     in parts        out [P, R, C] in float32: the depth is cut into so many parts that all blocks have a tile, for
                     products that are small and deep (dH of a few hard rows: D is the vocabulary)
     into            written over an array that is there, in its own memory
+    by lists        the pieces of the depth that count are another set for each tile of rows, or of columns (dH and dW
+                    of the blocks that were visited: ``blocks.py``)
 
     matmuls   one, R x D x C of the live extents
     HBM       both operands once per group of row tiles; the result once
@@ -17,6 +19,7 @@ beyond the extents are left as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -29,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from logitless.head.mosaic_gpu import pipeline
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running
-from logitless.head.mosaic_gpu.schedule import TileByTile, Tiles, extents
+from logitless.head.mosaic_gpu.schedule import ByLists, TileByTile, Tiles, extents
 
 _GROUP = 8  # row tiles: with 16 column tiles, as many as there are blocks
 
@@ -41,6 +44,18 @@ def tiles_of(rows: int, columns: int, parts: int = 1) -> Tiles:
     return Tiles(group=_GROUP, blocks=min(t.blocks, most))
 
 
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Of each of the first ``count`` groups along the rows, or the columns, of a product: which pieces of the depth
+    count. A group and a piece have static sizes, in whole tiles."""
+
+    table: Array  # int32 [groups, 2 + pieces]: which group, how many pieces (at least one), and which
+    count: Array
+    group: int
+    piece: int
+    by_columns: bool = False
+
+
 def product(
     left: Array,
     right: Array,
@@ -50,6 +65,7 @@ def product(
     right_deep: bool = False,
     shape: tuple[int, int] | None = None,
     into: Array | None = None,
+    lists: Lists | None = None,
     interpret: Any = False,
 ) -> Array:
     """``left [R, D]`` times ``right [C, D]`` (each the other way round where its depth is first), in their dtype, over
@@ -57,13 +73,21 @@ def product(
     whole tiles of 64, and must be zero there; of no depth nothing is written.
 
     ``shape``: of the result, where the operands have more. With ``into`` the result stands in the place of that array,
-    which keeps what lies beyond whole tiles of the live extents; else anything may stand there.
+    which keeps what lies beyond whole tiles of the live extents; else anything may stand there. With ``lists`` these
+    say what of the depth there is, and how many rows, or columns.
     """
     whole = left.shape[1 if left_deep else 0], right.shape[1 if right_deep else 0]
     size = (whole if shape is None else shape) if into is None else into.shape
     t = tiles_of(*size)
-    all_of_it = extents(*_tiles(live, t))
-    return _product(left, right, all_of_it, into, left_deep, right_deep, size, t, interpret)
+    rows, columns, steps = _tiles(live if lists is None else (*live[:2], TILE_K), t)
+    table, form = None, None
+    if lists is not None:
+        tile = t.columns if lists.by_columns else t.tokens
+        form = lists.by_columns, lists.group // tile, lists.piece // TILE_K
+        count, table = lists.count * form[1], lists.table
+        rows, columns = (rows, count) if lists.by_columns else (count, columns)
+    all_of_it = extents(rows, columns, steps)
+    return _product(left, right, all_of_it, table, into, left_deep, right_deep, size, t, form, interpret)
 
 
 def in_parts(
@@ -79,7 +103,8 @@ def in_parts(
     rows, columns, steps = _tiles(live, t)
     parts = jnp.clip(t.blocks // jnp.maximum(rows * columns, 1), 1, most)
     shape = (max(most, row_tiles), t.tokens, c)
-    out = _product(left, right, extents(rows, columns, steps, parts), None, False, right_deep, shape, t, interpret)
+    some = extents(rows, columns, steps, parts)
+    out = _product(left, right, some, None, None, False, right_deep, shape, t, None, interpret)
     tile, whole = jnp.arange(row_tiles, dtype=jnp.int32), jnp.zeros((row_tiles, *shape[1:]), jnp.float32)
     for i in range(most):
         there = (tile < rows) & (i < parts)
@@ -115,30 +140,36 @@ def _compute(m: Running, out: Any, pieces: Any) -> None:
 
 
 # A function of its own: one that is called for the same shapes in several places is lowered once.
-@functools.partial(jax.jit, static_argnames=("left_deep", "right_deep", "shape", "t", "interpret"))
+@functools.partial(jax.jit, static_argnames=("left_deep", "right_deep", "shape", "t", "form", "interpret"))
 def _product(
     left: Array,
     right: Array,
     live: Array,
+    lists: Array | None,
     into: Array | None,
     left_deep: bool,
     right_deep: bool,
     shape: tuple[int, ...],
     t: Tiles,
+    form: tuple[bool, int, int] | None,
     interpret: Any,
 ) -> Array:
-    """A result of three dimensions is in parts, tile by tile of rows: ``[row tile times parts + part, M, C]``."""
+    """A result of three dimensions is in parts, tile by tile of rows: ``[row tile times parts + part, M, C]``.
+
+    ``form``, of ``lists``: by columns or not, tiles of a group, steps of a piece.
+    """
     line = Pipeline(t, left, right, left_deep, right_deep, interpret)
     dtype = left.dtype if len(shape) == 2 else jnp.float32
     pieces = pipeline.way_out(t, dtype)
 
-    def kernel(left: Any, right: Any, live: Any, out: Any, pieces: Any, *ring: Any) -> None:
-        m = line.of(left, right, TileByTile(live, t), ring)
+    def kernel(left: Any, right: Any, live: Any, *refs: Any) -> None:
+        listed, (out, pieces, *ring) = (None, refs) if form is None else (refs[0], refs[1:])
+        m = line.of(left, right, TileByTile(live, t) if form is None else ByLists(live, listed, t, *form), ring)
         m.roles(lambda: _compute(m, out, pieces))
 
-    scratch = [pieces, *line.scratch()]
+    inputs, scratch = [left, right, live, *([] if lists is None else [lists])], [pieces, *line.scratch()]
     if into is None:
-        return line.run(kernel, [left, right, live], jax.ShapeDtypeStruct(shape, dtype), scratch)
+        return line.run(kernel, inputs, jax.ShapeDtypeStruct(shape, dtype), scratch)
     place = jax.new_ref(into)
-    line.run(kernel, [left, right, live, place], (), scratch)
+    line.run(kernel, [*inputs, place], (), scratch)
     return jax.freeze(place)

@@ -1,7 +1,12 @@
 """Who computes what in the Hopper head kernel: tiles, and an equal share of them for every block of the GPU.
 
-A deterministic rule from shapes and from how many tiles are live, which is traced. :class:`Runs` cuts a matmul over
-the vocabulary into equal runs by a table; :class:`TileByTile` takes the tiles of any other one in turns.
+A deterministic rule from shapes and from how many tiles are live, which is traced. A kernel's blocks walk over the
+tiles in one of four ways:
+
+    Runs        equal runs over the vocabulary, by a table
+    TileByTile  all tiles of a product in turns, its depth whole or in parts
+    Listed      the tiles of a list, in turns
+    ByLists     all tiles of a product in turns, of its depth only the pieces that a list names
 """
 
 from __future__ import annotations
@@ -109,15 +114,23 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
     return max((c for c in choices if cost[c] <= 1.01 * min(cost.values())), key=lambda c: c.group)
 
 
+class _Walk:
+    """Of a block over tiles, the depth of which is whole."""
+
+    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+        """The steps along the depth of the matmul that a part of it has."""
+        return 0, steps
+
+    def at(self, part: Array, step: Array) -> Array:
+        """Where along the depth a step is."""
+        return step
+
+
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class Runs(_Walk):
     """The walk of a block through its runs of :func:`schedule`."""
 
     tasks: Any  # int32 [5, blocks, groups], a reference
-
-    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
-        """All ``steps`` along the depth of the matmul."""
-        return 0, steps
 
     def runs(self, per_tile: Any, per_run: Any, carry: Any) -> Any:
         """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block, and ``per_run(row tile, slot, c)``
@@ -157,7 +170,7 @@ def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class TileByTile:
+class TileByTile(_Walk):
     """The walk of a block that takes a tile a round, for products which runs would cut into unequal shares."""
 
     extents: Any  # int32 [4], a reference
@@ -174,11 +187,67 @@ class TileByTile:
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
         """``per_tile(row tile, column tile, part, c)`` for all tiles of this block."""
-        block, blocks = lax.axis_index("block"), jnp.int32(self.t.blocks)
         rows, columns = self.extents[0], self.extents[1]
-        trips = lax.div(rows * columns * self.parts - block + (blocks - 1), blocks)
 
-        def step(j: Array, c: Any) -> Any:
-            return per_tile(*tile_at(block + j * blocks, rows, columns, self.t.group), c)
+        def step(i: Array, c: Any) -> Any:
+            return per_tile(*tile_at(i, rows, columns, self.t.group), c)
 
-        return lax.fori_loop(0, trips, step, carry)
+        return _in_turns(self.t, rows * columns * self.parts, step, carry)
+
+
+def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
+    """``step(i, c)`` for those of ``count`` that are this block's."""
+    block, blocks = lax.axis_index("block"), jnp.int32(t.blocks)
+    trips = lax.div(count - block + (blocks - 1), blocks)
+    return lax.fori_loop(0, trips, lambda j, c: step(block + j * blocks, c), carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(_Walk):
+    """The walk over the tiles of a list."""
+
+    listed: Any  # int32 [1 + most], a reference: how many; then row tile times columns + column tile
+    columns: int
+    t: Tiles
+
+    def tiles(self, per_tile: Any, carry: Any) -> Any:
+        """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block."""
+
+        def step(i: Array, c: Any) -> Any:
+            tile = self.listed[1 + i]
+            return per_tile(lax.div(tile, self.columns), lax.rem(tile, self.columns), jnp.int32(0), c)
+
+        return _in_turns(self.t, self.listed[0], step, carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLists(_Walk):
+    """The walk over all tiles of a product in which a group of ``share`` row tiles (or column tiles) has a list of the
+    pieces of the depth that count, each of ``steps`` steps."""
+
+    extents: Any  # int32 [4], a reference; rows (columns) in the order of the lists
+    lists: Any  # int32 [groups, 2 + most], a reference: which group, how many pieces (at least one), and which
+    t: Tiles
+    by_columns: bool
+    share: int
+    steps: int
+
+    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+        return 0, self.lists[part, 1] * self.steps
+
+    def at(self, part: Array, step: Array) -> Array:
+        size = jnp.int32(self.steps)
+        return self.lists[part, 2 + lax.div(step, size)] * size + lax.rem(step, size)
+
+    def tiles(self, per_tile: Any, carry: Any) -> Any:
+        """``per_tile(row tile, column tile, list, c)`` for all tiles of this block."""
+        rows, columns, share = self.extents[0], self.extents[1], jnp.int32(self.share)
+
+        def step(i: Array, c: Any) -> Any:
+            row, column, _ = tile_at(i, rows, columns, self.t.group)
+            own = column if self.by_columns else row
+            which = lax.div(own, share)
+            place = self.lists[which, 0] * share + lax.rem(own, share)
+            return per_tile(row, place, which, c) if self.by_columns else per_tile(place, column, which, c)
+
+        return _in_turns(self.t, rows * columns, step, carry)

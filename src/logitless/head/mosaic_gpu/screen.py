@@ -27,6 +27,7 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.expected import expected_lse
 from logitless.head.linear import raw_logits
+from logitless.head.mosaic_gpu.blocks import TOKENS, Spans
 from logitless.head.mosaic_gpu.epilogue import LANES
 from logitless.problem import Problem
 from logitless.rows import Visit, live_sweep, swept_columns
@@ -117,21 +118,30 @@ def passed(words: Array, vocab: int, tile: int) -> Array:
     return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
 
 
-def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Array, Array]:
-    """Bool ``[V]``: the columns that pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns,
-    and the targets of all of them. Of the limits on what a row may let through, the one that costs least. And how
-    many rows choose none, since they let more through."""
+def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Spans, Array]:
+    """Which columns pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns, or are the
+    target of any of them, and in which tiles of tokens. Of the limits on what a row may let through, the one that costs
+    least. And how many rows choose none, since they let more through."""
     width = jnp.sum(lax.population_count(words), axis=(0, 2))
-    targets = jnp.zeros((p.head.vocab,), bool).at[jnp.where(rows, p.targets, p.head.vocab)].set(True, mode="drop")
+    tiles = -(-p.n // TOKENS)
+    whole = jnp.pad(words, ((0, 0), (0, tiles * TOKENS - p.n), (0, 0)))
+    token_tile = jnp.arange(p.n, dtype=jnp.int32) // TOKENS
+    target = jnp.where(rows, p.targets, p.head.vocab)
+    is_target = jnp.zeros((p.head.vocab,), bool).at[target].set(True, mode="drop")
 
-    def chosen(limit: int) -> tuple[Array, Array]:
+    def chosen(limit: int) -> tuple[Array, Array, Array]:
         wide = width > max(rule.most // limit, 1)
-        mine = jnp.where((rows & ~wide)[None, :, None], words, 0)
-        any_row = lax.reduce(mine, np.int32(0), lax.bitwise_or, (1,))
-        return passed(any_row, p.head.vocab, tile) | targets, jnp.sum(rows & wide)
+        chooses = jnp.pad(rows & ~wide, (0, tiles * TOKENS - p.n))
+        mine = jnp.where(chooses[None, :, None], whole, 0).reshape(len(words), tiles, TOKENS, LANES)
+        by_tile = lax.reduce(mine, np.int32(0), lax.bitwise_or, (2,))
+        any_row = lax.reduce(by_tile, np.int32(0), lax.bitwise_or, (1,))
+        count = jnp.sum(passed(any_row, p.head.vocab, tile) | is_target, dtype=jnp.int32)
+        return by_tile, count, jnp.sum(rows & wide)
 
-    sets, apart = (jnp.stack(x) for x in zip(*map(chosen, _LIMITS), strict=True))
-    best, _ = rule.cheapest(
-        jnp.sum(sets, axis=1, dtype=jnp.int32), apart / jnp.maximum(jnp.sum(rows), 1), p.call.vocab_size
-    )
-    return sets[best], apart[best].astype(jnp.int32)
+    by_tile, counts, apart = (jnp.stack(x) for x in zip(*map(chosen, _LIMITS), strict=True))
+    best, _ = rule.cheapest(counts, apart / jnp.maximum(jnp.sum(rows), 1), p.call.vocab_size)
+    seen = jax.vmap(lambda w: passed(w, p.head.vocab, tile), in_axes=1)(by_tile[best])  # [token tiles, V]
+    each = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    first, last = jnp.min(jnp.where(seen, each, tiles), axis=0), jnp.max(jnp.where(seen, each, -1), axis=0)
+    first, last = first.at[target].min(token_tile, mode="drop"), last.at[target].max(token_tile, mode="drop")
+    return Spans(first, last), apart[best].astype(jnp.int32)

@@ -34,8 +34,9 @@ from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import at_once, matmul, screen
+from logitless.head.mosaic_gpu import at_once, blocks, matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
+from logitless.head.mosaic_gpu.blocks import Spans
 from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
 from logitless.head.order import Ordered, in_order, some
@@ -92,7 +93,7 @@ class Screened:
     """What the forward pass found, for the backward pass."""
 
     columns: Columns  # of all tokens
-    active: Array  # [V] bool; none where it is dense
+    spans: Spans  # of the active columns; none where it is dense
     apart: Array  # how many rows have so little mass in any column that they will be hard, as far as can be seen
 
 
@@ -156,7 +157,7 @@ class ScreenedSparse(Sparse):
     def _in_forward(
         self, p: Problem, want: Wanted, loss: Loss, before: Array | None, moving: Array
     ) -> tuple[TokenStats, SparseReport, Gradients]:
-        f = in_order(p, moving, visit_of(p))
+        f = in_order(p, moving, visit_of(p), by=before)
         stats, found = _screen(f, want, before)
         # Apart: XLA would compute the loss, its sums and what is gathered from it in one block of threads.
         out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
@@ -180,7 +181,8 @@ class ScreenedSparse(Sparse):
         rule, c = _rule(p, want), found.columns
         _, kept = _over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
         columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
-        return out, _report(p, want, out, None, columns, live), Screened(columns, found.active, found.apart)
+        spans = found.spans.everywhere()  # the tokens' order will be another, and what they leave out has been told
+        return out, _report(p, want, out, None, columns, live), Screened(columns, spans, found.apart)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
@@ -204,16 +206,16 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     assert words is not None
     finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
     tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
-    active, apart = screen.active_columns(rule, words, finite, p, tile)
+    spans, apart = screen.active_columns(rule, words, finite, p, tile)
     assert p.tolerance is not None
     flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.threshold(rows)))  # none could have passed
     apart = apart + jnp.sum(flat, dtype=jnp.int32)
-    count = jnp.sum(active, dtype=jnp.int32)
+    count = jnp.sum(spans.active, dtype=jnp.int32)
     dense = count > rule.most
-    active = active & ~dense
-    index = columns_of.compacted(active, rule.most)
+    spans = spans.only(~dense)
     nothing = jnp.zeros((p.n,), jnp.float32)
-    return stats, Screened(Columns(index, jnp.where(dense, 0, count), dense, nothing), active, apart)
+    columns = Columns(blocks.in_order(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
+    return stats, Screened(columns, spans, apart)
 
 
 @register
@@ -236,7 +238,7 @@ def _over_slabs(
 
     def columns(i: Array) -> tuple[Array, Head]:
         own = lax.dynamic_slice_in_dim(index, i * rule.slab, rule.slab)
-        return own, columns_of.head_columns(p.head, own)
+        return own, columns_of.head_columns(p.head, own, ascending=False)
 
     def add(begin: Array | int, size: int, own: Array, part: Head, c: _Sums) -> _Sums:
         """``c``, whose rows are those of a visit, with what these tokens have in a slab."""
@@ -250,7 +252,7 @@ def _over_slabs(
         return _Sums(dh, add_dhead(c.part, dx, q.h, part), kept)
 
     def put(head: HeadGrads, own: Array, part: HeadGrads) -> HeadGrads:
-        return columns_of.put_head_columns(head, own, part, p.head.layout) if wanted else head
+        return columns_of.put_head_columns(head, own, part, p.head.layout, ascending=False) if wanted else head
 
     def one_visit(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
         """A slab for all tokens: dW needs no sum over visits."""
@@ -314,10 +316,10 @@ def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: Hea
     rest = live_sweep(hard, _group(p))
     many = jnp.asarray(rest.count > _GROUPS * rest.chunk)
     few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
-    total = few.run(lambda visit, total: at_once.add_group(f, visit, known, found.active, total), total)
+    total = few.run(lambda visit, total: at_once.add_group(f, visit, known, found.spans.active, total), total)
     wide = _wide(rule)
     slabs = -(-p.head.vocab // wide.slab)
-    others = columns_of.compacted(~found.active, slabs * wide.slab)
+    others = columns_of.compacted(~found.spans.active, slabs * wide.slab)
     left = Known(known.stats, without(known.g, ~hard))
 
     def all_others(total: Gradients) -> Gradients:
