@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, met
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import at_once, backend, dx, matmul, product, screen, sparse
+from logitless.head.mosaic_gpu import at_once, backend, blocks, dx, matmul, product, screen, sparse
+from logitless.head.mosaic_gpu import hard as hard_rows
+from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.product import tiles_of
 from logitless.head.mosaic_gpu.schedule import Tiles, tile_at, tiles_for
 from logitless.head.slabs import Known, slab_dx
@@ -157,7 +160,8 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
         rows, mine = dx.row_numbers(p, known), jnp.exp(known.stats.max_logp)
         tiles = dataclasses.replace(SMALL, columns=128)  # of two pieces each
         every = jnp.ones((-(-n // tiles.tokens), -(-v // tiles.columns)), bool)
-        got, part = dx._columns_dx(p, rows, p.head, target, counts, every, tiles=tiles)
+        listed = Visits(every).listed(tiles.group)
+        got, part = dx._columns_dx(p, rows, target, counts, p.head, every, listed, tiles=tiles)
         return got, part * mine, want, mass
 
     g = StatCotangents(*(jnp.asarray(np.where(still, 0.0, rng.normal(size=n)), jnp.float32) for _ in range(3)))
@@ -182,8 +186,10 @@ def test_dx_lowers_for_cuda(n: int, v: int, layout: str) -> None:
     y, counts = shape(jnp.int32, n), shape(jnp.bool_, v)
     p = head_problem(shape(jnp.bfloat16, n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
     visited = shape(jnp.bool_, -(-n // 128), -(-v // 256))
-    run = jax.jit(lambda p, rows, *rest: dx._columns_dx(p, rows, p.head, *rest))
-    lowered = run.trace(p, shape(jnp.float32, 5, n), y, counts, visited).lower(lowering_platforms=("cuda",))
+    run = jax.jit(lambda p, rows, y, counts, *rest: dx._columns_dx(p, rows, y, counts, p.head, *rest))
+    place = shape(jnp.bfloat16, 2048, 2048) if n == 1024 else None
+    given = shape(jnp.float32, 5, n), y, counts, visited, shape(jnp.int32, 2 + math.prod(visited.shape)), place
+    lowered = run.trace(p, *given).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -200,6 +206,52 @@ def test_every_tile_once_and_in_groups(rows: int, columns: int, parts: int) -> N
     np.testing.assert_array_equal(part, np.arange(total) // (rows * columns))
     if rows % group == 0:  # what runs at the same time
         assert (column.reshape(-1, group) == column[::group, None]).all()
+
+
+# -- which tiles are visited -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "live"), [(5, 7, (3, 4)), (4, 594, (1, 594)), (20, 3, (20, 2)), (3, 3, (0, 3))]
+)
+def test_all_tiles_are_listed_as_any_are(rows: int, columns: int, live: tuple[int, int]) -> None:
+    """Without a sort: the same tiles, ``group`` rows of them for each column."""
+    every = blocks.all_of(rows * 128 - 3, columns * 256 - 3, live[0] * 128 - 1, live[1] * 256 - 1)
+    ours, count = np.asarray(every.listed(8, 5)), live[0] * live[1]
+    assert (ours[0], ours[1]) == (count, 5)
+    by_sort = np.asarray(Visits(every.tiles).listed(8, 5))
+    np.testing.assert_array_equal(ours[: 2 + count], by_sort[: 2 + count])
+
+
+def test_common_columns_come_first_and_rare_ones_by_their_tiles() -> None:
+    first = jnp.asarray([0, 9, 3, 0, 9, 2, 2, 0], jnp.int32)
+    last = jnp.asarray([8, -1, 3, 7, -1, 2, 5, 4], jnp.int32)
+    order = np.asarray(blocks.in_order(blocks.Spans(first, last), 8))
+    # 0 to 8; 0 to 7; 0 to 4, then those of less than five tiles: from 2 to 2, from 2 to 5, 3
+    assert order.tolist() == [0, 3, 7, 5, 6, 2, 8 + 6, 8 + 7]
+
+
+def test_a_tile_is_visited_where_a_column_of_it_is_active() -> None:
+    """By the definition, over blocks of 256 columns; the first block, with the mean row, everywhere; and no block with
+    columns nowhere."""
+    rng, tiles, v = np.random.default_rng(6), 9, 4096
+    first = rng.integers(0, tiles, v)
+    last = np.where(rng.random(v) < 0.2, np.minimum(first + rng.integers(0, 3, v), tiles - 1), -1)
+    spans = blocks.Spans(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
+    index = jnp.concatenate([jnp.asarray([2 * v]), blocks.in_order(spans, 1100)])
+    count = int((last >= 0).sum())
+    assert 700 < count < 1000
+    every = blocks.all_of(tiles * 128, 1101, 7 * 128 - 5, count + 1)
+    got = np.asarray(blocks.met(spans, index, every).tiles)
+    want = np.zeros((tiles, 5), bool)
+    for at, column in enumerate(np.asarray(index)):
+        if column < v:
+            want[first[column] : last[column] + 1, at // 256] = True
+    want[:, 0] = True
+    want[7:] = want[:, -(-(count + 1) // 256) :] = False
+    want[0] |= ~want.any(0) & (np.arange(5) * 256 <= count)
+    np.testing.assert_array_equal(got, want)
+    assert got.mean() < 0.6
 
 
 # -- products whose extents the device knows --------------------------------------------------------------------------
@@ -237,6 +289,55 @@ def test_a_product_is_as_large_as_the_device_says(left_deep: bool, right_deep: b
         assert (run(*arrays, into, *map(jnp.int32, nothing))[1] == 7).all()
 
 
+@pytest.mark.parametrize("shape", [(320, 320), (256, 256)])
+def test_a_product_is_added_if_the_device_says_so(shape: tuple[int, int]) -> None:
+    """In sizes that are no whole tiles, too."""
+    rng, (r, c) = np.random.default_rng(2), shape
+    left, right, into = bf16(rng, 64, r), bf16(rng, 64, c), bf16(rng, r, c)
+
+    @jax.jit
+    def run(into: Any, add: Any) -> Any:
+        return product.product(
+            left, right, (r, c, 64), left_deep=True, right_deep=True, into=into, add=add, interpret=True
+        )
+
+    want = f64(left).T @ f64(right)
+    np.testing.assert_allclose(f64(run(into * jnp.nan, False)), want, rtol=2.0**-8, atol=1e-3)
+    np.testing.assert_allclose(f64(run(into, True)), want + f64(into), rtol=2.0**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_product_by_lists(by_columns: bool) -> None:
+    """Each block of 256 columns, or rows, sums over the tiles of 128 that its list names, in the lists' own order; what
+    no list names is NaN."""
+    rng, (k, n, h) = np.random.default_rng(4), (700, 512, 192)
+    visited = np.array([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], bool)  # [token tiles, column tiles]
+    x, states = bf16(rng, n, k), bf16(rng, n, h)
+    seen = np.repeat(np.repeat(visited, 128, 0), 256, 1)[:, :k]
+    want = np.where(seen, f64(x), 0).T @ f64(states)
+    holes = jnp.where(seen, x, jnp.nan)
+    pair = (states, holes) if by_columns else (holes, states)
+
+    @jax.jit
+    def run(left: Any, right: Any, visited: Any, count: Any) -> Any:
+        lists = product.Lists(Visits(visited).by_columns(), count, 256, 128, by_columns)
+        live = (h, 0, n) if by_columns else (0, h, n)
+        return product.product(left, right, live, left_deep=True, right_deep=True, lists=lists, interpret=True)
+
+    got = f64(run(*pair, visited, jnp.int32(3)))
+    np.testing.assert_allclose(got.T if by_columns else got, want, rtol=2.0**-8, atol=2e-2)
+
+    @jax.jit
+    def rows(left: Any, right: Any, visited: Any, order: Any) -> Any:
+        lists = product.Lists(Visits(visited).by_tokens(order), order.size, 128, 256)
+        return product.product(left, right, (0, h, 0), lists=lists, shape=(n, h), right_deep=True, interpret=True)
+
+    head = bf16(rng, k, h)
+    got = f64(rows(holes, head, visited, jnp.asarray([3, 0, 2])))  # tile 1 is left out
+    want, own = np.where(seen, f64(x), 0) @ f64(head), np.arange(n) // 128 != 1
+    np.testing.assert_allclose(got[own], want[own], rtol=2.0**-8, atol=2e-2)
+
+
 @pytest.mark.parametrize("count", [0, 1, 129, 300])
 def test_a_deep_product_in_parts(count: int) -> None:
     """However many rows there are: the parts add up, and rows behind them are zero."""
@@ -259,7 +360,8 @@ def test_a_product_lowers_for_cuda(left_deep: bool, right_deep: bool) -> None:
     shape = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
 
     def run(left: Any, right: Any, into: Any, n: Any) -> Any:
-        return product.product(left, right, (n, n, n), left_deep=left_deep, right_deep=right_deep, into=into)
+        deep = dict(left_deep=left_deep, right_deep=right_deep, add=n > 7 if left_deep else None)
+        return product.product(left, right, (n, n, n), into=into, **deep)
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
     lowered = jax.jit(run).trace(shape, shape, shape, n).lower(lowering_platforms=("cuda",))
@@ -444,12 +546,20 @@ def goes_at_once() -> tuple[int, int]:
 def gives_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may come of one of the ways."""
     way = getattr(at_once, name)
-    monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, way(*args)))
+
+    def spoilt(x: Any) -> Any:
+        return x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    monkeypatch.setattr(at_once, name, lambda *args: jax.tree.map(spoilt, way(*args)))
 
 
-def has_room(monkeypatch: pytest.MonkeyPatch, **less: int) -> None:
-    room = at_once.room
-    monkeypatch.setattr(at_once, "room", lambda p, rule: dataclasses.replace(room(p, rule), **less))  # type: ignore[type-var]
+def has_room(monkeypatch: pytest.MonkeyPatch, columns: int | None = None, hard: int | None = None) -> None:
+    if hard is not None:
+        monkeypatch.setattr(hard_rows, "GROUP", hard)
+        monkeypatch.setattr(hard_rows, "GROUPS", 1)
+    if columns is not None:
+        room = at_once.room
+        monkeypatch.setattr(at_once, "room", lambda p, rule: dataclasses.replace(room(p, rule), columns=columns))
 
 
 @pytest.mark.slow  # 18 seconds; with more room it is tested above
@@ -457,6 +567,17 @@ def test_with_just_enough_room_all_goes_at_once(monkeypatch: pytest.MonkeyPatch)
     """Columns up to the mean row's, hard rows up to the last; and no other way has a part in it."""
     columns, hard = goes_at_once()
     has_room(monkeypatch, columns=-(-(columns + 1) // 64) * 64, hard=hard)
+    gives_nan("_in_halves", monkeypatch)
+    gradients_again("calibrated", chunk_size=CHUNK)
+
+
+@pytest.mark.slow  # 20 seconds; one group is tested above, and what a product adds by itself
+def test_hard_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first writes dW, the others add to it; of the last there is a part."""
+    _, hard = goes_at_once()
+    size = -(-2 * hard // 5)
+    assert 2 * size < hard < 3 * size
+    monkeypatch.setattr(hard_rows, "GROUP", size)
     gives_nan("_in_halves", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
@@ -587,7 +708,7 @@ def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: p
     way = at_once._columns_dx
 
     def noted(*args: Any) -> Any:
-        seen.append(args[-1])
+        seen.append(args[0].shape)
         return way(*args)
 
     has_room(monkeypatch, columns=512)
@@ -598,8 +719,8 @@ def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: p
         return linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **loss_inputs(case))[0]
 
     jax.eval_shape(jax.grad(loss, 0 if frozen else (0, 1)), *case.parameters())
-    # 144 tokens, and as many hard rows once more
-    assert seen == [(512, 512) if frozen else (512, VOCAB * WIDTH // 512), (256, 512)]
+    # 256 tokens, and as many hard rows once more
+    assert seen == [(512, 512) if frozen else (512, VOCAB * WIDTH // 512)] * 2
 
 
 def test_where_nothing_goes_at_once() -> None:
@@ -612,7 +733,7 @@ def test_where_nothing_goes_at_once() -> None:
         return at_once.room(head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab), rule)
 
     assert room(1024, 64, 2048) is not None
-    assert room(1024, 72, 2048) is None and room(1024, 64, 2044) is None and room(65536, 64, 2048) is None
+    assert room(1024, 72, 2048) is None and room(1024, 64, 2040) is None and room(65536, 64, 2048) is None
 
 
 def test_it_says_what_it_does_and_where_it_cannot() -> None:

@@ -73,6 +73,21 @@ def some(tree: Any, begin: Array | int, size: int) -> Any:
     return tree.rows(cut) if isinstance(tree, Problem) else jax.tree.map(cut, tree)
 
 
+def _sorted(kind: Array, by: Array) -> Array:
+    """``[N]`` int32: tokens by ``kind [N]`` (0, 1 or 2), and then by about ``by [N]``, numbers up to 0, ascending.
+
+    One number for each token, of the kind, the first bits of ``by`` and the place: to sort one array takes a third of
+    the time that three take.
+    """
+    n = kind.size
+    places = max((n - 1).bit_length(), 1)
+    size = jnp.maximum(-by.astype(jnp.float32), 0.0)  # NaN stays, and is the largest
+    bits = lax.shift_right_logical(lax.bitcast_convert_type(size, jnp.int32), places + 2)
+    most = (1 << (29 - places)) - 1
+    key = (kind.astype(jnp.int32) << 29) | ((most - jnp.clip(bits, 0, most)) << places) | jnp.arange(n, dtype=jnp.int32)
+    return jnp.sort(key) & ((1 << places) - 1)
+
+
 def in_order(
     p: Problem,
     first: Array,
@@ -88,8 +103,7 @@ def in_order(
     if by is None:
         order = order_by_rank(first, live & ~first, ~live)
     else:
-        kind = jnp.where(first, 0, jnp.where(live, 1, 2))
-        order = jnp.lexsort((jnp.where(first, by, 0.0), kind)).astype(jnp.int32)
+        order = _sorted(jnp.where(first, 0, jnp.where(live, 1, 2)), jnp.where(first, by, 0.0))
     order = jnp.pad(order, (0, -p.n % visit), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
     alive = jnp.sum(live, dtype=jnp.int32)

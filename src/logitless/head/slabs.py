@@ -86,7 +86,10 @@ def mean_row(rule: Rule, p: Problem) -> Array:
     """``[1, H]`` float32: the mean of a slab's worth of head rows, evenly spaced over the vocabulary."""
     size = min(rule.slab, p.call.vocab_size)
     index = jnp.arange(size, dtype=jnp.int32) * (p.call.vocab_size // size)
-    return dhidden(jnp.ones((1, size), p.head.weight.dtype), columns_of.head_columns(p.head, index)) / size
+    part = columns_of.head_columns(p.head, index)
+    if part.lora_a is not None:
+        return dhidden(jnp.ones((1, size), p.head.weight.dtype), part) / size
+    return jnp.mean(part.weight.astype(jnp.float32), axis=p.head.axis)[None, :]
 
 
 def in_their_place(c: Array, mass: Array, g: StatCotangents, t: LogitTransform) -> Array:

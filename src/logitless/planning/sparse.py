@@ -147,28 +147,30 @@ def _chunked_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route
 
 def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route) -> Way:
     """By Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
-    slab, wide, visit, group = (route.tiles[k] for k in ("slab", "wide_slab", "visit", "group"))
+    slab, visit, group = (route.tiles[k] for k in ("slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
     bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
     dw = w.head * w.wants_head
     # The hidden states in order and dH in float32 stay. Outputs lend their memory before they are written: that of dH
     # to all steps, that of dW to the bits.
     kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab + _SCREEN_SUMS
-    steps = wide * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
+    steps = slab * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
     temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
     if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
         part = route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
-        # Their dx, their h, and their dH in float32 and in parts, one for each block of the GPU.
-        hard = route.tiles["hard_at_once"] * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
-        half = w.rows // 2 + dh // 2 + group * w.vocab * w.item + GEMM_WORKSPACE
-        dx = 0 if w.wants_head else w.tokens * route.tiles["columns_at_once"] * w.item  # else in the place of dW
-        temporaries[1:] = [part + w.rows + dx, part * w.wants_head + dx + hard, half + dx]
+        group, most = route.tiles["hard_group"], route.tiles["hard_at_once"]
+        # A group's dx, h, and dH in float32 and in parts, one for each block of the GPU.
+        hard = group * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
+        half = w.rows // 2 + dh // 2 + slab * (w.tokens // 2 * (4 + w.item) + 2 * w.width * w.item) + GEMM_WORKSPACE
+        rows = w.rows + most * w.width * w.item  # tokens, and hard ones once more
+        dx = 0 if w.wants_head else (w.tokens + most) * route.tiles["columns_at_once"] * w.item  # else in dW's place
+        temporaries[1:] = [part + rows + dx, part * w.wants_head + dx + hard, half + dx]
     if "chunk_if_flat" in route.tiles:
         temporaries.append(exact.temporaries)
         if columns == w.vocab:
             return dataclasses.replace(exact, temporaries=max(temporaries))
     if columns == w.vocab:  # four matmuls: nothing was kept of the first
-        passes = 3 * bits + _slab_passes(w, columns, wide)
+        passes = 3 * bits + _slab_passes(w, columns, slab)
         return Way(2 + b, passes + 4 * w.head + 2 * dw, passes, max(temporaries))
     groups = math.ceil(shares.hard_rows * w.live / group)
     gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)

@@ -20,7 +20,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.mosaic_gpu.schedule import Tiles
+from logitless.head.mosaic_gpu.schedule import Tiles, tile_at
 from logitless.pytree import register
 
 TOKENS, COLUMNS = Tiles().tokens, Tiles().columns
@@ -74,9 +74,9 @@ class Visits:
         """Bool ``[tokens, columns]``, of whole tiles of tokens."""
         return jnp.repeat(jnp.repeat(self.tiles, TOKENS, axis=0), COLUMNS, axis=1)[:, :columns]
 
-    def listed(self, group: int) -> Array:
-        """int32 ``[1 + tiles]``, for ``schedule.Listed``: how many; then which, ``group`` token tiles with a column
-        tile at a time, by L2."""
+    def listed(self, group: int, behind: Array | int = 0) -> Array:
+        """int32 ``[2 + tiles]``, for ``schedule.Listed``: how many, and ``behind`` how many row tiles of the result;
+        then which, ``group`` token tiles with a column tile at a time, by L2."""
         rows, columns = self.tiles.shape
         groups = -(-rows // group)
         whole = jnp.pad(self.tiles, ((0, groups * group - rows), (0, 0))).reshape(groups, group, columns)
@@ -85,7 +85,7 @@ class Visits:
         place = jnp.sort(jnp.where(flags, place, flags.size))[: rows * columns]
         row = place // (group * columns) * group + place % group
         tile = row * columns + place // group % columns
-        return jnp.concatenate([jnp.sum(flags, dtype=jnp.int32)[None], tile])
+        return jnp.concatenate([jnp.stack([jnp.sum(flags, dtype=jnp.int32), jnp.int32(behind)]), tile])
 
     def by_tokens(self, tokens_first: Array) -> Array:
         """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: of each of these token tiles which it
@@ -106,12 +106,27 @@ def _lists(visited: Array) -> Array:
     return jnp.concatenate([numbers, jnp.sort(which, axis=1) % columns], axis=1)
 
 
-def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> Visits:
+@dataclasses.dataclass(frozen=True)
+class All(Visits):
+    """All tiles of the first rows and columns: their list needs no sort."""
+
+    live: tuple[Array, Array]  # tiles
+
+    def listed(self, group: int, behind: Array | int = 0) -> Array:
+        (rows, columns), live = self.live, self.tiles.size
+        row, column, _ = tile_at(
+            jnp.arange(live, dtype=jnp.int32), jnp.maximum(rows, 1), jnp.maximum(columns, 1), group
+        )
+        tile = row * self.tiles.shape[1] + column
+        return jnp.concatenate([jnp.stack([rows * columns, jnp.int32(behind)]), tile])
+
+
+def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> All:
     """All tiles of so many rows and columns, of which the first are live."""
-    tokens, across = -(-rows // TOKENS), -(-columns // COLUMNS)
-    row = jnp.arange(tokens) * TOKENS < live_rows
-    column = jnp.arange(across) * COLUMNS < live_columns
-    return Visits(row[:, None] & column[None, :])
+    sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
+    row, column = (jnp.arange(-(-size // tile)) * tile < live for size, live, tile in sizes)
+    live = tuple((jnp.int32(live) + (tile - 1)) // tile for _, live, tile in sizes)
+    return All(row[:, None] & column[None, :], live)  # type: ignore[arg-type]
 
 
 def met(s: Spans, index: Array, everything: Visits) -> Visits:

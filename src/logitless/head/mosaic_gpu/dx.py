@@ -98,7 +98,8 @@ def _compute(m: Running, refs: _Refs) -> None:
                 d = d * (1.0 - own * own)
             zero = jnp.zeros_like(d)
             d = jnp.where(k == 0.0, zero, jnp.where(counts > 0.0, d, zero))  # whatever the row's numbers are
-            m.leave(refs.piece, i, d, refs.out.at[m.rows_of(tile), pl.ds(v * t.columns + begin, width)])
+            place = refs.out.at[m.rows_of(m.walk.place(tile)), pl.ds(v * t.columns + begin, width)]
+            m.leave(refs.piece, i, d, place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mine = pl.ds(0, t.rows)
         refs.sums[wg, mine] = mass
@@ -118,36 +119,68 @@ def columns_dx(
     target: Array,
     counts: Array,
     visits: Visits | None = None,
-    room: tuple[int, int] | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> tuple[Array, Array]:
     """``(dx [N, K] in the operands' dtype, mass that each row has [N])`` of the tokens of ``p`` in the columns of
     ``part`` that ``counts [K]`` (bool); zero in the others.
 
     ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. With ``visits`` no
     other tiles are computed: dx holds anything there, and the mass is that of the columns that a row's tile visits.
-    With ``room`` dx stands at the beginning of an array of that shape, at least N rounded up to tiles by K.
+    With a ``shape`` dx stands at the beginning of an array of that shape.
     """
     visits = all_of(p.n, part.vocab, p.n, part.vocab) if visits is None else visits
-    dx, mass = _columns_dx(p, row_numbers(p, known), part, target, counts, visits.tiles, room)
+    numbers = row_numbers(p, known), target, counts
+    dx, mass = _columns_dx(p, *numbers, part, visits.tiles, visits.listed(tiles_of(p, part).group), None, shape)
     return dx, mass * jnp.exp(known.stats.max_logp)
 
 
+def columns_dx_into(
+    place: Array,
+    behind: Array | int,
+    h: Array,
+    some: tuple[Problem, Known, Array],
+    part: Head,
+    counts: Array,
+    visits: Visits,
+) -> tuple[Array, Array]:
+    """:func:`columns_dx` of ``some`` tokens (a problem, what is known of it, its targets) whose hidden states are the
+    first of ``h``, written into the array ``place`` from row tile ``behind`` on. ``(dx, mass)``.
+
+    However many they are, it is one kernel for all calls with the same ``h`` and ``part``.
+    """
+    p, known, target = some
+    rest = h.shape[0] - p.n
+    rows, target = jnp.pad(row_numbers(p, known), ((0, 0), (0, rest))), jnp.pad(target, (0, rest), constant_values=-1)
+    transform = dataclasses.replace(p.transform, temperature=None)  # row numbers have it
+    fixed = Problem(h, p.head, target, transform, call=p.call)
+    listed = visits.listed(tiles_of(fixed, part).group, behind)
+    dx, mass = _columns_dx(fixed, rows, target, counts, part, visits.tiles, listed, place, None)
+    return dx, mass[: p.n] * jnp.exp(known.stats.max_logp)
+
+
+def tiles_of(p: Problem, part: Head) -> Tiles:
+    n, width = p.h.shape
+    return dataclasses.replace(tiles_for(n, width, part.vocab), stagger=0)
+
+
 # A function of its own: one that is called for the same shapes in several branches is lowered once.
-@functools.partial(jax.jit, static_argnames=("room", "tiles"))
+@functools.partial(jax.jit, static_argnames=("shape", "tiles"))
 def _columns_dx(
     p: Problem,
     rows: Array,
-    part: Head,
     target: Array,
     counts: Array,
+    part: Head,
     visited: Array,
-    room: tuple[int, int] | None = None,
+    listed: Array,
+    into: Array | None = None,
+    shape: tuple[int, int] | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Array, Array]:
-    """:func:`columns_dx` from :func:`row_numbers`, the mass relative to the row's largest probability."""
-    (n, h), columns = p.h.shape, part.vocab
-    t = tiles_for(n, h, columns) if tiles is None else tiles
-    t = dataclasses.replace(t, stagger=0)
+    """:func:`columns_dx` from :func:`row_numbers`, the mass relative to the row's largest probability; ``listed`` are
+    the tiles that are ``visited``."""
+    n, columns = p.n, part.vocab
+    t = tiles_of(p, part) if tiles is None else tiles
     token_tiles, column_tiles = -(-n // t.tokens), -(-columns // t.columns)
     padded, whole = token_tiles * t.tokens, column_tiles * t.columns
     line = Pipeline(t, p.h, part.weight, False, part.layout == "hv", p.call.interpret)
@@ -159,7 +192,7 @@ def _columns_dx(
     inputs = [
         p.h,
         part.weight,
-        Visits(visited).listed(t.group),
+        listed,
         token_rows(rows, padded, 0.0),
         token_rows(target.astype(jnp.int32), padded, -1),
         token_rows(counts.astype(jnp.float32), whole, 0.0),
@@ -180,11 +213,15 @@ def _columns_dx(
         m = line.of(h, w, Listed(tiles_of_all, column_tiles, t), ring)
         m.roles(lambda: _compute(m, r))
 
-    out_type = (
+    mass_type = jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32)
+    if into is None:
         # What hangs over the end is cut off, in whole tiles of shared memory.
-        jax.ShapeDtypeStruct((padded, -(-columns // TILE_K) * TILE_K) if room is None else room, p.h.dtype),
-        jax.ShapeDtypeStruct((column_tiles, padded), jnp.float32),
-    )
-    dx, mass = line.run(kernel, inputs, out_type, scratch, p.transform.softcap)
+        whole_tiles = (padded, -(-columns // TILE_K) * TILE_K)
+        dx_type = jax.ShapeDtypeStruct(whole_tiles if shape is None else shape, p.h.dtype)
+        dx, mass = line.run(kernel, inputs, (dx_type, mass_type), scratch, p.transform.softcap)
+    else:
+        place = jax.new_ref(into)
+        mass = line.run(kernel, [*inputs, place], mass_type, scratch, p.transform.softcap)
+        dx = jax.freeze(place)
     mass = jnp.sum(jnp.where(jnp.repeat(visited.T, t.tokens, axis=1), mass, 0.0), axis=0)[:n]
-    return dx[:n, :columns] if room is None else dx, mass
+    return dx[:n, :columns] if into is None and shape is None else dx, mass

@@ -29,6 +29,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from logitless.compat import gpu_load
 from logitless.head.mosaic_gpu import pipeline
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running
@@ -66,6 +67,7 @@ def product(
     shape: tuple[int, int] | None = None,
     into: Array | None = None,
     lists: Lists | None = None,
+    add: Any = None,
     interpret: Any = False,
 ) -> Array:
     """``left [R, D]`` times ``right [C, D]`` (each the other way round where its depth is first), in their dtype, over
@@ -74,7 +76,8 @@ def product(
 
     ``shape``: of the result, where the operands have more. With ``into`` the result stands in the place of that array,
     which keeps what lies beyond whole tiles of the live extents; else anything may stand there. With ``lists`` these
-    say what of the depth there is, and how many rows, or columns.
+    say what of the depth there is, and how many rows, or columns. With ``add`` (traced) it is added to what is there,
+    whose sizes are then multiples of 64.
     """
     whole = left.shape[1 if left_deep else 0], right.shape[1 if right_deep else 0]
     size = (whole if shape is None else shape) if into is None else into.shape
@@ -86,8 +89,9 @@ def product(
         form = lists.by_columns, lists.group // tile, lists.piece // TILE_K
         count, table = lists.count * form[1], lists.table
         rows, columns = (rows, count) if lists.by_columns else (count, columns)
-    all_of_it = extents(rows, columns, steps)
-    return _product(left, right, all_of_it, table, into, left_deep, right_deep, size, t, form, interpret)
+    all_of_it = extents(rows, columns, steps, add=0 if add is None else add)
+    deep = left_deep, right_deep, add is not None
+    return _product(left, right, all_of_it, table, into, *deep, size, t, form, interpret)
 
 
 def in_parts(
@@ -104,12 +108,14 @@ def in_parts(
     parts = jnp.clip(t.blocks // jnp.maximum(rows * columns, 1), 1, most)
     shape = (max(most, row_tiles), t.tokens, c)
     some = extents(rows, columns, steps, parts)
-    out = _product(left, right, some, None, None, False, right_deep, shape, t, None, interpret)
+    out = _product(left, right, some, None, None, False, right_deep, False, shape, t, None, interpret)
     tile, whole = jnp.arange(row_tiles, dtype=jnp.int32), jnp.zeros((row_tiles, *shape[1:]), jnp.float32)
+    part = jnp.arange(most, dtype=jnp.int32)[:, None]
+    there = (tile < rows) & (part < parts)
+    place = jnp.where(there, tile * parts + part, 0)
     for i in range(most):
-        there = (tile < rows) & (i < parts)
-        own = out.at[jnp.where(there, tile * parts + i, 0)].get(mode="promise_in_bounds")
-        whole = whole + jnp.where(there[:, None, None], own, 0.0)
+        own = out.at[place[i]].get(mode="promise_in_bounds")
+        whole = whole + jnp.where(there[i, :, None, None], own, 0.0)
     return whole.reshape(-1, c)[:r]
 
 
@@ -120,8 +126,8 @@ def _tiles(live: tuple[Any, Any, Any], t: Tiles) -> tuple[Any, ...]:
     return jnp.where(steps > 0, rows, 0), columns, steps
 
 
-def _compute(m: Running, out: Any, pieces: Any) -> None:
-    """A computing warpgroup: its half of the block's rows."""
+def _compute(m: Running, out: Any, pieces: Any, adds: Any) -> None:
+    """A computing warpgroup: its half of the block's rows. Where ``adds`` is not zero, added to what is there."""
     wg, t, width = jax.lax.axis_index("wg"), m.static.tiles, pieces.shape[-1]
 
     def per_tile(row: Array, column: Array, part: Array, n: Array) -> Array:
@@ -131,16 +137,32 @@ def _compute(m: Running, out: Any, pieces: Any) -> None:
         else:
             place, rows = out.at[row * m.walk.parts + part], pl.ds(wg * t.rows, t.rows)
         for i in range(t.columns // width):
-            columns = pl.ds(column * t.columns + i * width, width)
-            m.leave(pieces, i, x[:, i * width : (i + 1) * width], place.at[rows, columns])
+            first = column * t.columns + i * width
+            there, own = place.at[rows, pl.ds(first, width)], x[:, i * width : (i + 1) * width]
+            if adds is not None:
+                # Rows and columns come in whole pieces, but not in whole tiles.
+                begin = row * t.tokens + wg * t.rows
+                inside = jnp.logical_and(begin < place.shape[0], first < place.shape[1])
+                is_there = jnp.logical_and(adds != 0, inside)
+                own = _added(own, there, is_there)
+            m.leave(pieces, i, own, there)
         return n
 
     m.walk.tiles(per_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
+def _added(x: Array, place: Any, is_there: Array) -> Array:
+    """``x`` and, if so, what is in its place."""
+
+    def old() -> Array:
+        return gpu_load(place, plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+    return x + jax.lax.cond(is_there, old, lambda: jnp.zeros_like(x))
+
+
 # A function of its own: one that is called for the same shapes in several places is lowered once.
-@functools.partial(jax.jit, static_argnames=("left_deep", "right_deep", "shape", "t", "form", "interpret"))
+@functools.partial(jax.jit, static_argnames=("left_deep", "right_deep", "adds", "shape", "t", "form", "interpret"))
 def _product(
     left: Array,
     right: Array,
@@ -149,6 +171,7 @@ def _product(
     into: Array | None,
     left_deep: bool,
     right_deep: bool,
+    adds: bool,
     shape: tuple[int, ...],
     t: Tiles,
     form: tuple[bool, int, int] | None,
@@ -165,7 +188,7 @@ def _product(
     def kernel(left: Any, right: Any, live: Any, *refs: Any) -> None:
         listed, (out, pieces, *ring) = (None, refs) if form is None else (refs[0], refs[1:])
         m = line.of(left, right, TileByTile(live, t) if form is None else ByLists(live, listed, t, *form), ring)
-        m.roles(lambda: _compute(m, out, pieces))
+        m.roles(lambda: _compute(m, out, pieces, live[4] if adds else None))
 
     inputs, scratch = [left, right, live, *([] if lists is None else [lists])], [pieces, *line.scratch()]
     if into is None:

@@ -34,7 +34,7 @@ from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
 from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import at_once, blocks, matmul, screen
+from logitless.head.mosaic_gpu import at_once, blocks, hard, matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
 from logitless.head.mosaic_gpu.blocks import Spans
 from logitless.head.mosaic_gpu.limits import visit_of
@@ -57,20 +57,15 @@ reading the head does. And the most such groups: each rounds what it adds to dW 
 
 
 def slab_rule(vocab: int, backward: int = 2) -> Rule:
-    """The sizes of a slab's buffers, and what columns and hard rows cost here: logits of both are made again. A quarter
-    of the ordinary slab, since it meets four times the tokens of a chunk."""
+    """The sizes of a slab's buffers, and what columns and hard rows cost here: logits of both are made again. Three
+    eighths of the ordinary slab, since it meets four times the tokens of a chunk."""
     rule = chunk_rule(vocab, backward)
-    slab = rule.slab // 4 if rule.slab % 512 == 0 else rule.slab
-    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab)
+    slab = 3 * rule.slab // 8 if rule.slab % 1024 == 0 else rule.slab
+    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
 
 
 def _rule(p: Problem, want: Wanted) -> Rule:
     return slab_rule(p.head.vocab, want.matmuls)
-
-
-def _wide(rule: Rule) -> Rule:
-    """For hard rows that are many: over so many columns each step counts."""
-    return dataclasses.replace(rule, slab=3 * rule.slab // 2)
 
 
 def _group(p: Any) -> int:
@@ -116,11 +111,11 @@ class ScreenedSparse(Sparse):
             f"1 + 3 K/V per live token{late}, 4 a hard row; one less of the K/V and of the rest with a frozen head, "
             "1 without a gradient"
         )
-        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "wide_slab": _wide(rule).slab}
+        tiles = {"chunk": p.call.chunk, "slab": rule.slab}
         tiles |= {"visit": visit_of(p), "group": _group(p)}
         held = at_once.room(p, rule)
         if held is not None:
-            tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard}
+            tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
         if p.call.memory_budget is not None and way.in_forward:
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
@@ -288,22 +283,25 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
     hard rows. ``known`` is in the order of ``f``."""
     p, rule = f.p, _rule(f.p, want)
-
-    def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array]:
-        return _by_slabs(f, want, known, found, head)
-
     held = at_once.room(p, rule)
+
+    def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array, Array]:
+        return _by_slabs(f, want, known, found, head, 0 if held is None else held.hard // 2)
+
     if held is not None:
         total, left_out = at_once.gradients(f, want, known, found, rule, held, by_slabs)
     else:
-        total, left_out = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
+        total, left_out, _ = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
         total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)
     return finished(p, total), f.put_back(left_out)
 
 
-def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: HeadGrads) -> tuple[Gradients, Array]:
-    """:func:`_gradients` in the order of ``f``, those of the head added to ``head``: loops over slabs of columns and
-    over groups of hard rows."""
+def _by_slabs(
+    f: Ordered, want: Wanted, known: Known, found: Screened, head: HeadGrads, leave: int
+) -> tuple[Gradients, Array, Array]:
+    """``(gradients, mass left out [N], hard rows that are left to others [N])`` in the order of ``f``, those of the
+    head added to ``head``: loops over slabs of columns. Up to ``leave`` hard rows are left; without that they go in
+    groups, or where they are many by slabs, too."""
     p, rule, c = f.p, _rule(f.p, want), found.columns
     moving = known.g.any_nonzero()
     hidden = jnp.zeros(p.h.shape, jnp.float32) if want.hidden else None
@@ -311,28 +309,30 @@ def _by_slabs(f: Ordered, want: Wanted, known: Known, found: Screened, head: Hea
     start = Gradients(hidden, head), nothing
     total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), start)
     left_out = jnp.where(moving, mass_beside(kept), 0.0)
-    hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
+    is_hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
 
-    rest = live_sweep(hard, _group(p))
-    many = jnp.asarray(rest.count > _GROUPS * rest.chunk)
-    few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
-    total = few.run(lambda visit, total: at_once.add_group(f, visit, known, found.spans.active, total), total)
-    wide = _wide(rule)
-    slabs = -(-p.head.vocab // wide.slab)
-    others = columns_of.compacted(~found.spans.active, slabs * wide.slab)
-    left = Known(known.stats, without(known.g, ~hard))
+    rest = live_sweep(is_hard, _group(p))
+    many = jnp.asarray(rest.count > (leave or _GROUPS * rest.chunk))
+    if not leave:
+        few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
+        total = few.run(lambda visit, total: hard.add_few(f, visit, known, found.spans.active, total), total)
+    slabs = -(-p.head.vocab // rule.slab)
+    order = jnp.argsort(found.spans.active, stable=True).astype(jnp.int32)  # the others first
+    at = jnp.arange(slabs * rule.slab, dtype=jnp.int32)
+    others = jnp.where(at < p.head.vocab - c.count, jnp.pad(order, (0, at.size - order.size)), p.head.vocab + at)
+    left = Known(known.stats, without(known.g, ~is_hard))
 
     def all_others(total: Gradients) -> Gradients:
         # As many turns as there are slabs, used or not: a loop whose length the compiler knows asks the host nothing.
-        return _over_slabs(f, wide, left, others, slabs, (total, nothing))[0]
+        return _over_slabs(f, rule, left, others, slabs, (total, nothing))[0]
 
     total = once(many, all_others, total)
     dh = None
     if total.hidden is not None:
-        easy = without(known.g, hard | ~moving)
+        easy = without(known.g, is_hard | ~moving)
         dh = total.hidden + in_their_place(mean_row(rule, p), left_out, easy, p.transform)
         dh = dh.astype(p.h.dtype)
-    return Gradients(dh, total.head), left_out
+    return Gradients(dh, total.head), left_out, is_hard & ~many if leave else jnp.zeros_like(is_hard)
 
 
 def _report(

@@ -1,0 +1,155 @@
+"""Hard rows on a Hopper GPU: through all columns that are not active, a group of them at a time.
+
+    dx      of the group, over the whole head as it lies there (``dx.py``); zero in the active columns      G H V
+    dH      one matmul in parts of the vocabulary, added to what the active columns gave                    G H V
+    dW      one matmul, *written* by the first group, so that nobody has to write zeros; the next ones add  G H V
+
+All by kernels that take their extents from the device. A group with no rows costs its launches.
+
+    bytes   dx, 2 G V; the head twice and dW once, twice where it is added
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.head.linear import add_dhead, dot
+from logitless.head.mosaic_gpu import blocks, product
+from logitless.head.mosaic_gpu.blocks import Visits
+from logitless.head.mosaic_gpu.dx import columns_dx
+from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.order import Ordered
+from logitless.head.slabs import Known
+from logitless.problem import Gradients, HeadGrads, Problem
+from logitless.pytree import register
+from logitless.rows import Visit, order_by_rank
+
+GROUP = 480
+"""Rows of 8192 tokens that go through all columns at a time: their dx over the vocabulary is the largest array of a
+call."""
+
+GROUPS = 3
+"""And how many groups there may be; each rounds what it adds to dW."""
+
+
+def group_size(n: int) -> int:
+    """Rows of a group, for so many tokens."""
+    return min(GROUP * -(-n // 8192), -(-n // 8) * 8)
+
+
+def most_rows(n: int) -> int:
+    """Of all groups."""
+    size = group_size(n)
+    return max(min(GROUPS, n // size), 1) * size
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Hard:
+    """Rows that leave out too much: positions among the tokens, of which the first ``count`` are meant."""
+
+    rows: Array  # [most] int32
+    count: Array
+
+    def visit(self, first: int, size: int, n: int) -> Visit:
+        """``size`` of them, of ``n`` tokens."""
+        at = first + jnp.arange(size, dtype=jnp.int32)
+        rows = self.rows[first : first + size]
+        return Visit(rows, jnp.where(at < self.count, rows, n))
+
+
+def hard_rows(hard: Array, most: int) -> Hard:
+    """Those where ``hard [N]`` is true, of which no more than ``most`` will be asked for."""
+    return Hard(order_by_rank(hard, ~hard)[:most], jnp.sum(hard, dtype=jnp.int32))
+
+
+def group_of(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, Known]:
+    """Some tokens, and what is known of them."""
+    inside = visit.inside(f.p.n)[:, None]
+    h = jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype))
+    return visit.problem(f.p, h), Known(*visit.known(known.stats, known.g, f.p.n))
+
+
+def _dx(q: Problem, known: Known, active: Array, visits: Visits | None = None, shape: Any = None) -> Array:
+    """dx ``[G, V]`` of a group, zero in the active columns."""
+    others = ~active & (jnp.arange(q.head.vocab) < q.call.vocab_size)
+    target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
+    return columns_dx(q, known, q.head, target, others, visits, shape)[0]
+
+
+def dweight(p: Problem, dx: Array, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
+    """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows, of which
+    these columns and rows are ``live``."""
+    pair, extent, size = (dx, h), (live[0], h.shape[1]), (columns or 0, h.shape[1])
+    if p.head.axis == 1:
+        pair, extent, size = pair[::-1], extent[::-1], size[::-1]  # type: ignore[assignment]
+    shape = None if columns is None else size
+    how |= dict(left_deep=True, right_deep=True, interpret=p.call.interpret)
+    return product.product(*pair, (*extent, live[1]), shape=shape, **how)
+
+
+def dbias(dx: Array, there: Array) -> Array:
+    """The bias' gradient, of dx where it is ``there``."""
+    return jnp.sum(jnp.where(there, dx, jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
+
+
+def apart(count: Array) -> Array:
+    """``count``, which is not negative, through a loop of two turns that change nothing.
+
+    XLA makes one CUDA graph of all that lies between two loops, and the host prepares a graph as a whole before it
+    starts: 0.65 ms, for which the device would wait after a question. So the rest is several of them, and while the
+    device works on one the host prepares the next.
+    """
+    return lax.fori_loop(0, 2, lambda i, n: jnp.maximum(n, i - 1), count)
+
+
+def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradients, blank: Array) -> Gradients:
+    """``total`` with what hard rows have in the columns that are not ``active [V]``; dH in the order of the call.
+
+    Where ``blank``, dW holds anything so far, and is written whole.
+    """
+    size = group_size(f.given.n)
+    for first in range(0, hard.rows.size, size):
+        # One after the other: each has the largest array of the call.
+        total, hard = lax.optimization_barrier((total, hard))
+        if first == size:
+            hard = dataclasses.replace(hard, count=apart(hard.count))
+        total = _add_group(f, hard, first, size, known, active, total, blank if first == 0 else jnp.asarray(False))
+    return total
+
+
+def _add_group(
+    f: Ordered, hard: Hard, first: int, size: int, known: Known, active: Array, total: Gradients, blank: Array
+) -> Gradients:
+    visit = hard.visit(first, size, f.p.n)
+    q, at = group_of(f, visit, known)
+    head, vocab, width, interpret = f.p.head, f.p.head.vocab, q.h.shape[1], f.p.call.interpret
+    count = jnp.clip(hard.count - first, 0, size)
+    here = jnp.where(blank, jnp.maximum(count, 1), count)  # at least one: dW's zeros come from dx, too
+    dx = _dx(q, at, active, blocks.all_of(size, vocab, here, vocab), (size, -(-vocab // TILE_K) * TILE_K))
+    hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
+    if hidden is not None:
+        deep = dict(right_deep=head.axis == 0, interpret=interpret)
+        own = product.in_parts(dx, head.weight, (count, width, vocab), **deep)
+        mine = f.in_call(visit)
+        hidden = mine.put(hidden, mine.take(hidden).astype(jnp.float32) + own)
+    if weight is not None:
+        weight = dweight(f.p, dx, q.h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=~blank)
+    if bias is not None:
+        bias = bias + dbias(dx[:, :vocab], (jnp.arange(size) < here)[:, None])
+    return Gradients(hidden, HeadGrads(weight, bias))
+
+
+def add_few(f: Ordered, visit: Visit, known: Known, active: Array, total: Gradients) -> Gradients:
+    """:func:`add_rows` where the kernels for it do not serve: the tokens of ``visit``, dH in the order of ``f``. One
+    matmul each for the logits of a group of rows over the whole head, its dH and its dW."""
+    head, (q, at) = f.p.head, group_of(f, visit, known)
+    dx = _dx(q, at, active)
+    hidden = total.hidden
+    if hidden is not None:
+        hidden = visit.put(hidden, visit.take(hidden).astype(jnp.float32) + dot(dx, head.weight, (1, head.axis)))
+    return Gradients(hidden, add_dhead(total.head, dx, q.h, head))
