@@ -36,7 +36,6 @@ from jax import Array, lax
 
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
-from logitless.head.linear import zero_grads
 from logitless.head.mosaic_gpu import blocks, product
 from logitless.head.mosaic_gpu.blocks import TOKENS, Visits
 from logitless.head.mosaic_gpu.dx import columns_dx_into
@@ -86,16 +85,21 @@ def _in_tiles(tokens: int) -> int:
 
 
 def room(p: Any, rule: Rule) -> Room | None:
-    """None where the kernels' copies would have ragged tiles, or where dW has no room for dx."""
+    """None where the kernels' copies would have ragged tiles, or where dW has no room for dx. Where it is scarce, room
+    for columns comes first: there may be fewer groups of hard rows."""
     width, vocab = p.h.shape[1], p.head.vocab
     if width % TILE_K or vocab % TILE_K:
         return None
     most = min(COLUMNS, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
     most = most // TILE_K * TILE_K
-    hard = most_rows(p.n)
-    tokens = _in_tiles(p.n)
-    shape = _as_rows(vocab * width, tokens + _in_tiles(hard), most)
-    return None if shape is None else Room(min(most, shape[1]), hard, tokens, shape)
+    tokens, found = _in_tiles(p.n), None
+    for hard in most_rows(p.n):
+        shape = _as_rows(vocab * width, tokens + _in_tiles(hard), most)
+        if shape is not None and (found is None or shape[1] > found.in_dw[1]):
+            found = Room(min(most, shape[1]), hard, tokens, shape)
+        if found is not None and found.columns == most:
+            break
+    return found
 
 
 def _as_rows(size: int, rows: int, columns: int) -> tuple[int, int] | None:
@@ -131,7 +135,8 @@ class _Live:
 
 
 def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, held: Room, by_slabs: BySlabs) -> Any:
-    """``(gradients, mass left out [N])``; dH in the order of the call, the mass in that of ``f``."""
+    """``(gradients, mass left out [N], columns that a token met)``; dH in the order of the call, the mass in that of
+    ``f``."""
     p, c = f.p, found.columns
     fits = held.holds(c.count) & ~c.dense & ~(found.apart > MOST_APART * f.count)
     live = _Live(f.count, c.count, jnp.int32(0)).where(fits)
@@ -159,7 +164,13 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     weight = dx.reshape(p.head.weight.shape) if want.weight else None
     bias = jnp.zeros((p.head.vocab,), jnp.float32) if want.bias else None
     start = Gradients(hidden, HeadGrads(weight, bias)), left_out, hard
-    total, left_out, hard = once(~ok, lambda _: _in_halves(f, want, known, held, by_slabs), start)
+
+    def slabs(state: Any) -> Any:
+        # In its own memory: an array of zeros would be a second dW.
+        blank = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros((), x.dtype)), state[0])
+        return _in_halves(f, known, held, by_slabs, blank)
+
+    total, left_out, hard = once(~ok, slabs, start)
     head, own = total.head, HeadGrads(None, None)
     if want.weight or want.bias:
         dx = dx if head.weight is None else head.weight.reshape(dx.shape)
@@ -170,7 +181,7 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     index = jnp.where(ok, index, p.head.vocab + jnp.arange(held.columns, dtype=jnp.int32))
     # Hard rows have zeros there.
     head = columns_of.put_head_columns(total.head, index, own, p.head.layout, add=False, ascending=False)
-    return Gradients(total.hidden, head), left_out
+    return Gradients(total.hidden, head), left_out, jnp.where(ok, visits.columns(), c.count)
 
 
 # -- the active columns ----------------------------------------------------------------------------------------------
@@ -284,10 +295,13 @@ def _dhead(
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _in_halves(f: Ordered, want: Wanted, known: Known, held: Room, by_slabs: BySlabs) -> tuple[Gradients, Array, Hard]:
-    """All gradients by slabs of columns, but for hard rows that are few; dH in the order of the call: in float32 dH of
-    all tokens would be the largest buffer. Every other token at a time, or where one half holds them all, that half:
-    what dW has after the first turn is rounded, and halves of sorted tokens may be large and of opposite signs."""
+def _in_halves(
+    f: Ordered, known: Known, held: Room, by_slabs: BySlabs, blank: Gradients
+) -> tuple[Gradients, Array, Hard]:
+    """All gradients, added to ``blank`` ones, by slabs of columns, but for hard rows that are few; dH in the order of
+    the call: in float32 dH of all tokens would be the largest buffer. Every other token at a time, or where one half
+    holds them all, that half: what dW has after the first turn is rounded, and halves of sorted tokens may be large and
+    of opposite signs."""
     p = f.p
     half = p.n // 2
     both = f.count > half
@@ -303,8 +317,6 @@ def _in_halves(f: Ordered, want: Wanted, known: Known, held: Room, by_slabs: ByS
             hidden = f.in_call(Visit(own, own)).put(hidden, new.hidden)
         return Gradients(hidden, new.head), left_out.at[own].set(mass), left.at[own].set(hard)
 
-    hidden = jnp.zeros(f.given.h.shape, p.h.dtype) if want.hidden else None
-    total = Gradients(hidden, zero_grads(p.head, want, p.head.weight.dtype))
-    start = total, jnp.zeros((p.n,), jnp.float32), jnp.zeros((p.n,), bool)
+    start = blank, jnp.zeros((p.n,), jnp.float32), jnp.zeros((p.n,), bool)
     total, left_out, left = lax.fori_loop(0, jnp.where(both, 2, f.count > 0), step, start)
     return total, left_out, hard_rows(left, held.hard)

@@ -70,6 +70,10 @@ class Visits:
 
     tiles: Array
 
+    def columns(self) -> Array:
+        """That a token's tile visits, on average over the live tiles."""
+        return COLUMNS * jnp.sum(self.tiles) / jnp.maximum(jnp.sum(jnp.any(self.tiles, axis=1)), 1)
+
     def whole(self, columns: int) -> Array:
         """Bool ``[tokens, columns]``, of whole tiles of tokens."""
         return jnp.repeat(jnp.repeat(self.tiles, TOKENS, axis=0), COLUMNS, axis=1)[:, :columns]

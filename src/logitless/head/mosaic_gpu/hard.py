@@ -41,10 +41,10 @@ def group_size(n: int) -> int:
     return min(GROUP * -(-n // 8192), -(-n // 8) * 8)
 
 
-def most_rows(n: int) -> int:
-    """Of all groups."""
+def most_rows(n: int) -> list[int]:
+    """Of so many groups as there may be, and of fewer."""
     size = group_size(n)
-    return max(min(GROUPS, n // size), 1) * size
+    return [size * groups for groups in range(max(min(GROUPS, n // size), 1), 0, -1)]
 
 
 @register

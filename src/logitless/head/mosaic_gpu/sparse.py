@@ -157,11 +157,11 @@ class ScreenedSparse(Sparse):
         # Apart: XLA would compute the loss, its sums and what is gathered from it in one block of threads.
         out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
         g = lax.optimization_barrier(loss.cotangents(out))
-        total, left_out = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
+        total, left_out, width = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
         # Metrics last: they would stand between the one question to the host and the first matmul after it.
-        out, g, left_out, total = lax.optimization_barrier((out, g, left_out, total))
+        out, g, left_out, width, total = lax.optimization_barrier((out, g, left_out, width, total))
         columns = dataclasses.replace(found.columns, left_out=left_out)
-        return out, _report(p, want, out, g, columns, g.any_nonzero()), total
+        return out, _report(p, want, out, g, columns, g.any_nonzero(), width), total
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
         """Statistics and columns by one matmul, and what each row leaves out (K / V of one more)."""
@@ -279,9 +279,9 @@ def _put(whole: Any, rows: Any, begin: Array | int) -> Any:
     return None if whole is None else lax.dynamic_update_slice_in_dim(whole, rows, begin, 0)
 
 
-def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array]:
-    """``(gradients, mass left out [N])``, in the order of the call: the active columns for every row, the others for
-    hard rows. ``known`` is in the order of ``f``."""
+def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array, Array]:
+    """``(gradients, mass left out [N], columns that a token met)``, in the order of the call: the active columns for
+    every row, the others for hard rows. ``known`` is in the order of ``f``."""
     p, rule = f.p, _rule(f.p, want)
     held = at_once.room(p, rule)
 
@@ -289,11 +289,12 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
         return _by_slabs(f, want, known, found, head, 0 if held is None else held.hard // 2)
 
     if held is not None:
-        total, left_out = at_once.gradients(f, want, known, found, rule, held, by_slabs)
+        total, left_out, width = at_once.gradients(f, want, known, found, rule, held, by_slabs)
     else:
         total, left_out, _ = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
         total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)
-    return finished(p, total), f.put_back(left_out)
+        width = found.columns.count
+    return finished(p, total), f.put_back(left_out), width
 
 
 def _by_slabs(
@@ -336,8 +337,16 @@ def _by_slabs(
 
 
 def _report(
-    p: Problem, want: Wanted, out: TokenStats, g: StatCotangents | None, c: Columns, rows: Array
+    p: Problem,
+    want: Wanted,
+    out: TokenStats,
+    g: StatCotangents | None,
+    c: Columns,
+    rows: Array,
+    width: Array | None = None,
 ) -> SparseReport:
-    """All in the order of the call."""
+    """All in the order of the call. ``width``: columns that a token met; of the active ones all, unless it is said."""
     hard = rows & misses(p.tolerance, out, g, p.call.vocab_size)(c.left_out) & ~c.dense
-    return chunk_report(_rule(p, want), p.head, c, rows, hard)
+    report = chunk_report(_rule(p, want), p.head, c, rows, hard)
+    met = jnp.where(c.dense, p.head.vocab, c.count if width is None else width)
+    return dataclasses.replace(report, width=met.astype(jnp.float32))
