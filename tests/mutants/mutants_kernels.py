@@ -373,47 +373,98 @@ MUTANTS = [
     ),
     # all active columns at once
     *(
-        m("head/mosaic_gpu/at_once", old, new, f"{GPU_SPARSE}::{test}")
+        m(f"head/mosaic_gpu/{file}", old, new, f"{GPU_SPARSE}::{test}")
         for test, faults in {
             "test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]": (
-                ("at.take(hidden).astype(jnp.float32) + own)", "at.take(hidden).astype(jnp.float32))"),
-                ("without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
-                ("others = ~active & (", "others = (active | ~active) & ("),
-                ("target = place.at[p.targets]", "target = place.at[p.targets + 1]"),
-                ("extent = live.tokens, p.h.shape[1], live.columns + 1", "extent = live.tokens, p.h.shape[1], 1"),
-                ("(place < live.tokens)[:, None]", "(place < 64)[:, None]"),
-                ("_dweight(f.p, dx, q.h, ", "_dweight(f.p, dx, 2 * q.h, "),
-                ("jnp.maximum(n, i - 1)", "0 * n"),
+                ("hard", "mine.take(hidden).astype(jnp.float32) + own)", "mine.take(hidden).astype(jnp.float32))"),
+                ("hard", "others = ~active & (", "others = (active | ~active) & ("),
+                ("hard", "dweight(f.p, dx, q.h, ", "dweight(f.p, dx, 2 * q.h, "),
+                ("hard", "jnp.maximum(n, i - 1)", "0 * n"),
+                ("at_once", "without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
+                ("at_once", "where.at[some[0].targets]", "where.at[some[0].targets + 1]"),
+                ("at_once", "(first < live.tokens)[:, None]", "(first < 64)[:, None]"),
+                ("at_once", "second = held.tokens + jnp", "second = held.tokens + 1 + jnp"),
+                ("at_once", "first = jnp.where(is_hard, n,", "first = jnp.where(is_hard & False, n,"),
+                ("at_once", "place, place - hard)", "place, place)"),
+                ("at_once", "(at > 0) & (at <= live.columns)", "at <= live.columns"),
+                ("schedule", "return row + self.listed[1]", "return row"),
             ),
             "test_with_just_enough_room_all_goes_at_once": (
-                ("fits & (count <= held.hard)", "fits & (count < held.hard)"),
-                ("return columns < self.columns", "return columns + 64 < self.columns"),
+                ("at_once", "fits & (hard.count <= held.hard)", "fits & (hard.count < held.hard)"),
+                ("at_once", "return columns < self.columns", "return columns + 64 < self.columns"),
+            ),
+            "test_hard_rows_in_groups": (
+                ("hard", "blank if first == 0 else jnp.asarray(False)", "blank"),
+                ("hard", "jnp.clip(hard.count - first, 0, size)", "jnp.clip(hard.count, 0, size)"),
+                ("hard", "rows = self.rows[first : first + size]", "rows = self.rows[:size]"),
             ),
             "test_what_does_not_fit_goes_by_slabs[columns]": (
-                ("return columns < self.columns", "return columns < 2 * self.columns"),
-                ("add_dhead(total.head, dx, rows[0].h, head)", "total.head"),
-                ("        begin = i * half\n", "        begin = 0 * i\n"),
-                ("f.in_call(Visit(own, own)).put", "Visit(own, own).put"),
-                ("jnp.where(ok, index, p.head.vocab", "jnp.where(ok | True, index, p.head.vocab"),
+                ("at_once", "return columns < self.columns", "return columns < 2 * self.columns"),
+                ("at_once", "2 * own + i, own)", "2 * own, own)"),
+                ("at_once", "f.in_call(Visit(own, own)).put", "Visit(own, own).put"),
+                ("at_once", "jnp.where(ok, index, p.head.vocab", "jnp.where(ok | True, index, p.head.vocab"),
+                ("at_once", "hard_rows(left, held.hard)", "hard_rows(left & False, held.hard)"),
+                ("at_once", "jnp.where(ok, x, jnp.zeros((), x.dtype))", "x"),
             ),
-            "test_what_does_not_fit_goes_by_slabs[hard]": (("fits & (count <= held.hard)", "fits"),),
+            "test_what_does_not_fit_goes_by_slabs[hard]": (("at_once", "fits & (hard.count <= held.hard)", "fits"),),
+            "test_where_the_kernels_for_hard_rows_do_not_serve": (
+                ("hard", "add_dhead(total.head, dx, q.h, head)", "total.head"),
+            ),
             "test_a_flat_policy_goes_by_slabs": (
-                ("~(found.apart > MOST_APART * f.count)", "~(found.apart > f.count)"),
+                ("at_once", "~(found.apart > MOST_APART * f.count)", "~(found.apart > f.count)"),
             ),
             "test_dx_fits_into_the_place_of_dw[vh-151936]": (
-                ("size // width >= rows", "size // width >= rows // 2"),
-                ("size % (8 * width) == 0", "size % width == 0 or True"),
+                ("at_once", "size // width >= rows", "size // width >= rows // 2"),
+                ("at_once", "size % (8 * width) == 0", "size % width == 0 or True"),
             ),
             "test_dx_is_no_larger_than_it_must_be_without_dw[True]": (
-                ("return self.in_dw if want.weight else", "return self.in_dw if self.in_dw else"),
+                ("at_once", "return self.in_dw if want.weight else", "return self.in_dw if self.in_dw else"),
             ),
             "test_other_heads_go_at_once": (
-                ("return jnp.sum(jnp.where(there, dx,", "return jnp.sum(jnp.where(~there, dx,"),
-                ("_dbias(dx[: p.n, :columns], live)", "_dbias(0 * dx[: p.n, :columns], live)"),
+                ("hard", "return jnp.sum(jnp.where(there, dx,", "return jnp.sum(jnp.where(~there, dx,"),
+                (
+                    "at_once",
+                    "dbias(dx[: held.rows, : held.columns], there)",
+                    "dbias(0 * dx[: held.rows, : held.columns], there)",
+                ),
             ),
-            "test_where_nothing_goes_at_once": (("if width % TILE_K or vocab % 8:", "if width % TILE_K:"),),
+            "test_where_nothing_goes_at_once": (
+                ("at_once", "if width % TILE_K or vocab % 8:", "if width % TILE_K:"),
+                ("hard", "head.weight.shape[0] % TILE_K == 0", "head.weight.shape[0] % 8 == 0"),
+            ),
+            # which tiles are visited
+            "test_common_columns_come_first_and_rare_ones_by_their_tiles": (
+                ("blocks", "jnp.where(common, end - s.last,", "jnp.where(common, s.last,"),
+                ("blocks", "s.last - s.first >= _NEAR", "s.last - s.first > _NEAR"),
+            ),
+            "test_a_tile_is_visited_where_a_column_of_it_is_active": (
+                ("blocks", "(first <= tile) & (tile <= last)", "first <= tile"),
+                ("blocks", "tiles = tiles.at[:, 0].set(True)", "tiles = tiles"),
+                ("blocks", "return Visits(tiles & everything.tiles)", "return Visits(tiles)"),
+            ),
+            "test_all_tiles_are_listed_as_any_are[20-3-live2]": (
+                ("blocks", "place // (group * columns) * group", "place // (group * columns)"),
+            ),
+            "test_spans_by_the_definition": (
+                ("screen", "first.at[target].min(token_tile", "first.at[target].min(token_tile + 1"),
+                ("screen", "lax.bitwise_or, (2,))", "lax.bitwise_and, (2,))"),
+            ),
+            "test_a_product_by_lists[False]": (
+                ("schedule", "self.lists[which, 0] * share", "which * share"),
+                ("schedule", "* size + lax.rem(step, size)", "* size"),
+                ("schedule", "self.lists[part, 1] * self.steps", "self.lists[part, 1]"),
+            ),
+            "test_a_product_is_added_if_the_device_says_so[shape0]": (
+                ("product", "jnp.logical_and(adds != 0, inside)", "inside"),
+            ),
         }.items()
-        for old, new in faults
+        for file, old, new in faults
+    ),
+    m(
+        "head/order",
+        "most - jnp.clip(bits, 0, most)",
+        "jnp.clip(bits, 0, most)",
+        f"{GPU_SPARSE}::test_tokens_that_are_least_sure_come_first",
     ),
     m(
         "head/order",
@@ -425,9 +476,14 @@ MUTANTS = [
     *(
         m(f"head/mosaic_gpu/{file}", old, new, f"{GPU_SPARSE}::{test}")
         for file, old, new, test in (
-            ("product", "tile * parts + i, 0)", "tile + i, 0)", "test_a_deep_product_in_parts[129]"),
+            ("product", "tile * parts + part, 0)", "tile + part, 0)", "test_a_deep_product_in_parts[129]"),
             ("product", "row * m.walk.parts + part", "row + part", "test_a_deep_product_in_parts[129]"),
-            ("product", "(tile < rows) & (i < parts)", "i < parts", "test_a_deep_product_in_parts[1]"),
+            (
+                "product",
+                "(tile < rows) & (part < parts)",
+                "(tile >= 0) & (part < parts)",
+                "test_a_deep_product_in_parts[1]",
+            ),
             (
                 "product",
                 "(x + (size - 1)) // size for x",
@@ -465,7 +521,7 @@ MUTANTS = [
             ("d = d * (1.0 - own * own)", "d = d", "bent"),
             ("epilogue.across(target - begin, width)", "epilogue.across(target, width)", "ragged"),
             ("slope * at_target, ", "at_target, ", "temperature"),
-            ("< live_tiles[1], mass, 0.0), axis=0)[:n]", "< 1, mass, 0.0), axis=0)[:n]", "ragged"),
+            ("jnp.repeat(visited.T, t.tokens, axis=1)", "jnp.repeat(visited.T | True, t.tokens, axis=1)", "ragged"),
         )
     ),
     # a flat policy is seen early

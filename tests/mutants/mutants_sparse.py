@@ -309,19 +309,24 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/screen",
-        "mine = jnp.where((rows & ~wide)[None, :, None], words, 0)",
-        "mine = jnp.where(rows[None, :, None], words, 0)",
+        "chooses = jnp.pad(rows & ~wide,",
+        "chooses = jnp.pad(rows,",
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
     m(
         "head/mosaic_gpu/screen",
-        "return passed(any_row, p.head.vocab, tile) | targets,",
-        "return passed(any_row, p.head.vocab, tile),",
+        "last.at[target].max(token_tile",
+        "last.at[target].max(0 * token_tile - 1",
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
     # Hopper: gradients over its columns
-    m("head/mosaic_gpu/sparse", "easy = without(known.g, hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
-    m("head/mosaic_gpu/sparse", "Known(known.stats, without(known.g, ~hard))", "Known(known.stats, known.g)", VISITS),
+    m("head/mosaic_gpu/sparse", "easy = without(known.g, is_hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
+    m(
+        "head/mosaic_gpu/sparse",
+        "Known(known.stats, without(known.g, ~is_hard))",
+        "Known(known.stats, known.g)",
+        VISITS,
+    ),
     m(
         "head/mosaic_gpu/sparse",
         "kept = c.kept + jnp.sum(probabilities(",
@@ -338,8 +343,8 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/sparse",
-        "others = columns_of.compacted(~found.active,",
-        "others = columns_of.compacted(found.active,",
+        "order = jnp.argsort(found.spans.active,",
+        "order = jnp.argsort(~found.spans.active,",
         VISITS,
     ),
     m("head/mosaic_gpu/sparse", "(f.count + (visit - 1)) // visit", "f.count // visit", VISITS),

@@ -33,7 +33,8 @@ class SparseReport:
 
         ``left_out_mass`` (mean, ``_max``) and ``hard_rows`` are over the tokens with a gradient; ``active_columns`` is
         the share of the vocabulary that was active in the sparse chunks, ``backward_columns`` the share that the
-        backward matmuls took in all chunks (whole slabs; 1 in dense ones), ``dense_chunks`` the share of dense chunks.
+        backward matmuls took in all chunks (whole slabs, or what a tile of tokens met; 1 in dense ones),
+        ``dense_chunks`` the share of dense chunks.
         """
         r = jax.lax.stop_gradient(self)
         rows, chunks = jnp.sum(r.rows, dtype=jnp.float32), r.chunks.astype(jnp.float32)

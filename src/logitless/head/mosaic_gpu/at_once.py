@@ -88,12 +88,12 @@ def room(p: Any, rule: Rule) -> Room | None:
     """None where the kernels' copies would have ragged tiles, or where dW has no room for dx. Where it is scarce, room
     for columns comes first: there may be fewer groups of hard rows."""
     width, vocab = p.h.shape[1], p.head.vocab
-    if width % TILE_K or vocab % TILE_K:
+    if width % TILE_K or vocab % 8:
         return None
     most = min(COLUMNS, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
     most = most // TILE_K * TILE_K
     tokens, found = _in_tiles(p.n), None
-    for hard in most_rows(p.n):
+    for hard in most_rows(p.n, p.head):
         shape = _as_rows(vocab * width, tokens + _in_tiles(hard), most)
         if shape is not None and (found is None or shape[1] > found.in_dw[1]):
             found = Room(min(most, shape[1]), hard, tokens, shape)

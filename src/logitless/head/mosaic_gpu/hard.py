@@ -41,10 +41,16 @@ def group_size(n: int) -> int:
     return min(GROUP * -(-n // 8192), -(-n // 8) * 8)
 
 
-def most_rows(n: int) -> list[int]:
+def can_add(head: Any) -> bool:
+    """Whether a product can be added to dW: it reads whole pieces of it."""
+    return head.weight.shape[0] % TILE_K == 0  # type: ignore[no-any-return]
+
+
+def most_rows(n: int, head: Any) -> list[int]:
     """Of so many groups as there may be, and of fewer."""
     size = group_size(n)
-    return [size * groups for groups in range(max(min(GROUPS, n // size), 1), 0, -1)]
+    groups = min(GROUPS, n // size) if can_add(head) else 1
+    return [size * k for k in range(max(groups, 1), 0, -1)]
 
 
 @register
@@ -110,7 +116,8 @@ def apart(count: Array) -> Array:
 def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradients, blank: Array) -> Gradients:
     """``total`` with what hard rows have in the columns that are not ``active [V]``; dH in the order of the call.
 
-    Where ``blank``, dW holds anything so far, and is written whole.
+    Where ``blank``, dW holds anything so far, and is written whole. Where it is not, and nothing can be added to dW,
+    there must be no rows.
     """
     size = group_size(f.given.n)
     for first in range(0, hard.rows.size, size):
@@ -138,7 +145,8 @@ def _add_group(
         mine = f.in_call(visit)
         hidden = mine.put(hidden, mine.take(hidden).astype(jnp.float32) + own)
     if weight is not None:
-        weight = dweight(f.p, dx, q.h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=~blank)
+        add = ~blank if can_add(head) else None
+        weight = dweight(f.p, dx, q.h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=add)
     if bias is not None:
         bias = bias + dbias(dx[:, :vocab], (jnp.arange(size) < here)[:, None])
     return Gradients(hidden, HeadGrads(weight, bias))

@@ -286,7 +286,8 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     held = at_once.room(p, rule)
 
     def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array, Array]:
-        return _by_slabs(f, want, known, found, head, 0 if held is None else held.hard // 2)
+        leave = 0 if held is None or not hard.can_add(p.head) else held.hard // 2
+        return _by_slabs(f, want, known, found, head, leave)
 
     if held is not None:
         total, left_out, width = at_once.gradients(f, want, known, found, rule, held, by_slabs)
