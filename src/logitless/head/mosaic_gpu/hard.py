@@ -119,7 +119,7 @@ def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradien
     Where ``blank``, dW holds anything so far, and is written whole. Where it is not, and nothing can be added to dW,
     there must be no rows.
     """
-    size = group_size(f.given.n)
+    size = group_size(f.p.n)
     for first in range(0, hard.rows.size, size):
         # One after the other: each has the largest array of the call.
         total, hard = lax.optimization_barrier((total, hard))
