@@ -771,7 +771,8 @@ def test_where_nothing_goes_at_once() -> None:
         y = jax.ShapeDtypeStruct((n,), jnp.int32)
         return at_once.room(head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab), rule)
 
-    assert room(1024, 64, 2048).hard == 960 and room(1024, 64, 2040).hard == 480  # where nothing can be added to dW
+    assert room(1024, 64, 20032).hard == 960 and room(1024, 64, 20040).hard == 480  # where nothing can be added to dW
+    assert room(1024, 64, 2048) is not None
     assert room(1024, 72, 2048) is None and room(1024, 64, 2044) is None and room(65536, 64, 2048) is None
 
 
@@ -802,6 +803,6 @@ def test_bits_do_not_depend_on_the_gradient() -> None:
 def test_plan_prices_it_without_logits() -> None:
     shapes = (jax.ShapeDtypeStruct((8, 1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((151936, 4096), jnp.bfloat16))
     p = plan(*shapes, chip="h200", sparse_backward="auto", active_columns=0.045, hard_rows=0.007)
-    assert 1.1 < p.matmuls < 1.2 and p.exact.matmuls == 3
+    assert 1.05 < p.matmuls < 1.1 and p.exact.matmuls == 3
     flat = plan(*shapes, chip="h200", sparse_backward="auto", active_columns=1, hard_rows=0)
     assert flat.matmuls == 4 and flat.temporaries == p.temporaries < 0.1 * p.exact.temporaries

@@ -395,7 +395,6 @@ MUTANTS = [
             ),
             "test_hard_rows_in_groups": (
                 ("hard", "blank if first == 0 else jnp.asarray(False)", "blank"),
-                ("hard", "jnp.clip(hard.count - first, 0, size)", "jnp.clip(hard.count, 0, size)"),
                 ("hard", "rows = self.rows[first : first + size]", "rows = self.rows[:size]"),
             ),
             "test_what_does_not_fit_goes_by_slabs[columns]": (

@@ -147,15 +147,15 @@ def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
     seen = 0
     for record in records:
         row = record.get("arms", {}).get("default, sparse backward")
-        if row is None:
+        if row is None or "real states" in record["name"]:  # which ran in an earlier form
             continue
         c, strong = record["config"], record["arms"]["strong/f32"]
         p = screened_plan(
             c["tokens"], c["hidden"], active_columns=row["active_columns"], hard_rows=row["hard_rows"]
         )  # fmt: skip
-        if "real states" not in record["name"]:  # which ran in an earlier form
-            assert abs(p.temporaries / row["mem/compiler"]["temporaries"] - 1) < 0.05, record["name"]
-        assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=0.01)
+        assert abs(p.temporaries / row["mem/compiler"]["temporaries"] - 1) < 0.05, record["name"]
+        if "16384" not in record["name"]:  # which went by slabs, and before that met all columns
+            assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=0.002)
         clock = "device_ms" if "device_ms" in row else "wall_ms"
         measured = row[clock] / strong[clock]
         assert abs(p.seconds_in_turn / p.dense_seconds_in_turn / measured - 1) < 0.2, record["name"]

@@ -9,7 +9,7 @@ M is one matmul over all tokens that count, K the active columns of a sparse bac
     pallas_tpu   pallas_tpu/backend.py   - / 4 M, 5 M with entropy      no logits; [N, H] float32
     sparse       sparse.py               M + 2 K/V M / M + 3 K/V M      a slab of K columns more than the one within
     sparse, TPU  pallas_tpu/sparse.py    M + 3 K/V M / M + 4 K/V M      no logits; a slab of K columns, [N, H] float32
-    screened     mosaic_gpu/sparse.py    M + 3 K/V M / M + 4 K/V M      no logits; N V bits, dx of some columns, rows
+    screened     mosaic_gpu/sparse.py    M + K/V M / M + 4 K/V M        no logits; N V bits, dx of some columns, rows
 
     linear.py    the head as a linear map: logits, dH, dW, LoRA, precision
     columns.py   which columns carry a gradient, and what a set of them costs

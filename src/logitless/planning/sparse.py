@@ -6,7 +6,8 @@ through all columns, b is the number of gradients. In matmuls for each live toke
     grad in forward        1 + b s + (1 + b) r          statistics and columns from logits that are in memory
     by recompute           1 + (1 + b) s + (1 + b) r    logits of the active columns are made again
     a vocabulary's shard   2 + (1 + b) s + (1 + b) r    the columns need all shards' statistics first: a second sweep
-    Hopper's screen        1 + (1 + b) s + (1 + b) r    no logits in memory; s more if cotangents are late; with a
+    Hopper's screen        1 + (1 + b) s' + (1 + b) r   no logits in memory; a tile of tokens meets a part s' of the
+                                                        columns, or all and s more if cotangents are late; with a
                                                         memory budget, dense where a policy is flat
     TPU kernels            1 + (1 + b) s + 2 b r        one set of columns for all tokens; s more if cotangents are late
     dense                  as without it                too many columns or hard rows: the rule of head/columns.py
@@ -59,6 +60,9 @@ _SCREEN_SUMS = 8 << 20
 """About what the partial sums of the matmul with the screen take."""
 _PARTS = 132 * 128 * 256 * 4
 """Of a deep product in parts: a float32 tile for each block of a Hopper GPU."""
+_MET = 0.36
+"""Of the active columns, those that a tile of tokens meets, on average: 0.35 on a policy's own completions and 0.38 on
+others' text (benchmarks/results/gpu_sparse_suite.json)."""
 _CPU_PASS_TILES = 6
 """Float32 ``[chunk, column tile]`` arrays of the widest of those passes, as XLA's CPU compiler has it."""
 
@@ -103,13 +107,15 @@ def way(w: Work, shares: Shares, exact: Way, route: Route, shard: bool) -> Way:
     """The way of ``exact`` with a sparse backward; ``shard``: the head is a part of the vocabulary."""
     slab = route.tiles["slab"]
     columns = backward_columns(w.vocab, slab, shares, w.gradients)
+    met: float = columns
     if route.backend == KERNELS["tpu"]:
         own = _tpu_way(w, shares, columns, exact, route, shard)
     elif "visit" in route.tiles:
-        own = _screened_way(w, shares, columns, exact, route)
+        met = _met(w, shares, columns, route)
+        own = _screened_way(w, shares, columns, met, exact, route)
     else:
         own = _chunked_way(w, shares, columns, exact, route, shard)
-    tiles = {**exact.tiles, "slab": slab, "backward_columns": round(columns / w.vocab, 4)}  # the metric: 1 is dense
+    tiles = {**exact.tiles, "slab": slab, "backward_columns": round(met / w.vocab, 4)}  # the metric: 1 is dense
     return dataclasses.replace(own, tiles=tiles, narrow=exact.narrow * own.matmuls / exact.matmuls)
 
 
@@ -145,7 +151,15 @@ def _chunked_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route
     )
 
 
-def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Route) -> Way:
+def _met(w: Work, shares: Shares, columns: int, route: Route) -> float:
+    """Columns that a tile of tokens meets by Hopper's screen: a part of the active ones, where all goes at once."""
+    active, hard = shares.active_columns * w.vocab, shares.hard_rows * w.live
+    most = route.tiles.get("columns_at_once", 0), route.tiles.get("hard_at_once", 0)
+    at_once = route.in_forward and active < most[0] and hard <= most[1] and columns < w.vocab
+    return _MET * active if at_once else columns
+
+
+def _screened_way(w: Work, shares: Shares, columns: int, met: float, exact: Way, route: Route) -> Way:
     """By Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
     slab, visit, group = (route.tiles[k] for k in ("slab", "visit", "group"))
     late, b = not route.in_forward, w.gradients
@@ -175,11 +189,11 @@ def _screened_way(w: Work, shares: Shares, columns: int, exact: Way, route: Rout
     groups = math.ceil(shares.hard_rows * w.live / group)
     gathered = columns * w.width * w.item * (2 + 2 * w.wants_head)
     hard_plane = shares.hard_rows * w.live * w.vocab * (w.logit + w.item)
-    seen = 4 * bits + _slab_passes(w, columns, slab) + gathered + round(hard_plane) + dw
+    seen = 4 * bits + _slab_passes(w, round(met), slab) + gathered + round(hard_plane) + dw
     reads = w.rows + -(-w.live // _TOKENS_PER_READ) * w.head
     by_matmuls = reads + groups * ((1 + w.wants_hidden) * w.head + 2 * dw)
     return Way(
-        matmuls=1 + (1 + late + b) * columns / w.vocab + (1 + b) * shares.hard_rows,
+        matmuls=1 + (1 + late + b) * met / w.vocab + (1 + b) * shares.hard_rows,
         moved=seen + by_matmuls,
         passes=seen,
         temporaries=max(temporaries),

@@ -107,9 +107,10 @@ class ScreenedSparse(Sparse):
             f"the other columns as well); all columns where K > {rule.most:,}"
         )
         late = "" if way.in_forward else ", and K/V more for what rows leave out"
+        met = "K', those of the K columns that its tile of tokens met," if way.in_forward else "K"
         matmuls = (
-            f"1 + 3 K/V per live token{late}, 4 a hard row; one less of the K/V and of the rest with a frozen head, "
-            "1 without a gradient"
+            f"1 and 3/V times {met} per live token{late}, 4 a hard row; one less of the 3 and of the rest with a "
+            "frozen head, 1 without a gradient"
         )
         tiles = {"chunk": p.call.chunk, "slab": rule.slab}
         tiles |= {"visit": visit_of(p), "group": _group(p)}
