@@ -117,10 +117,9 @@ class All(Visits):
     live: tuple[Array, Array]  # tiles
 
     def listed(self, group: int, behind: Array | int = 0) -> Array:
-        (rows, columns), live = self.live, self.tiles.size
-        row, column, _ = tile_at(
-            jnp.arange(live, dtype=jnp.int32), jnp.maximum(rows, 1), jnp.maximum(columns, 1), group
-        )
+        rows, columns = self.live
+        at = jnp.arange(self.tiles.size, dtype=jnp.int32)
+        row, column, _ = tile_at(at, jnp.maximum(rows, 1), jnp.maximum(columns, 1), group)
         tile = row * self.tiles.shape[1] + column
         return jnp.concatenate([jnp.stack([rows * columns, jnp.int32(behind)]), tile])
 
