@@ -3,6 +3,7 @@ their gradients are judged."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,14 @@ def calibrated(dtype: Any, seed: int = 0) -> Case:
     h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, dtype)
     y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
     return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
+
+
+def leaning(dtype: Any) -> Case:
+    """:func:`calibrated`, with much in common to all rows of the head: a softmax does not see it, and the gradient of a
+    row that leaves columns out without another in their place does."""
+    case = calibrated(dtype)
+    common = np.full((WIDTH,), 16.0 / WIDTH**0.5)
+    return dataclasses.replace(case, lm_head=(np.asarray(case.lm_head, np.float64) + common).astype(dtype))
 
 
 def flat(dtype: Any) -> Case:

@@ -45,6 +45,7 @@ from sparse_cases import (
     calibrated,
     collapsed,
     flat,
+    leaning,
     loss_inputs,
     probabilities,
 )
@@ -488,7 +489,10 @@ def grpo(kind: str, exact: bool) -> Any:
     return in_numpy(run) if exact else jax.jit(run)
 
 
-CASES = {"calibrated": calibrated, "flat": flat, "collapsed": collapsed, "adversarial": adversarial}
+CASES = {
+    "calibrated": calibrated, "flat": flat, "collapsed": collapsed, "adversarial": adversarial, "leaning": leaning
+}  # fmt: skip
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adversarial", "leaning")]
 
 
 @functools.cache
@@ -516,7 +520,7 @@ def assert_true(kind: str, name: str, got: Any) -> None:
         assert_as_good(f"{name} {label}", a, b, t)
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:3], pytest.param("adversarial", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*list(CASES)[:3], *SLOW])
 @pytest.mark.parametrize("kind", ["clip", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None:
     value, _, got = outcome(kind, name)[2]
@@ -533,14 +537,17 @@ def gradients_again(name: str, **options: Any) -> None:
     def again(h: Any, w: Any, y: Any, rest: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
             where = dict(SCREENED, sparse_backward=TOLERANCE, **options)
-            return linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)[0]
+            return linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)
 
-        return jax.grad(loss, (0, 1))(h, w)
+        return jax.grad(loss, (0, 1), has_aux=True)(h, w)
 
-    assert_true("clip", name, again(*case.parameters(), jnp.asarray(case.targets), rest))
+    got, own = again(*case.parameters(), jnp.asarray(case.targets), rest)
+    assert_true("clip", name, got)
+    # Where every token meets all active columns no more are hard.
+    assert 0 < float(metric_values(own)["hard_rows"]) <= float(metric_values(metrics)["hard_rows"])
 
 
-@pytest.mark.parametrize("name", [pytest.param("adversarial", marks=pytest.mark.slow), "calibrated"])
+@pytest.mark.parametrize("name", ["calibrated", *SLOW])
 def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
     outcome("clip", name)  # as it is

@@ -21,7 +21,7 @@ DENSE = f"{READY}::test_rows_in_place_and_the_others_exact[655-655-384-dense]"
 DEFINED = f"{GPU}::test_guess_and_screen_by_the_definition"
 TRUE = f"{GPU}::test_what_it_reports_is_true"
 GRADIENTS = f"{GPU}::test_gradients_are_as_good_as_the_exact_path_s[clip-adversarial]"
-VISITS = f"{GPU}::test_several_visits_and_many_hard_rows[calibrated]"
+VISITS = f"{GPU}::test_several_visits_and_many_hard_rows[leaning]"
 BY_SLABS = f"{GPU}::test_what_does_not_fit_goes_by_slabs[columns]"
 
 
