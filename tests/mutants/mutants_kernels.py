@@ -361,6 +361,24 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/epilogue",
+        "a * sums.total + total",
+        "sums.total + total",
+        f"{GPU_HEAD}::test_statistics[ragged]",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "_repeated(k, width) if",
+        "jnp.max(k) if",
+        f"{GPU_HEAD}::test_statistics[temperature]",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
+        "half // LANES * len(parts)",
+        "half // LANES",
+        f"{GPU_SPARSE}::test_bits_are_the_comparison_of_every_logit",
+    ),
+    m(
+        "head/mosaic_gpu/epilogue",
         "st.merge(first, second, k), odd)",
         "st.merge(first, second), odd)",
         f"{GPU_HEAD}::test_the_merge_of_runs",
@@ -392,8 +410,8 @@ MUTANTS = [
                 ("at_once", "return columns < self.columns", "return columns + 64 < self.columns"),
             ),
             "test_hard_rows_in_groups": (
-                ("hard", "blank if first == 0 else jnp.asarray(False)", "blank"),
-                ("hard", "rows = self.rows[first : first + size]", "rows = self.rows[:size]"),
+                ("hard", "blank & (jnp.asarray(i) == 0)", "blank"),
+                ("hard", "lax.dynamic_slice_in_dim(self.rows, first, size)", "self.rows[:size]"),
             ),
             "test_what_does_not_fit_goes_by_slabs[columns]": (
                 ("at_once", "return columns < self.columns", "return columns < 2 * self.columns"),

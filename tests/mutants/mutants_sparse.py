@@ -303,8 +303,8 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/screen",
-        "shifts = jnp.arange(parts - 1, -1, -1, dtype=jnp.int32)",
-        "shifts = jnp.arange(parts, dtype=jnp.int32)",
+        "bit_of(jnp.arange(0, tile, LANES, dtype=jnp.int32), tile)",
+        "jnp.arange(tile // LANES, dtype=jnp.int32)",
         f"{GPU}::test_bits_are_the_comparison_of_every_logit",
     ),
     m(

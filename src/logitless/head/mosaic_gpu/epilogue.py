@@ -14,6 +14,8 @@ those beyond the vocabulary) are masked only in the tiles that hold one, which t
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +29,8 @@ from logitless.stats import NEG_INF, RowSums
 from logitless.transform import LogitTransform
 
 LANES = 8  # columns of the smallest accumulator tile
+PIECE = 32
+"""Columns that are worked on at a time: with more of them, registers run out."""
 LOG2E = 1.4426950408889634
 LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
 FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
@@ -72,35 +76,73 @@ def masked(u: Array, first: Array, target: Array, vocab_size: int) -> tuple[Arra
     return jnp.where(column < vocab_size - first, jnp.where(is_target, low, u), low), found
 
 
+def _pieces(u: Array) -> list[Array]:
+    """``u [M, C]`` in pieces of up to :data:`PIECE` columns."""
+    width = min(PIECE, u.shape[1])
+    return [u[:, i : i + width] for i in range(0, u.shape[1], width)]
+
+
+def _repeated(x: Array, columns: int) -> Array:
+    """``x [M, 8]`` side by side, ``[M, columns]``: lane by lane the same registers."""
+    return jnp.concatenate([x] * (columns // LANES), axis=1) if columns > LANES else x
+
+
+def _folded(x: Array, join: Callable[[Array, Array, int], Array]) -> Array:
+    """``x [M, C]`` brought to ``[M, 8]``, one half onto the other: ``join(first, second, columns of a half)``."""
+    while x.shape[1] > LANES:
+        half = x.shape[1] // 2
+        x = join(x[:, :half], x[:, half:], half)
+    return x
+
+
 def accumulate(sums: Lanes, u: Array, found: Array, k: Array) -> Lanes:
-    """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M, 8]`` or a number."""
-    parts = [u[:, i : i + LANES] for i in range(0, u.shape[1], LANES)]
-    m = sums.m
-    for x in parts:
-        m = jnp.maximum(m, x)
+    """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M, 8]`` or a number.
+
+    Pieces onto one another first, and their lanes last: what a kernel takes to compile grows with the square of the
+    slices in it.
+    """
+    parts = _pieces(u)
+    width = parts[0].shape[1]
+    m = jnp.maximum(sums.m, _folded(functools.reduce(jnp.maximum, parts), lambda a, b, _: jnp.maximum(a, b)))
     step = (sums.m - m) * k
     a = jnp.exp2(step)
-    total, squares = a * sums.total, a * a * sums.squares
-    centred = a * (sums.centred + step * sums.total)
+    top, factor = _repeated(m, width), _repeated(k, width) if k.ndim else k
+    new: list[Any] = [None, None, None]
     for x in parts:
-        t = (x - m) * k  # not x k - m k: a product rounded at |m| = 1e4 would be wrong by 1e-3
+        t = (x - top) * factor  # not x k - m k: a product rounded at |m| = 1e4 would be wrong by 1e-3
         e = jnp.exp2(t)
-        total, centred, squares = total + e, centred + e * t, squares + e * e
-    return Lanes(m, total, centred, squares, sums.target + found)
+        new = [y if s is None else s + y for s, y in zip(new, (e, e * t, e * e), strict=True)]
+    total, centred, squares = (_folded(x, lambda a, b, _: a + b) for x in new)
+    return Lanes(
+        m,
+        a * sums.total + total,
+        a * (sums.centred + step * sums.total) + centred,
+        a * a * sums.squares + squares,
+        sums.target + found,
+    )
 
 
 def above(u: Array, screen: Array) -> Array:
-    """int32 ``[M, 8]``: for each lane a bit per column, the first one the highest, set where ``u > screen [M, 8]``.
+    """int32 ``[M, 8]``: for each lane a bit per column, set where ``u > screen [M, 8]``; :func:`bit_of` says which.
 
     The sign of a difference, shifted in: per element a subtraction and a shift, and no exchange between threads.
     """
-    word = None
-    for i in range(0, u.shape[1], LANES):
-        passes = lax.bitcast_convert_type(screen - u[:, i : i + LANES], jnp.int32)
+    parts = _pieces(u)
+    limit, word = _repeated(screen, parts[0].shape[1]), None
+    for x in parts:
+        passes = lax.bitcast_convert_type(limit - x, jnp.int32)
         bit = lax.shift_right_logical(passes, jnp.full_like(passes, 31))
         word = bit if word is None else lax.shift_left(word, jnp.full_like(word, 1)) | bit
     assert word is not None
-    return word
+    # A lane has so many columns of a half, each with a bit for every piece.
+    return _folded(word, lambda a, b, half: lax.shift_left(a, jnp.full_like(a, half // LANES * len(parts))) | b)
+
+
+def bit_of(column: Any, columns: int) -> Any:
+    """The bit of :func:`above` that stands for a column of a tile of so many."""
+    width = min(PIECE, columns)
+    parts = columns // width
+    return columns // LANES - 1 - (column % width // LANES * parts + column // width)
 
 
 def row_sums(sums: Lanes, k: Array) -> tuple[Array, ...]:
@@ -124,7 +166,7 @@ def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) ->
     slots, padded = sums.shape[1:]
     k = tr.factor(transform.rows(lambda t: jnp.pad(t, (0, padded - t.shape[0]), constant_values=1.0)))
     m, total, centred, squares, target = sums
-    written = jnp.arange(slots)[:, None] < jnp.repeat(parts, tokens, total_repeat_length=padded)
+    written = jnp.arange(slots)[:, None] < jnp.broadcast_to(parts[:, None], (parts.size, tokens)).reshape(padded)
     seen = written & ~(m <= LOW)  # a NaN is seen
 
     def kept(x: Array, otherwise: float) -> Array:

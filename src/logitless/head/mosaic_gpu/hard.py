@@ -61,10 +61,10 @@ class Hard:
     rows: Array  # [most] int32
     count: Array
 
-    def visit(self, first: int, size: int, n: int) -> Visit:
+    def visit(self, first: Array | int, size: int, n: int) -> Visit:
         """``size`` of them, of ``n`` tokens."""
         at = first + jnp.arange(size, dtype=jnp.int32)
-        rows = self.rows[first : first + size]
+        rows = lax.dynamic_slice_in_dim(self.rows, first, size)
         return Visit(rows, jnp.where(at < self.count, rows, n))
 
 
@@ -120,17 +120,24 @@ def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradien
     there must be no rows.
     """
     size = group_size(f.p.n)
-    for first in range(0, hard.rows.size, size):
-        # One after the other: each has the largest array of the call.
-        total, hard = lax.optimization_barrier((total, hard))
-        if first == size:
-            hard = dataclasses.replace(hard, count=apart(hard.count))
-        total = _add_group(f, hard, first, size, known, active, total, blank if first == 0 else jnp.asarray(False))
-    return total
+    groups = hard.rows.size // size
+
+    def group(i: Array | int, total: Gradients) -> Gradients:
+        return _add_group(f, hard, i * size, size, known, active, total, blank & (jnp.asarray(i) == 0))
+
+    # A loop whose length the compiler knows: it asks the host nothing, and a group is compiled once.
+    return group(0, total) if groups == 1 else lax.fori_loop(0, groups, group, total)
 
 
 def _add_group(
-    f: Ordered, hard: Hard, first: int, size: int, known: Known, active: Array, total: Gradients, blank: Array
+    f: Ordered,
+    hard: Hard,
+    first: Array | int,
+    size: int,
+    known: Known,
+    active: Array,
+    total: Gradients,
+    blank: Array,
 ) -> Gradients:
     visit = hard.visit(first, size, f.p.n)
     q, at = group_of(f, visit, known)

@@ -28,7 +28,7 @@ from logitless.head.columns import Rule
 from logitless.head.expected import expected_lse
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.blocks import TOKENS, Spans
-from logitless.head.mosaic_gpu.epilogue import LANES
+from logitless.head.mosaic_gpu.epilogue import LANES, bit_of
 from logitless.problem import Problem
 from logitless.rows import Visit, live_sweep, swept_columns
 from logitless.transform import factor, times
@@ -111,10 +111,9 @@ def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
 
 
 def passed(words: Array, vocab: int, tile: int) -> Array:
-    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: bit ``tile / 8 - 1 - j`` of lane ``i`` of vocabulary tile ``v``
-    is column ``v tile + 8 j + i``."""
-    parts = tile // LANES
-    shifts = jnp.arange(parts - 1, -1, -1, dtype=jnp.int32)[None, :, None]
+    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: a bit (``epilogue.bit_of``) of lane ``i`` of vocabulary tile
+    ``v`` is column ``v tile + 8 j + i``."""
+    shifts = bit_of(jnp.arange(0, tile, LANES, dtype=jnp.int32), tile)[None, :, None]
     return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
 
 
