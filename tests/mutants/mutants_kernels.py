@@ -546,7 +546,8 @@ MUTANTS = [
             ("mass = mass + jnp.sum(e, axis=1)", "mass = jnp.sum(e, axis=1)", "bent"),
             ("d = e * (a - b * power)", "d = e * a", "one tile"),
             ("d = d * (1.0 - own * own)", "d = d", "bent"),
-            ("epilogue.across(target - begin, width)", "epilogue.across(target, width)", "ragged"),
+            ("tile) - v * t.columns", "tile)", "ragged"),
+            ("epilogue.across(target - begin, span)", "epilogue.across(target, span)", "bent"),
             ("slope * at_target, ", "at_target, ", "temperature"),
             ("jnp.repeat(visited.T, t.tokens, axis=1)", "jnp.repeat(visited.T | True, t.tokens, axis=1)", "ragged"),
         )

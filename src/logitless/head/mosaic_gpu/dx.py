@@ -72,8 +72,9 @@ def _compute(m: Running, refs: _Refs) -> None:
     """A computing warpgroup: its half of the block's rows."""
     wg, t = lax.axis_index("wg"), m.static.tiles
     numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
-
     width = refs.piece.shape[-1]
+    # As many columns at a time as there are registers for: fewer and wider operations compile faster.
+    span = t.columns if numbers.softcap is None else width
 
     def per_tile(tile: Array, v: Array, part: Array, n: Array) -> Array:
         rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
@@ -81,25 +82,26 @@ def _compute(m: Running, refs: _Refs) -> None:
         x, n = m.product(n, part)
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
-        column = plgpu.broadcasted_iota(jnp.int32, (t.rows, width), 1, layout=plgpu.Layout.WGMMA)
-        peak, k, a, at_target, b = (epilogue.across(r, width) for r in rows)
+        column = plgpu.broadcasted_iota(jnp.int32, (t.rows, span), 1, layout=plgpu.Layout.WGMMA)
+        peak, k, a, at_target, b = (epilogue.across(r, span) for r in rows)
         mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        for i in range(t.columns // width):
-            begin = i * width
-            own = tr.swept(x[:, begin : begin + width], numbers)
-            counts = m.load_columns(refs.weight, v * t.columns + begin, width)
+        for begin in range(0, t.columns, span):
+            own = tr.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
+            counts = m.load_columns(refs.weight, v * t.columns + begin, span)
             low = jnp.full_like(own, LOW)  # finite: 0 * -inf must not appear
             power = jnp.where(counts > 0.0, jnp.maximum((own - peak) * k, low), low)
             e = jnp.exp2(power)
             mass = mass + jnp.sum(e, axis=1)
             d = e * (a - b * power)
-            d = jnp.where(column == epilogue.across(target - begin, width), at_target, d)
+            d = jnp.where(column == epilogue.across(target - begin, span), at_target, d)
             if numbers.softcap is not None:
                 d = d * (1.0 - own * own)
             zero = jnp.zeros_like(d)
             d = jnp.where(k == 0.0, zero, jnp.where(counts > 0.0, d, zero))  # whatever the row's numbers are
-            place = refs.out.at[m.rows_of(m.walk.place(tile)), pl.ds(v * t.columns + begin, width)]
-            m.leave(refs.piece, i, d, place)
+            for i in range(span // width):
+                first = v * t.columns + begin + i * width
+                place = refs.out.at[m.rows_of(m.walk.place(tile)), pl.ds(first, width)]
+                m.leave(refs.piece, begin // width + i, d[:, i * width : (i + 1) * width], place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mine = pl.ds(0, t.rows)
         refs.sums[wg, mine] = mass

@@ -29,7 +29,7 @@ from logitless.stats import NEG_INF, RowSums
 from logitless.transform import LogitTransform
 
 LANES = 8  # columns of the smallest accumulator tile
-PIECE = 32
+PIECE = 16
 """Columns that are worked on at a time: with more of them, registers run out."""
 LOG2E = 1.4426950408889634
 LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
