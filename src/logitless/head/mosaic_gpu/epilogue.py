@@ -37,8 +37,8 @@ FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
 
 
 @dataclasses.dataclass(frozen=True)
-class Lanes:
-    """Sums of a run of tiles: ``[M, 8]`` float32 each, and the target's ``u`` ``[M]`` (0 where it was not seen)."""
+class Sums:
+    """Of a run of tiles: ``[M]`` float32 each; the target's ``u`` is 0 where it was not seen."""
 
     m: Array
     total: Array
@@ -47,12 +47,12 @@ class Lanes:
     target: Array
 
     @staticmethod
-    def empty(rows: int) -> Lanes:
-        def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    def empty(rows: int) -> Sums:
+        def full(value: float) -> Array:
+            return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
-        m, zero = (full((rows, LANES), x, plgpu.Layout.WGMMA) for x in (LOW, 0.0))
-        return Lanes(m, zero, zero, zero, full((rows,), 0.0, plgpu.Layout.WGMMA.reduce(1)))
+        zero = full(0.0)
+        return Sums(full(LOW), zero, zero, zero, zero)
 
     def leaves(self) -> tuple[Array, ...]:
         return (self.m, self.total, self.centred, self.squares, self.target)
@@ -95,29 +95,20 @@ def _folded(x: Array, join: Callable[[Array, Array, int], Array]) -> Array:
     return x
 
 
-def accumulate(sums: Lanes, u: Array, found: Array, k: Array) -> Lanes:
-    """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M, 8]`` or a number.
-
-    Pieces onto one another first, and their lanes last: what a kernel takes to compile grows with the square of the
-    slices in it.
-    """
-    parts = _pieces(u)
-    width = parts[0].shape[1]
-    m = jnp.maximum(sums.m, _folded(functools.reduce(jnp.maximum, parts), lambda a, b, _: jnp.maximum(a, b)))
+def accumulate(sums: Sums, u: Array, found: Array, k: Array) -> Sums:
+    """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M]`` or a number."""
+    columns = u.shape[1]
+    m = jnp.maximum(sums.m, jnp.max(u, axis=1))
     step = (sums.m - m) * k
     a = jnp.exp2(step)
-    top, factor = _repeated(m, width), _repeated(k, width) if k.ndim else k
-    new: list[Any] = [None, None, None]
-    for x in parts:
-        t = (x - top) * factor  # not x k - m k: a product rounded at |m| = 1e4 would be wrong by 1e-3
-        e = jnp.exp2(t)
-        new = [y if s is None else s + y for s, y in zip(new, (e, e * t, e * e), strict=True)]
-    total, centred, squares = (_folded(x, lambda a, b, _: a + b) for x in new)
-    return Lanes(
+    # Not u k - m k: a product rounded at |m| = 1e4 would be wrong by 1e-3.
+    t = (u - across(m, columns)) * (across(k, columns) if k.ndim else k)
+    e = jnp.exp2(t)
+    return Sums(
         m,
-        a * sums.total + total,
-        a * (sums.centred + step * sums.total) + centred,
-        a * a * sums.squares + squares,
+        a * sums.total + jnp.sum(e, axis=1),
+        a * (sums.centred + step * sums.total) + jnp.sum(e * t, axis=1),
+        a * a * sums.squares + jnp.sum(e * e, axis=1),
         sums.target + found,
     )
 
@@ -143,19 +134,6 @@ def bit_of(column: Any, columns: int) -> Any:
     width = min(PIECE, columns)
     parts = columns // width
     return columns // LANES - 1 - (column % width // LANES * parts + column // width)
-
-
-def row_sums(sums: Lanes, k: Array) -> tuple[Array, ...]:
-    """Maximum, S, A, Q and the target's ``u``, each ``[M]``, of a run; A in units of ln 2, the maximum as swept.
-
-    A row of which nothing was seen has the maximum ``LOW``.
-    """
-    top = jnp.max(sums.m, axis=1)
-    step = (sums.m - across(top, LANES)) * k
-    a = jnp.exp2(step)
-    total = jnp.sum(a * sums.total, axis=1)
-    centred = jnp.sum(a * (sums.centred + step * sums.total), axis=1)
-    return top, total, centred, jnp.sum(a * a * sums.squares, axis=1), sums.target
 
 
 def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) -> RowSums:

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from logitless import stats as st
 from logitless import transform as tr
 from logitless.head.mosaic_gpu import epilogue, pipeline
-from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, Lanes
+from logitless.head.mosaic_gpu.epilogue import FIELDS, LANES, LOG2E, Sums
 from logitless.head.mosaic_gpu.limits import TILE_K, check
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Runs, Tiles, schedule, tiles_for
@@ -61,8 +61,7 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
     def factor(tile: Array) -> Array:
         each = temperature is not None and temperature.shape[0] > 1
         t = None if temperature is None else m.load_rows(temperature, tile) if each else temperature[0]
-        k = tr.times(tr.factor(dataclasses.replace(numbers, temperature=t)), jnp.float32(LOG2E))
-        return epilogue.across(k, LANES) if each else k
+        return tr.times(tr.factor(dataclasses.replace(numbers, temperature=t)), jnp.float32(LOG2E))
 
     def screened(u: Array, tile: Array, v: Array) -> None:
         word = epilogue.above(u, epilogue.across(m.load_rows(refs.screen, tile), LANES))
@@ -89,20 +88,20 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
         )
         if refs.screen is not None:
             screened(u, tile, v)
-        sums = epilogue.accumulate(Lanes(*leaves), u, found, factor(tile))
+        sums = epilogue.accumulate(Sums(*leaves), u, found, factor(tile))
         return n, *sums.leaves()
 
     def per_run(tile: Array, slot: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
         n, *leaves = c
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for f, x in enumerate(epilogue.row_sums(Lanes(*leaves), factor(tile))):
+        for f, x in enumerate(leaves):
             refs.sums[wg, f] = x
         plgpu.commit_smem()
         for f in range(FIELDS):
             plgpu.copy_smem_to_gmem(refs.sums.at[wg, f], refs.out.at[f, slot, m.rows_of(tile)])
-        return n, *Lanes.empty(t.rows).leaves()
+        return n, *Sums.empty(t.rows).leaves()
 
-    m.walk.runs(per_tile, per_run, (jnp.int32(0), *Lanes.empty(t.rows).leaves()))
+    m.walk.runs(per_tile, per_run, (jnp.int32(0), *Sums.empty(t.rows).leaves()))
     plgpu.wait_smem_to_gmem(0)
 
 
