@@ -21,7 +21,7 @@ from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, met
 from logitless.compat import mosaic_gpu_reason
 from logitless.head.columns import chunk_rule
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import at_once, backend, blocks, dx, matmul, product, screen, sparse
+from logitless.head.mosaic_gpu import at_once, backend, blocks, by_slabs, dx, matmul, product, screen
 from logitless.head.mosaic_gpu import hard as hard_rows
 from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.product import tiles_of
@@ -551,7 +551,7 @@ def gradients_again(name: str, **options: Any) -> None:
 def test_several_visits_and_many_hard_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By slabs, four visits of tokens for each, and hard rows by slabs of the other columns."""
     outcome("clip", name)  # as it is
-    monkeypatch.setattr(sparse, "_GROUPS", 0)
+    monkeypatch.setattr(by_slabs, "_GROUPS", 0)
     monkeypatch.setattr(at_once, "room", lambda p, rule: None)
     gradients_again(name, chunk_size=16)
 
@@ -563,7 +563,7 @@ def goes_at_once() -> tuple[int, int]:
     h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
     p = head_problem(h, jnp.asarray(case.lm_head), y, transform=LogitTransform(), vocab_size=VOCAB)
     columns, hard = round(m["active_columns"] * VOCAB), round(m["hard_rows"] * rest["mask"].sum())
-    held = at_once.room(p, sparse.slab_rule(VOCAB))
+    held = at_once.room(p, by_slabs.slab_rule(VOCAB))
     assert held is not None and columns < held.columns and 3 < hard < held.hard
     return columns, hard
 
@@ -723,7 +723,7 @@ def test_dx_fits_into_the_place_of_dw(vocab: int, layout: str) -> None:
             h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), shape))
             y = jax.ShapeDtypeStruct((n,), jnp.int32)
             p = head_problem(h, w, y, layout=layout, transform=LogitTransform(), vocab_size=vocab)  # type: ignore[arg-type]
-            rule = sparse.slab_rule(vocab)
+            rule = by_slabs.slab_rule(vocab)
             held = at_once.room(p, rule)
             if held is None:
                 assert vocab * width < 2 * n * 128  # no place for a tile of columns
@@ -771,7 +771,7 @@ def test_any_number_of_tokens_goes_at_once(n: int, chunk: int) -> None:
 
 def test_where_nothing_goes_at_once() -> None:
     """Ragged widths and vocabularies, and a head that is smaller than dx."""
-    rule = sparse.slab_rule(2048)
+    rule = by_slabs.slab_rule(2048)
 
     def room(n: int, width: int, vocab: int) -> Any:
         h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))

@@ -320,34 +320,34 @@ MUTANTS = [
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
     # Hopper: gradients over its columns
-    m("head/mosaic_gpu/sparse", "easy = without(known.g, is_hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
+    m("head/mosaic_gpu/by_slabs", "easy = without(known.g, is_hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
     m(
-        "head/mosaic_gpu/sparse",
+        "head/mosaic_gpu/by_slabs",
         "Known(known.stats, without(known.g, ~is_hard))",
         "Known(known.stats, known.g)",
         VISITS,
     ),
     m(
-        "head/mosaic_gpu/sparse",
+        "head/mosaic_gpu/by_slabs",
         "kept = c.kept + jnp.sum(probabilities(",
         "kept = jnp.sum(probabilities(",
         VISITS,
         BY_SLABS,
     ),
     m(
-        "head/mosaic_gpu/sparse",
+        "head/mosaic_gpu/by_slabs",
         "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)",
         "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(0 * left_out)",
         VISITS,
         BY_SLABS,
     ),
     m(
-        "head/mosaic_gpu/sparse",
+        "head/mosaic_gpu/by_slabs",
         "order = jnp.argsort(found.spans.active,",
         "order = jnp.argsort(~found.spans.active,",
         VISITS,
     ),
-    m("head/mosaic_gpu/sparse", "(f.count + (visit - 1)) // visit", "f.count // visit", VISITS),
+    m("head/mosaic_gpu/by_slabs", "(f.count + (visit - 1)) // visit", "f.count // visit", VISITS),
     # Hopper: the matmul and who computes what
     m(
         "head/mosaic_gpu/matmul",

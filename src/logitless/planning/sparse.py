@@ -175,7 +175,8 @@ def _screened_way(w: Work, shares: Shares, columns: int, met: float, exact: Way,
         group, most = route.tiles["hard_group"], route.tiles["hard_at_once"]
         # A group's dx, h, and dH in float32 and in parts, one for each block of the GPU.
         hard = group * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
-        half = w.rows // 2 + dh // 2 + slab * (w.tokens // 2 * (4 + w.item) + 2 * w.width * w.item) + GEMM_WORKSPACE
+        # A slab of the head, its logits and dx; its dW stands where the logits were.
+        half = w.rows // 2 + dh // 2 + slab * (w.tokens // 2 * (4 + w.item) + w.width * w.item) + GEMM_WORKSPACE
         rows = w.rows + most * w.width * w.item  # tokens, and hard ones once more
         dx = 0 if w.wants_head else (w.tokens + most) * route.tiles["columns_at_once"] * w.item  # else in dW's place
         temporaries[1:] = [part + rows + dx, part * w.wants_head + dx + hard, half + dx]

@@ -13,7 +13,7 @@ Where the active columns fit the memory meant for them, with the tokens first th
 
 Every matmul here is a kernel that takes its extents from the device (``product.py``). So none of them waits for the
 host, and none is larger than it must be. What does not fit (more columns, more hard rows, or mostly rows that choose
-none) goes by slabs of columns (``sparse.py``), half of the tokens at a time: whether it must is the one question,
+none) goes by slabs of columns (``by_slabs.py``), half of the tokens at a time: whether it must is the one question,
 asked when the hard rows are known. It is a loop of one turn or none, over the gradients as they stand in memory: a
 conditional would copy them. After it, the extents of dW_K are zero where it has had its turn, and hard rows are those
 that it has left.
@@ -41,7 +41,7 @@ from logitless.head.mosaic_gpu.blocks import TOKENS, Visits
 from logitless.head.mosaic_gpu.dx import columns_dx_into
 from logitless.head.mosaic_gpu.hard import Hard, add_rows, apart, dbias, dweight, group_of, hard_rows, most_rows
 from logitless.head.mosaic_gpu.limits import TILE_K
-from logitless.head.mosaic_gpu.screen import MOST_APART
+from logitless.head.mosaic_gpu.screen import MOST_APART, Screened
 from logitless.head.order import Ordered
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
@@ -134,7 +134,9 @@ class _Live:
         return blocks.all_of(held.hard, held.columns, self.hard, self.columns + 1)
 
 
-def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, held: Room, by_slabs: BySlabs) -> Any:
+def gradients(
+    f: Ordered, want: Wanted, known: Known, found: Screened, rule: Rule, held: Room, by_slabs: BySlabs
+) -> Any:
     """``(gradients, mass left out [N], columns that a token met)``; dH in the order of the call, the mass in that of
     ``f``."""
     p, c = f.p, found.columns
@@ -155,11 +157,14 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     live = dataclasses.replace(live, hard=hard.count).where(ok)
     dx = _with_hard(dx, f, hard, known, index, part, live, held)
     hidden = None
+    both = Visits(
+        jnp.concatenate([visits.tiles, live.visits_of_hard(held).tiles])
+    )  # hard rows' tiles behind the tokens'
     if want.hidden:
         dx = _with_stand_ins(dx, p, known, left_out, is_hard)
-        hidden = _dhidden(f, dx, hard, part, live, visits, held)
+        hidden = _dhidden(f, dx, hard, part, live, both, held)
     # All that is small, now: whatever follows the question waits for the host to prepare it.
-    lists, places = _of_columns(live, visits, held), _both_places(f, hard, is_hard, held)
+    lists, places = _of_columns(live, both), _both_places(f, hard, is_hard, held)
     ok, live, lists, places = lax.optimization_barrier((ok, live, lists, places))
     weight = dx.reshape(p.head.weight.shape) if want.weight else None
     bias = jnp.zeros((p.head.vocab,), jnp.float32) if want.bias else None
@@ -174,7 +179,7 @@ def gradients(f: Ordered, want: Wanted, known: Known, found: Any, rule: Rule, he
     head, own = total.head, HeadGrads(None, None)
     if want.weight or want.bias:
         dx = dx if head.weight is None else head.weight.reshape(dx.shape)
-        own, dx, hard = _dhead(f, want, dx, hard, live, visits, lists, places, held)
+        own, dx, hard = _dhead(f, want, dx, hard, both, lists, places, held)
         head = dataclasses.replace(head, weight=dx.reshape(p.head.weight.shape) if want.weight else None)
     left_out, hard = lax.optimization_barrier((left_out, hard))
     total = add_rows(f, hard, known, found.spans.active, Gradients(total.hidden, head), ok)
@@ -223,32 +228,25 @@ def _with_stand_ins(dx: Array, p: Problem, known: Known, left_out: Array, hard: 
     return lax.dynamic_update_slice(dx, stands.astype(dx.dtype), (0, 0))
 
 
-def _of_tokens(live: _Live, visits: Visits, held: Room) -> product.Lists:
+def _of_tokens(live: _Live, both: Visits, held: Room) -> product.Lists:
     """What dH of each tile of tokens sums over; hard rows first, since that is most of all."""
     tokens, hard = (-(-x // TOKENS) for x in (live.tokens, live.hard))
-    both = _both(live, visits, held)
     place = jnp.arange(len(both.tiles), dtype=jnp.int32)
     place = jnp.where(place < hard, held.tokens // TOKENS + place, place - hard)
     return product.Lists(both.by_tokens(place), tokens + hard, TOKENS, blocks.COLUMNS)
 
 
-def _of_columns(live: _Live, visits: Visits, held: Room) -> tuple[Array, Array]:
+def _of_columns(live: _Live, both: Visits) -> tuple[Array, Array]:
     """What dW of each block of columns sums over, and how many blocks there are."""
-    count = jnp.where(live.tokens > 0, -(-(live.columns + 1) // blocks.COLUMNS), 0)
-    return _both(live, visits, held).by_columns(), count
+    return both.by_columns(), jnp.where(live.tokens > 0, -(-(live.columns + 1) // blocks.COLUMNS), 0)
 
 
-def _both(live: _Live, visits: Visits, held: Room) -> Visits:
-    """The tiles of the tokens, and those of hard rows behind them."""
-    return Visits(jnp.concatenate([visits.tiles, live.visits_of_hard(held).tiles]))
-
-
-def _dhidden(f: Ordered, dx: Array, hard: Hard, part: Head, live: _Live, visits: Visits, held: Room) -> Array:
+def _dhidden(f: Ordered, dx: Array, hard: Hard, part: Head, live: _Live, both: Visits, held: Room) -> Array:
     """dH of the active columns, in the order of the call; hard rows' is that of their second place."""
     p, width = f.p, f.p.h.shape[1]
     how = dict(right_deep=p.head.axis == 0, shape=(held.rows, width), interpret=p.call.interpret)
     extent = held.rows, width, held.columns
-    rows = product.product(dx, part.weight, extent, lists=_of_tokens(live, visits, held), **how)
+    rows = product.product(dx, part.weight, extent, lists=_of_tokens(live, both, held), **how)
     first = f.place()
     second = held.tokens + jnp.arange(held.hard, dtype=jnp.int32)
     place = first.at[f.in_call(hard.visit(0, held.hard, p.n)).write].set(second, mode="drop")
@@ -266,15 +264,7 @@ def _both_places(f: Ordered, hard: Hard, is_hard: Array, held: Room) -> Array:
 
 
 def _dhead(
-    f: Ordered,
-    want: Wanted,
-    dx: Array,
-    hard: Hard,
-    live: _Live,
-    visits: Visits,
-    lists: Any,
-    places: Array,
-    held: Room,
+    f: Ordered, want: Wanted, dx: Array, hard: Hard, both: Visits, lists: Any, places: Array, held: Room
 ) -> tuple[HeadGrads, Array, Hard]:
     """``(the head's gradients in the active columns, dx, hard)``: what the latter two are for may not begin before,
     since dW is written over dx."""
@@ -286,7 +276,7 @@ def _dhead(
         by = product.Lists(table, count, blocks.COLUMNS, TOKENS, by_columns=p.head.axis == 1)
         weight = dweight(p, dx, f.hidden_of(at), (held.columns, held.rows), columns=held.columns, lists=by)
     if want.bias:
-        there = _both(live, visits, held).whole(held.columns) & (places < p.n)[:, None]
+        there = both.whole(held.columns) & (places < p.n)[:, None]
         bias = dbias(dx[: held.rows, : held.columns], there)
     weight, bias, dx, hard = lax.optimization_barrier((weight, bias, dx, hard))
     return HeadGrads(weight, bias), dx, dataclasses.replace(hard, count=apart(hard.count))

@@ -1,9 +1,9 @@
 """What the Hopper head kernel does with a tile of raw logits while it is still in the accumulator's registers.
 
 A warpgroup holds ``acc [M, tile_n]`` float32 with the columns of a row spread over four threads. Sums are carried per
-*lane*, ``[M, 8]``: lane ``i`` of a row has seen columns ``i, i + 8, ...`` of every tile. So a tile costs no exchange
-between threads; lanes are added up once, at the end of a run of tiles (:func:`row_sums`). Per element: a maximum, a
-difference, a product, a power and three multiply-adds.
+row. Per element: a maximum, a difference, a product, a power and three multiply-adds; per row and tile four exchanges
+between its threads. Operations are as wide as the tile: the time that a kernel takes to compile grows faster than
+their number.
 
     m = max u    t = k (u - m)    e = 2^t    S = sum e    A = sum e t    Q = sum e^2
 
@@ -14,7 +14,6 @@ those beyond the vocabulary) are masked only in the tiles that hold one, which t
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +27,8 @@ from logitless import transform as tr
 from logitless.stats import NEG_INF, RowSums
 from logitless.transform import LogitTransform
 
-LANES = 8  # columns of the smallest accumulator tile
-PIECE = 16
-"""Columns that are worked on at a time: with more of them, registers run out."""
+LANES = 8  # columns of the smallest accumulator tile: the bits of a row are as many words
+PIECE = 16  # columns whose bits are made at a time: fewer are more operations, more take more shifts
 LOG2E = 1.4426950408889634
 LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
 FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
@@ -38,7 +36,8 @@ FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Of a run of tiles: ``[M]`` float32 each; the target's ``u`` is 0 where it was not seen."""
+    """Of a run of tiles, ``[M]`` float32 each: the maximum as swept, S, A in units of ln 2, Q, and the target's ``u``
+    (0 where it was not seen). A row of which nothing was seen has the maximum ``LOW``."""
 
     m: Array
     total: Array
@@ -82,11 +81,6 @@ def _pieces(u: Array) -> list[Array]:
     return [u[:, i : i + width] for i in range(0, u.shape[1], width)]
 
 
-def _repeated(x: Array, columns: int) -> Array:
-    """``x [M, 8]`` side by side, ``[M, columns]``: lane by lane the same registers."""
-    return jnp.concatenate([x] * (columns // LANES), axis=1) if columns > LANES else x
-
-
 def _folded(x: Array, join: Callable[[Array, Array, int], Array]) -> Array:
     """``x [M, C]`` brought to ``[M, 8]``, one half onto the other: ``join(first, second, columns of a half)``."""
     while x.shape[1] > LANES:
@@ -114,12 +108,12 @@ def accumulate(sums: Sums, u: Array, found: Array, k: Array) -> Sums:
 
 
 def above(u: Array, screen: Array) -> Array:
-    """int32 ``[M, 8]``: for each lane a bit per column, set where ``u > screen [M, 8]``; :func:`bit_of` says which.
+    """int32 ``[M, 8]``: for each lane a bit per column, set where ``u > screen [M]``; :func:`bit_of` says which.
 
     The sign of a difference, shifted in: per element a subtraction and a shift, and no exchange between threads.
     """
     parts = _pieces(u)
-    limit, word = _repeated(screen, parts[0].shape[1]), None
+    limit, word = across(screen, parts[0].shape[1]), None
     for x in parts:
         passes = lax.bitcast_convert_type(limit - x, jnp.int32)
         bit = lax.shift_right_logical(passes, jnp.full_like(passes, 31))
@@ -137,7 +131,7 @@ def bit_of(column: Any, columns: int) -> Any:
 
 
 def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) -> RowSums:
-    """``stats.RowSums [padded N]`` from what the kernel wrote: ``[5, slots, padded N]``, of :func:`row_sums`.
+    """``stats.RowSums [padded N]`` from what the kernel wrote: ``[5, slots, padded N]``, of :class:`Sums`.
 
     Only the first ``parts [token tiles]`` slots of a tile of ``tokens`` tokens are read.
     """

@@ -64,7 +64,7 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> Non
         return tr.times(tr.factor(dataclasses.replace(numbers, temperature=t)), jnp.float32(LOG2E))
 
     def screened(u: Array, tile: Array, v: Array) -> None:
-        word = epilogue.above(u, epilogue.across(m.load_rows(refs.screen, tile), LANES))
+        word = epilogue.above(u, m.load_rows(refs.screen, tile))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         refs.bits[wg] = word  # type: ignore[index]
         plgpu.commit_smem()

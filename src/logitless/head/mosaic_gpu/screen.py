@@ -18,18 +18,21 @@ computed from the logits of the active columns (``sparse.py``), so a bad guess c
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from logitless.head import columns as columns_of
-from logitless.head.columns import Rule
+from logitless.head.columns import Columns, Rule
 from logitless.head.expected import expected_lse
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.blocks import TOKENS, Spans
 from logitless.head.mosaic_gpu.epilogue import LANES, bit_of
 from logitless.problem import Problem
+from logitless.pytree import register
 from logitless.rows import Visit, live_sweep, swept_columns
 from logitless.transform import factor, times
 
@@ -50,6 +53,16 @@ UNLIKELY = -6.0
 
 _FEW = 4096
 _LOW_IDS = 1024
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Screened:
+    """What the forward pass found, for the backward pass."""
+
+    columns: Columns  # of all tokens
+    spans: Spans  # of the active columns; none where it is dense
+    apart: Array  # how many rows have so little mass in any column that they will be hard, as far as can be seen
 
 
 def few_columns(p: Problem, rows: Array) -> Array:

@@ -1,23 +1,18 @@
 """The sparse backward of the head on a Hopper GPU without logits: columns out of the forward matmul's own epilogue.
 
-With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them (``screen.py``):
+With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them:
 
-    screen     statistics, and a bit for each token and column                     M, no logits
-    slabs      for the K columns, a slab at a time: logits again, the mass that each row keeps, dx, dH, dW    3 M K / V
-    hard rows  those that leave out more than the tolerance: the *other* columns, too                         3 M each
+    screen     statistics, and a bit for each token and column (``screen.py``)                  M, no logits
+    backward   over the K columns, and for hard rows over the others: all at once (``at_once.py``), as most calls go,
+               or by slabs (``by_slabs.py``)                                       3 M K / V, and 3 M a hard row
 
-A row of dW in an active column is summed in float32 over all tokens and written once, in its own dtype: there is no
-float32 dW. Hard rows go through all columns of the head as it lies there, a group at a time, with zeros in the active
-ones (they add zero to what is written); where they are many, by slabs of the other columns, for all tokens. So a policy
-that is not sparse costs four matmuls, where the exact path, which keeps logits, takes three; with a memory budget,
-which is room for such logits, that path serves it from the start (``screen.looks_flat``). What the easy rows leave
-out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which serves where this cannot
-(:func:`not_screened_because`). That is by loops, for what does not fit ``at_once.py``, as most calls do.
+There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
+three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
+What the easy rows leave out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which
+serves where this cannot (:func:`not_screened_because`).
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
-    bytes      the bits of ``screen.py``; h in that order; dH in float32; a slab of the head, its logits, dx and dW; the
-               logits and dx of a group of hard rows
-    loops      slabs; groups of hard rows. Their trip counts are known to the device alone
+    bytes      the bits of ``screen.py``; h in that order; then those of the two ways
 """
 
 from __future__ import annotations
@@ -30,47 +25,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.backend import Cost, Way
-from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
-from logitless.head.columns import Columns, Rule, chunk_rule
-from logitless.head.linear import add_dhead, dhidden, raw_logits, zero_grads
-from logitless.head.mosaic_gpu import at_once, blocks, hard, matmul, screen
+from logitless.head.columns import Columns
+from logitless.head.linear import zero_grads
+from logitless.head.mosaic_gpu import at_once, blocks, by_slabs, hard, matmul, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
-from logitless.head.mosaic_gpu.blocks import Spans
+from logitless.head.mosaic_gpu.by_slabs import over_slabs, rule_of, slab_rule
 from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
-from logitless.head.order import Ordered, in_order, some
+from logitless.head.mosaic_gpu.screen import Screened
+from logitless.head.order import Ordered, in_order
 from logitless.head.report import SparseReport, blank_report, chunk_report
-from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, slab_dx, without
+from logitless.head.slabs import Known, mass_beside, misses, without
 from logitless.head.sparse import Sparse, in_words
-from logitless.problem import Gradients, Head, HeadGrads, Loss, Problem, Wanted
-from logitless.pytree import register
-from logitless.rows import live_sweep, probabilities
+from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
 from logitless.stats import StatCotangents, TokenStats
 
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
-
-_GROUP, _GROUPS = 128, 8
-"""Hard rows that go through all columns at a time, for each visit's worth of tokens: as many as cost no more than
-reading the head does. And the most such groups: each rounds what it adds to dW outside the active columns."""
-
-
-def slab_rule(vocab: int, backward: int = 2) -> Rule:
-    """The sizes of a slab's buffers, and what columns and hard rows cost here: logits of both are made again. Three
-    eighths of the ordinary slab, since it meets four times the tokens of a chunk."""
-    rule = chunk_rule(vocab, backward)
-    slab = 3 * rule.slab // 8 if rule.slab % 1024 == 0 else rule.slab
-    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
-
-
-def _rule(p: Problem, want: Wanted) -> Rule:
-    return slab_rule(p.head.vocab, want.matmuls)
-
-
-def _group(p: Any) -> int:
-    """Hard rows of a group."""
-    return min(_GROUP * -(-p.n // visit_of(p)), p.call.chunk)
 
 
 def not_screened_because(p: Any) -> str | None:
@@ -80,16 +52,6 @@ def not_screened_because(p: Any) -> str | None:
     if p.call.partial_hidden or p.call.partial_head:
         return "its gradients are parts of a sum over devices"
     return not_fused_because(p)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Screened:
-    """What the forward pass found, for the backward pass."""
-
-    columns: Columns  # of all tokens
-    spans: Spans  # of the active columns; none where it is dense
-    apart: Array  # how many rows have so little mass in any column that they will be hard, as far as can be seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +75,7 @@ class ScreenedSparse(Sparse):
             "frozen head, 1 without a gradient"
         )
         tiles = {"chunk": p.call.chunk, "slab": rule.slab}
-        tiles |= {"visit": visit_of(p), "group": _group(p)}
+        tiles |= {"visit": visit_of(p), "group": by_slabs.group_rows(p)}
         held = at_once.room(p, rule)
         if held is not None:
             tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
@@ -174,8 +136,8 @@ class ScreenedSparse(Sparse):
         out = jax.tree.map(f.put_back, stats)
         nothing = Gradients(None, HeadGrads(None, None)), jnp.zeros((f.p.n,), jnp.float32)
         unmoved = Known(stats, StatCotangents(*(jnp.zeros((f.p.n,), jnp.float32),) * 3))
-        rule, c = _rule(p, want), found.columns
-        _, kept = _over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
+        rule, c = rule_of(p, want), found.columns
+        _, kept = over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
         columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
         spans = found.spans.everywhere()  # the tokens' order will be another, and what they leave out has been told
         return out, _report(p, want, out, None, columns, live), Screened(columns, spans, found.apart)
@@ -195,7 +157,7 @@ class ScreenedSparse(Sparse):
 def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
     """``(statistics of the live tokens, columns of those that come first)``, both in the order of ``f``: one matmul, no
     logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
-    p, rule = f.p, _rule(f.p, want)
+    p, rule = f.p, rule_of(f.p, want)
     rows = jnp.arange(p.n) < f.count
     numbers = screen.screen_of(p, rows, None if before is None else f.take(before))
     stats, words = matmul.screened_stats(p, numbers, f.live)
@@ -214,128 +176,23 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     return stats, Screened(columns, spans, apart)
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """What a slab adds to: dH in float32, the gradients of its own part of the head, and the mass that rows keep."""
-
-    hidden: Array | None
-    part: HeadGrads
-    kept: Array
-
-
-def _over_slabs(
-    f: Ordered, rule: Rule, known: Known, index: Array, trips: Array | int, start: tuple[Gradients, Array]
-) -> tuple[Gradients, Array]:
-    """``start`` (gradients, kept mass ``[N]``) plus what the tokens that come first have in ``trips`` slabs of the
-    columns ``index``, none of which has a row of dW yet."""
-    p, visit = f.p, visit_of(f.p)
-    wanted = bool(jax.tree.leaves(start[0]))
-
-    def columns(i: Array) -> tuple[Array, Head]:
-        own = lax.dynamic_slice_in_dim(index, i * rule.slab, rule.slab)
-        return own, columns_of.head_columns(p.head, own, ascending=False)
-
-    def add(begin: Array | int, size: int, own: Array, part: Head, c: _Sums) -> _Sums:
-        """``c``, whose rows are those of a visit, with what these tokens have in a slab."""
-        q, at = some(p, begin, size), Known(*some((known.stats, known.g), begin, size))
-        x = raw_logits(q.h, part, p.call.logits_dtype)
-        kept = c.kept + jnp.sum(probabilities(x, q, at.stats, own[None, :]), axis=1)
-        if not wanted:
-            return dataclasses.replace(c, kept=kept)
-        dx = slab_dx(x, own, q, at)
-        dh = None if c.hidden is None else c.hidden + dhidden(dx, part)
-        return _Sums(dh, add_dhead(c.part, dx, q.h, part), kept)
-
-    def put(head: HeadGrads, own: Array, part: HeadGrads) -> HeadGrads:
-        return columns_of.put_head_columns(head, own, part, p.head.layout, ascending=False) if wanted else head
-
-    def one_visit(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-        """A slab for all tokens: dW needs no sum over visits."""
-        total, kept = carry
-        own, part = columns(i)
-        c = add(0, p.n, own, part, _Sums(total.hidden, columns_of.no_head_columns(total.head, part), kept))
-        return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
-
-    def by_visits(i: Array, carry: tuple[Gradients, Array]) -> tuple[Gradients, Array]:
-        """A slab over several visits; its part of dW is their sum, in float32."""
-        total, kept = carry
-        own, part = columns(i)
-
-        def body(j: Array, c: _Sums) -> _Sums:
-            begin = j * visit
-            rows = dataclasses.replace(c, hidden=some(c.hidden, begin, visit), kept=some(c.kept, begin, visit))
-            new = add(begin, visit, own, part, rows)
-            return _Sums(_put(c.hidden, new.hidden, begin), new.part, _put(c.kept, new.kept, begin))
-
-        blank = columns_of.no_head_columns(total.head, part, jnp.float32)
-        c = lax.fori_loop(0, (f.count + (visit - 1)) // visit, body, _Sums(total.hidden, blank, kept))
-        return Gradients(c.hidden, put(total.head, own, c.part)), c.kept
-
-    return lax.fori_loop(0, trips, by_visits if p.n > visit else one_visit, start)
-
-
-def _put(whole: Any, rows: Any, begin: Array | int) -> Any:
-    """``whole`` with some of its rows replaced."""
-    return None if whole is None else lax.dynamic_update_slice_in_dim(whole, rows, begin, 0)
-
-
 def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array, Array]:
     """``(gradients, mass left out [N], columns that a token met)``, in the order of the call: the active columns for
     every row, the others for hard rows. ``known`` is in the order of ``f``."""
-    p, rule = f.p, _rule(f.p, want)
+    p, rule = f.p, rule_of(f.p, want)
     held = at_once.room(p, rule)
 
-    def by_slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array, Array]:
+    def slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array, Array]:
         leave = 0 if held is None or not hard.can_add(p.head) else held.hard // 2
-        return _by_slabs(f, want, known, found, head, leave)
+        return by_slabs.gradients(f, want, known, found, head, leave)
 
     if held is not None:
-        total, left_out, width = at_once.gradients(f, want, known, found, rule, held, by_slabs)
+        total, left_out, width = at_once.gradients(f, want, known, found, rule, held, slabs)
     else:
-        total, left_out, _ = by_slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
+        total, left_out, _ = slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
         total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)
         width = found.columns.count
     return finished(p, total), f.put_back(left_out), width
-
-
-def _by_slabs(
-    f: Ordered, want: Wanted, known: Known, found: Screened, head: HeadGrads, leave: int
-) -> tuple[Gradients, Array, Array]:
-    """``(gradients, mass left out [N], hard rows that are left to others [N])`` in the order of ``f``, those of the
-    head added to ``head``: loops over slabs of columns. Up to ``leave`` hard rows are left; without that they go in
-    groups, or where they are many by slabs, too."""
-    p, rule, c = f.p, _rule(f.p, want), found.columns
-    moving = known.g.any_nonzero()
-    hidden = jnp.zeros(p.h.shape, jnp.float32) if want.hidden else None
-    nothing = jnp.zeros((p.n,), jnp.float32)
-    start = Gradients(hidden, head), nothing
-    total, kept = _over_slabs(f, rule, known, c.index, rule.slabs(c.count), start)
-    left_out = jnp.where(moving, mass_beside(kept), 0.0)
-    is_hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
-
-    rest = live_sweep(is_hard, _group(p))
-    many = jnp.asarray(rest.count > (leave or _GROUPS * rest.chunk))
-    if not leave:
-        few = dataclasses.replace(rest, count=jnp.where(many, 0, rest.count))
-        total = few.run(lambda visit, total: hard.add_few(f, visit, known, found.spans.active, total), total)
-    slabs = -(-p.head.vocab // rule.slab)
-    order = jnp.argsort(found.spans.active, stable=True).astype(jnp.int32)  # the others first
-    at = jnp.arange(slabs * rule.slab, dtype=jnp.int32)
-    others = jnp.where(at < p.head.vocab - c.count, jnp.pad(order, (0, at.size - order.size)), p.head.vocab + at)
-    left = Known(known.stats, without(known.g, ~is_hard))
-
-    def all_others(total: Gradients) -> Gradients:
-        # As many turns as there are slabs, used or not: a loop whose length the compiler knows asks the host nothing.
-        return _over_slabs(f, rule, left, others, slabs, (total, nothing))[0]
-
-    total = once(many, all_others, total)
-    dh = None
-    if total.hidden is not None:
-        easy = without(known.g, is_hard | ~moving)
-        dh = total.hidden + in_their_place(mean_row(rule, p), left_out, easy, p.transform)
-        dh = dh.astype(p.h.dtype)
-    return Gradients(dh, total.head), left_out, is_hard & ~many if leave else jnp.zeros_like(is_hard)
 
 
 def _report(
@@ -349,6 +206,6 @@ def _report(
 ) -> SparseReport:
     """All in the order of the call. ``width``: columns that a token met; of the active ones all, unless it is said."""
     hard = rows & misses(p.tolerance, out, g, p.call.vocab_size)(c.left_out) & ~c.dense
-    report = chunk_report(_rule(p, want), p.head, c, rows, hard)
+    report = chunk_report(rule_of(p, want), p.head, c, rows, hard)
     met = jnp.where(c.dense, p.head.vocab, c.count if width is None else width)
     return dataclasses.replace(report, width=met.astype(jnp.float32))
