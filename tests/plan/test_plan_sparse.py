@@ -154,8 +154,9 @@ def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
             c["tokens"], c["hidden"], active_columns=row["active_columns"], hard_rows=row["hard_rows"]
         )  # fmt: skip
         assert abs(p.temporaries / row["mem/compiler"]["temporaries"] - 1) < 0.05, record["name"]
-        if "16384" not in record["name"]:  # which went by slabs, and before that met all columns
-            assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=0.002)
+        # Of twice as many tiles of tokens each meets fewer columns: 0.30 of them, for 0.36 as planned.
+        far = 0.005 if "16384" in record["name"] else 0.002
+        assert p.tiles["backward_columns"] == pytest.approx(row["backward_columns"], abs=far)
         clock = "device_ms" if "device_ms" in row else "wall_ms"
         measured = row[clock] / strong[clock]
         assert abs(p.seconds_in_turn / p.dense_seconds_in_turn / measured - 1) < 0.2, record["name"]
