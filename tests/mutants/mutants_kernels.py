@@ -430,9 +430,7 @@ MUTANTS = [
             "test_where_the_kernels_for_hard_rows_do_not_serve": (
                 ("hard", "add_dhead(total.head, dx, q.h, head)", "total.head"),
             ),
-            "test_a_flat_policy_goes_by_slabs": (
-                ("at_once", "~(found.apart > MOST_APART * f.count)", "~(found.apart > f.count)"),
-            ),
+            "test_a_flat_policy_goes_by_slabs": (("sparse", "apart > screen.MOST_APART * f.count", "apart > f.count"),),
             "test_dx_fits_into_the_place_of_dw[vh-151936]": (
                 ("at_once", "size // width >= rows", "size // width >= rows // 2"),
                 ("at_once", "size % (8 * width) == 0", "size % width == 0 or True"),

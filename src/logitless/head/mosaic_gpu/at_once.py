@@ -12,8 +12,8 @@ Where the active columns fit the memory meant for them, with the tokens first th
     dW      dW_K in its place
 
 Every matmul here is a kernel that takes its extents from the device (``product.py``). So none of them waits for the
-host, and none is larger than it must be. What does not fit (more columns, more hard rows, or mostly rows that choose
-none) goes by slabs of columns (``by_slabs.py``), half of the tokens at a time: whether it must is the one question,
+host, and none is larger than it must be. What does not fit (more columns, more hard rows, a policy that is not sparse)
+goes by slabs of columns (``by_slabs.py``), half of the tokens at a time: whether it must is the one question,
 asked when the hard rows are known. It is a loop of one turn or none, over the gradients as they stand in memory: a
 conditional would copy them. After it, the extents of dW_K are zero where it has had its turn, and hard rows are those
 that it has left.
@@ -41,7 +41,7 @@ from logitless.head.mosaic_gpu.blocks import TOKENS, Visits
 from logitless.head.mosaic_gpu.dx import columns_dx_into
 from logitless.head.mosaic_gpu.hard import Hard, add_rows, apart, dbias, dweight, group_of, hard_rows, most_rows
 from logitless.head.mosaic_gpu.limits import TILE_K
-from logitless.head.mosaic_gpu.screen import MOST_APART, Screened
+from logitless.head.mosaic_gpu.screen import Screened
 from logitless.head.order import Ordered
 from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, without
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
@@ -140,7 +140,7 @@ def gradients(
     """``(gradients, mass left out [N], columns that a token met)``; dH in the order of the call, the mass in that of
     ``f``."""
     p, c = f.p, found.columns
-    fits = held.holds(c.count) & ~c.dense & ~(found.apart > MOST_APART * f.count)
+    fits = held.holds(c.count) & ~c.dense
     live = _Live(f.count, c.count, jnp.int32(0)).where(fits)
     index = jnp.concatenate([jnp.full((1,), p.head.vocab + c.index.size, jnp.int32), c.index[: held.columns - 1]])
     part = columns_of.head_columns(p.head, index, ascending=False)

@@ -62,7 +62,6 @@ class Screened:
 
     columns: Columns  # of all tokens
     spans: Spans  # of the active columns; none where it is dense
-    apart: Array  # how many rows have so little mass in any column that they will be hard, as far as can be seen
 
 
 def few_columns(p: Problem, rows: Array) -> Array:

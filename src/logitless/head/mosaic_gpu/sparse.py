@@ -140,7 +140,7 @@ class ScreenedSparse(Sparse):
         _, kept = over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
         columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
         spans = found.spans.everywhere()  # the tokens' order will be another, and what they leave out has been told
-        return out, _report(p, want, out, None, columns, live), Screened(columns, spans, found.apart)
+        return out, _report(p, want, out, None, columns, live), Screened(columns, spans)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
@@ -169,11 +169,11 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.threshold(rows)))  # none could have passed
     apart = apart + jnp.sum(flat, dtype=jnp.int32)
     count = jnp.sum(spans.active, dtype=jnp.int32)
-    dense = count > rule.most
+    dense = (count > rule.most) | (apart > screen.MOST_APART * f.count)
     spans = spans.only(~dense)
     nothing = jnp.zeros((p.n,), jnp.float32)
     columns = Columns(blocks.in_order(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
-    return stats, Screened(columns, spans, apart)
+    return stats, Screened(columns, spans)
 
 
 def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array, Array]:
