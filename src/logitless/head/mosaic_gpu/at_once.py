@@ -157,9 +157,8 @@ def gradients(
     live = dataclasses.replace(live, hard=hard.count).where(ok)
     dx = _with_hard(dx, f, hard, known, index, part, live, held)
     hidden = None
-    both = Visits(
-        jnp.concatenate([visits.tiles, live.visits_of_hard(held).tiles])
-    )  # hard rows' tiles behind the tokens'
+    # Of the tokens, and of hard rows behind them.
+    both = Visits(jnp.concatenate([visits.tiles, live.visits_of_hard(held).tiles]))
     if want.hidden:
         dx = _with_stand_ins(dx, p, known, left_out, is_hard)
         hidden = _dhidden(f, dx, hard, part, live, both, held)

@@ -123,26 +123,18 @@ def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradien
     groups = hard.rows.size // size
 
     def group(i: Array | int, total: Gradients) -> Gradients:
-        return _add_group(f, hard, i * size, size, known, active, total, blank & (jnp.asarray(i) == 0))
+        visit, count = hard.visit(i * size, size, f.p.n), jnp.clip(hard.count - i * size, 0, size)
+        return _add_group(f, visit, count, known, active, total, blank & (jnp.asarray(i) == 0))
 
     # A loop whose length the compiler knows: it asks the host nothing, and a group is compiled once.
     return group(0, total) if groups == 1 else lax.fori_loop(0, groups, group, total)
 
 
 def _add_group(
-    f: Ordered,
-    hard: Hard,
-    first: Array | int,
-    size: int,
-    known: Known,
-    active: Array,
-    total: Gradients,
-    blank: Array,
+    f: Ordered, visit: Visit, count: Array, known: Known, active: Array, total: Gradients, blank: Array
 ) -> Gradients:
-    visit = hard.visit(first, size, f.p.n)
-    q, at = group_of(f, visit, known)
+    size, (q, at) = visit.read.size, group_of(f, visit, known)
     head, vocab, width, interpret = f.p.head, f.p.head.vocab, q.h.shape[1], f.p.call.interpret
-    count = jnp.clip(hard.count - first, 0, size)
     here = jnp.where(blank, jnp.maximum(count, 1), count)  # at least one: dW's zeros come from dx, too
     dx = _dx(q, at, active, blocks.all_of(size, vocab, here, vocab), (size, -(-vocab // TILE_K) * TILE_K))
     hidden, weight, bias = total.hidden, total.head.weight, total.head.bias

@@ -173,8 +173,7 @@ def screened_stats(
     """:func:`token_stats`, to the bit, and which columns pass each row's ``screen [N]``: those whose swept logit (as
     ``epilogue.py`` has it, before the temperature) is above it, the row's own target never.
 
-    int32 ``[vocab tiles, N, 8]``: ``epilogue.bit_of`` says which bit is which column. Rows
-    from ``n_live`` on have none.
+    int32 ``[vocab tiles, N, 8]``: ``epilogue.bit_of`` says which bit is which column. From ``n_live`` on none is set.
     """
     (n, h), vocab_size = p.h.shape, p.call.vocab_size
     check(p)
