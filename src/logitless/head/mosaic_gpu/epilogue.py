@@ -14,7 +14,6 @@ those beyond the vocabulary) are masked only in the tiles that hold one, which t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,20 +74,6 @@ def masked(u: Array, first: Array, target: Array, vocab_size: int) -> tuple[Arra
     return jnp.where(column < vocab_size - first, jnp.where(is_target, low, u), low), found
 
 
-def _pieces(u: Array) -> list[Array]:
-    """``u [M, C]`` in pieces of up to :data:`PIECE` columns."""
-    width = min(PIECE, u.shape[1])
-    return [u[:, i : i + width] for i in range(0, u.shape[1], width)]
-
-
-def _folded(x: Array, join: Callable[[Array, Array, int], Array]) -> Array:
-    """``x [M, C]`` brought to ``[M, 8]``, one half onto the other: ``join(first, second, columns of a half)``."""
-    while x.shape[1] > LANES:
-        half = x.shape[1] // 2
-        x = join(x[:, :half], x[:, half:], half)
-    return x
-
-
 def accumulate(sums: Sums, u: Array, found: Array, k: Array) -> Sums:
     """``sums`` with the columns of ``u [M, C]`` added; ``k`` is ``[M]`` or a number."""
     columns = u.shape[1]
@@ -112,15 +97,20 @@ def above(u: Array, screen: Array) -> Array:
 
     The sign of a difference, shifted in: per element a subtraction and a shift, and no exchange between threads.
     """
-    parts = _pieces(u)
-    limit, word = across(screen, parts[0].shape[1]), None
+    width = min(PIECE, u.shape[1])
+    parts = [u[:, i : i + width] for i in range(0, u.shape[1], width)]
+    limit, word = across(screen, width), None
     for x in parts:
         passes = lax.bitcast_convert_type(limit - x, jnp.int32)
         bit = lax.shift_right_logical(passes, jnp.full_like(passes, 31))
         word = bit if word is None else lax.shift_left(word, jnp.full_like(word, 1)) | bit
     assert word is not None
-    # A lane has so many columns of a half, each with a bit for every piece.
-    return _folded(word, lambda a, b, half: lax.shift_left(a, jnp.full_like(a, half // LANES * len(parts))) | b)
+    while word.shape[1] > LANES:  # one half onto the other
+        half = word.shape[1] // 2
+        first, second = word[:, :half], word[:, half:]
+        # A lane has so many columns of a half, each with a bit for every piece.
+        word = lax.shift_left(first, jnp.full_like(first, half // LANES * len(parts))) | second
+    return word
 
 
 def bit_of(column: Any, columns: int) -> Any:

@@ -6,13 +6,14 @@ The fused matmul (``matmul.py``) sees every logit once, before the row's logsume
 
 is one comparison, and its result one bit. The active columns are those that pass for a row with a gradient, and the
 targets. A guess that is too low lets more columns pass, one that is too high fewer: what each row then leaves out is
-computed from the logits of the active columns (``sparse.py``), so a bad guess costs time, never truth.
+computed from the logits of the active columns, so a bad guess costs time, never truth.
 
     guess       z_ty - the log-probability that the target had when it was sampled, where that is known; else
                 max(z_ty, logsumexp over a few columns): the batch's targets and the lowest ids, which are the frequent
                 tokens of most vocabularies. V_few / V of a matmul (2.7 % at V = 151936).
     left apart  a row that lets many columns through, by a bad guess or because it is flat, does not choose columns for
-                the others; it will be a hard row. How many is many, of a few limits, is a matter of cost.
+                the others; it will be a hard row. How many is many, of a few limits, is a matter of cost. Where most
+                rows are left apart, the policy is not sparse, and no column is active (``sparse.py``).
     bytes       N V / 8 for the bits, written once, read once for each limit and once to count
 """
 
