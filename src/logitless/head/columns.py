@@ -250,6 +250,9 @@ def head_columns(head: Head, index: Array, ascending: bool = True) -> Head:
     a, b = head.lora_a, head.lora_b
 
     def take(x: Array, axis: int = 0) -> Array:
+        if axis == 1 and _by_element():  # to look whether each pair of indices is inside, XLA would write them out
+            columns = _at(x, jnp.minimum(index, x.shape[1] - 1), 1).get(mode="promise_in_bounds")
+            return jnp.where(index < x.shape[1], columns, jnp.zeros((), x.dtype))
         place = _at(x, index, axis)
         return place.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=ascending)
 
@@ -287,7 +290,14 @@ def put_head_columns(
     def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:
         if whole is None or new is None:
             return None
-        place, new = _at(whole, index, axis), new.astype(whole.dtype)
+        new = new.astype(whole.dtype)
+        if axis == 1 and not add and _by_element():
+            # Every element of the whole looks for its own: pairs of indices would take four times the memory of
+            # the columns, and as long.
+            at = jnp.arange(index.size, dtype=jnp.int32)
+            own = jnp.full((whole.shape[1],), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
+            return jnp.where(own >= 0, _at(new, own, 1).get(mode="clip"), whole)
+        place = _at(whole, index, axis)
         return (place.add if add else place.set)(new, mode="drop", unique_indices=True, indices_are_sorted=ascending)
 
     return HeadGrads(

@@ -161,25 +161,26 @@ def _met(w: Work, shares: Shares, columns: int, route: Route) -> float:
 
 def _screened_way(w: Work, shares: Shares, columns: int, met: float, exact: Way, route: Route) -> Way:
     """By Hopper's screen (``head/mosaic_gpu/sparse.py``): bits in place of logits, one set of columns."""
-    slab, visit, group = (route.tiles[k] for k in ("slab", "visit", "group"))
+    slab, most_columns, most_hard, group = (
+        route.tiles[k] for k in ("slab", "columns_at_once", "hard_at_once", "hard_group")
+    )
     late, b = not route.in_forward, w.gradients
-    bits, dh = w.tokens * w.vocab // 8, 4 * w.tokens * w.width * w.wants_hidden
-    dw = w.head * w.wants_head
-    # The hidden states in order and dH in float32 stay. Outputs lend their memory before they are written: that of dH
-    # to all steps, that of dW to the bits.
-    kept = w.rows + dh - w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab + _SCREEN_SUMS
-    steps = slab * (visit * (4 + w.item) + 2 * w.width * w.item), group * w.vocab * (4 + w.item)
-    temporaries = [max(w.rows + bits - dw, 0) + _SCREEN_SUMS, kept + max(steps)]
-    if "columns_at_once" in route.tiles:  # ``at_once.py``; what does not fit goes by halves of the tokens
-        part = route.tiles["columns_at_once"] * w.width * w.item + _SCREEN_SUMS
-        group, most = route.tiles["hard_group"], route.tiles["hard_at_once"]
-        # A group's dx, h, and dH in float32 and in parts, one for each block of the GPU.
-        hard = group * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
-        # A slab of the head, its logits and dx; its dW stands where the logits were.
-        half = w.rows // 2 + dh // 2 + slab * (w.tokens // 2 * (4 + w.item) + w.width * w.item) + GEMM_WORKSPACE
-        rows = w.rows + most * w.width * w.item  # tokens, and hard ones once more
-        dx = 0 if w.wants_head else (w.tokens + most) * route.tiles["columns_at_once"] * w.item  # else in dW's place
-        temporaries[1:] = [part + rows + dx, part * w.wants_head + dx + hard, half + dx]
+    bits, dw = w.tokens * w.vocab // 8, w.head * w.wants_head
+    part = most_columns * w.width * w.item
+    # A group's dx, h, and dH in float32 and in parts, one for each block of the GPU.
+    hard = group * (w.vocab * w.item + w.width * w.item) + _PARTS * w.wants_hidden
+    rows = w.rows + most_hard * w.width * w.item  # tokens, and hard ones once more
+    in_dw = w.wants_head and not route.tiles["dx_apart"]
+    dx = 0 if in_dw else (w.tokens + most_hard) * most_columns * w.item
+    # Outputs lend their memory before they are written: that of dW to the bits, and to dx. What does not go at once
+    # keeps beside dH what that lacks.
+    temporaries = [
+        max(w.rows + bits - dw, 0) + _SCREEN_SUMS,
+        part + rows + dx + w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab,
+        part * w.wants_head + dx + hard + _SCREEN_SUMS,
+    ]
+    if late:  # a slab of the head, its logits and their exponentials
+        temporaries.append(w.rows + slab * (route.tiles["visit"] * 8 + w.width * w.item) + _SCREEN_SUMS)
     if "chunk_if_flat" in route.tiles:
         temporaries.append(exact.temporaries)
         if columns == w.vocab:

@@ -16,15 +16,14 @@ The first place belongs to no column: there stands the mean row of the head, whi
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head.mosaic_gpu.schedule import Tiles, tile_at
+from logitless.head.mosaic_gpu.schedule import tile_at
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, tiles_of
 from logitless.pytree import register
-
-TOKENS, COLUMNS = Tiles().tokens, Tiles().columns
-"""Of a tile: what is visited or is not."""
 
 _NEAR = 4
 """Tiles of tokens that are neighbours: a column that is active in no others is rare."""
@@ -78,9 +77,9 @@ class Visits:
         """Bool ``[tokens, columns]``, of whole tiles of tokens."""
         return jnp.repeat(jnp.repeat(self.tiles, TOKENS, axis=0), COLUMNS, axis=1)[:, :columns]
 
-    def listed(self, group: int, behind: Array | int = 0) -> Array:
-        """int32 ``[2 + tiles]``, for ``schedule.Listed``: how many, and ``behind`` how many row tiles of the result;
-        then which, ``group`` token tiles with a column tile at a time, by L2."""
+    def listed(self, group: int, slots: tuple[Any, Any]) -> Array:
+        """int32 ``[3 + tiles]``, for ``schedule.Listed``: how many, and the numbers of the result's ``slots``; then
+        which, ``group`` token tiles with a column tile at a time, by L2."""
         rows, columns = self.tiles.shape
         groups = -(-rows // group)
         whole = jnp.pad(self.tiles, ((0, groups * group - rows), (0, 0))).reshape(groups, group, columns)
@@ -89,16 +88,20 @@ class Visits:
         place = jnp.sort(jnp.where(flags, place, flags.size))[: rows * columns]
         row = place // (group * columns) * group + place % group
         tile = row * columns + place // group % columns
-        return jnp.concatenate([jnp.stack([jnp.sum(flags, dtype=jnp.int32), jnp.int32(behind)]), tile])
+        return _with_numbers(tile, jnp.sum(flags, dtype=jnp.int32), *slots)
 
-    def by_tokens(self, tokens_first: Array) -> Array:
-        """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: of each of these token tiles which it
-        is, how many column tiles it visits, and which."""
-        return _lists(self.tiles)[tokens_first]
+    def by_tokens(self) -> Array:
+        """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: of each token tile which it is, how many
+        column tiles it visits, and which."""
+        return _lists(self.tiles)
 
     def by_columns(self) -> Array:
         """int32 ``[column tiles, 2 + token tiles]``: the other way round."""
         return _lists(self.tiles.T)
+
+
+def _with_numbers(tiles: Array, *numbers: Any) -> Array:
+    return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers]), tiles])
 
 
 def _lists(visited: Array) -> Array:
@@ -116,19 +119,19 @@ class All(Visits):
 
     live: tuple[Array, Array]  # tiles
 
-    def listed(self, group: int, behind: Array | int = 0) -> Array:
+    def listed(self, group: int, slots: tuple[Any, Any]) -> Array:
         rows, columns = self.live
         at = jnp.arange(self.tiles.size, dtype=jnp.int32)
         row, column, _ = tile_at(at, jnp.maximum(rows, 1), jnp.maximum(columns, 1), group)
         tile = row * self.tiles.shape[1] + column
-        return jnp.concatenate([jnp.stack([rows * columns, jnp.int32(behind)]), tile])
+        return _with_numbers(tile, rows * columns, *slots)
 
 
 def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> All:
     """All tiles of so many rows and columns, of which the first are live."""
     sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
-    row, column = (jnp.arange(-(-size // tile)) * tile < live for size, live, tile in sizes)
-    live = tuple((jnp.int32(live) + (tile - 1)) // tile for _, live, tile in sizes)
+    row, column = (jnp.arange(tiles_of(size, tile)) * tile < live for size, live, tile in sizes)
+    live = tuple(tiles_of(jnp.int32(live), tile) for _, live, tile in sizes)
     return All(row[:, None] & column[None, :], live)  # type: ignore[arg-type]
 
 

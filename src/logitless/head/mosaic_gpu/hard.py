@@ -6,7 +6,7 @@
 
 All by kernels that take their extents from the device. A group with no rows costs its launches.
 
-    bytes   dx, 2 G V; the head twice and dW once, twice where it is added
+    bytes   dx, 2 G V in whole tiles; the head twice and dW once, twice where it is added
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.linear import add_dhead, dot
 from logitless.head.mosaic_gpu import blocks, product
-from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.dx import columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
 from logitless.head.order import Ordered
 from logitless.head.slabs import Known
 from logitless.problem import Gradients, HeadGrads, Problem
 from logitless.pytree import register
 from logitless.rows import Visit, order_by_rank
 
-GROUP = 480
-"""Rows of 8192 tokens that go through all columns at a time: their dx over the vocabulary is the largest array of a
-call."""
+GROUP = 384
+"""Rows of 8192 tokens that go through all columns at a time, in whole tiles: their dx over the vocabulary is the
+largest array of a call."""
 
-GROUPS = 3
+GROUPS = 4
 """And how many groups there may be; each rounds what it adds to dW."""
 
 
@@ -46,11 +45,10 @@ def can_add(head: Any) -> bool:
     return head.weight.shape[0] % TILE_K == 0  # type: ignore[no-any-return]
 
 
-def most_rows(n: int, head: Any) -> list[int]:
-    """Of so many groups as there may be, and of fewer."""
+def most_rows(n: int, head: Any) -> int:
+    """Of all groups that there may be."""
     size = group_size(n)
-    groups = min(GROUPS, n // size) if can_add(head) else 1
-    return [size * k for k in range(max(groups, 1), 0, -1)]
+    return size * max(min(GROUPS, n // size) if can_add(head) else 1, 1)
 
 
 @register
@@ -80,14 +78,18 @@ def group_of(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, Known]:
     return visit.problem(f.p, h), Known(*visit.known(known.stats, known.g, f.p.n))
 
 
-def _dx(q: Problem, known: Known, active: Array, visits: Visits | None = None, shape: Any = None) -> Array:
-    """dx ``[G, V]`` of a group, zero in the active columns."""
-    others = ~active & (jnp.arange(q.head.vocab) < q.call.vocab_size)
+def _dx(q: Problem, known: Known, active: Array, here: Array) -> Slots:
+    """dx of a group over all columns, of which the first ``here`` rows are meant; zero in the ``active`` ones."""
+    vocab = q.head.vocab
+    others = ~active & (jnp.arange(vocab) < q.call.vocab_size)
     target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
-    return columns_dx(q, known, q.head, target, others, visits, shape)[0]
+    rows, across = tiles_of(q.n, TOKENS), tiles_of(vocab, COLUMNS)
+    place = Slots(lax.empty((rows * across * TOKENS, COLUMNS), q.h.dtype), 0, across)
+    visits = blocks.all_of(q.n, vocab, here, vocab)
+    return place.of(columns_dx(place, q.h, (q, known, target), q.head, others, visits)[0])
 
 
-def dweight(p: Problem, dx: Array, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
+def dweight(p: Problem, dx: Slots, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
     """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows, of which
     these columns and rows are ``live``."""
     pair, extent, size = (dx, h), (live[0], h.shape[1]), (columns or 0, h.shape[1])
@@ -99,8 +101,9 @@ def dweight(p: Problem, dx: Array, h: Array, live: tuple[Any, Any], columns: int
 
 
 def dbias(dx: Array, there: Array) -> Array:
-    """The bias' gradient, of dx where it is ``there``."""
-    return jnp.sum(jnp.where(there, dx, jnp.zeros((), dx.dtype)), axis=0, dtype=jnp.float32)
+    """The bias' gradient, of dx ``[row tiles, column tiles, 128, 256]`` where it is ``there``, one for each row."""
+    sums = jnp.sum(jnp.where(there[..., None], dx, jnp.zeros((), dx.dtype)), axis=(0, 2), dtype=jnp.float32)
+    return sums.reshape(-1)
 
 
 def apart(count: Array) -> Array:
@@ -136,27 +139,18 @@ def _add_group(
     size, (q, at) = visit.read.size, group_of(f, visit, known)
     head, vocab, width, interpret = f.p.head, f.p.head.vocab, q.h.shape[1], f.p.call.interpret
     here = jnp.where(blank, jnp.maximum(count, 1), count)  # at least one: dW's zeros come from dx, too
-    dx = _dx(q, at, active, blocks.all_of(size, vocab, here, vocab), (size, -(-vocab // TILE_K) * TILE_K))
+    dx = _dx(q, at, active, here)
     hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
     if hidden is not None:
         deep = dict(right_deep=head.axis == 0, interpret=interpret)
-        own = product.in_parts(dx, head.weight, (count, width, vocab), **deep)
+        own = product.in_parts(dx, head.weight, size, (count, width, vocab), **deep)
         mine = f.in_call(visit)
         hidden = mine.put(hidden, mine.take(hidden).astype(jnp.float32) + own)
     if weight is not None:
         add = ~blank if can_add(head) else None
         weight = dweight(f.p, dx, q.h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=add)
     if bias is not None:
-        bias = bias + dbias(dx[:, :vocab], (jnp.arange(size) < here)[:, None])
+        tiles = dx.tiles(tiles_of(size, TOKENS), dx.across)
+        live = jnp.arange(tiles.shape[0] * TOKENS).reshape(-1, 1, TOKENS) < here
+        bias = bias + dbias(tiles, live)[:vocab]
     return Gradients(hidden, HeadGrads(weight, bias))
-
-
-def add_few(f: Ordered, visit: Visit, known: Known, active: Array, total: Gradients) -> Gradients:
-    """:func:`add_rows` where the kernels for it do not serve: the tokens of ``visit``, dH in the order of ``f``. One
-    matmul each for the logits of a group of rows over the whole head, its dH and its dW."""
-    head, (q, at) = f.p.head, group_of(f, visit, known)
-    dx = _dx(q, at, active)
-    hidden = total.hidden
-    if hidden is not None:
-        hidden = visit.put(hidden, visit.take(hidden).astype(jnp.float32) + dot(dx, head.weight, (1, head.axis)))
-    return Gradients(hidden, add_dhead(total.head, dx, q.h, head))

@@ -3,7 +3,8 @@ multiplied by two, over the tiles that a walk (``schedule.py``) gives each block
 
 Block = two computing warpgroups and one that copies. For each tile the copying warpgroup streams ``left [2 M, 64]``
 and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
-registers is for a kernel's own epilogue. Either operand may lie with its depth first.
+registers is for a kernel's own epilogue. Either operand may lie with its depth first, and one of them in slots
+(``slots.py``).
 
     HBM       the left one once per group of row tiles, the right one once per *group* (blocks that share a column tile
               run at the same time, and L2 serves all but the first)
@@ -24,6 +25,7 @@ from logitless.compat import gpu_interpreter, gpu_load
 from logitless.head.mosaic_gpu.epilogue import LOW
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Schedule, Tiles
+from logitless.head.mosaic_gpu.slots import Slots
 
 SWIZZLE = 128  # bytes: one atom is TILE_K 16-bit numbers
 SLOTS = 2  # pieces on their way out
@@ -55,15 +57,15 @@ class Pipeline:
     """The static side: tiles, operands (or their shapes), which of them has its depth first."""
 
     tiles: Tiles
-    left: Any  # [rows, depth], or [depth, rows]
-    right: Any  # [columns, depth], or [depth, columns]
+    left: Any  # [rows, depth], or [depth, rows]; or an array of slots
+    right: Any  # [columns, depth], or [depth, columns]; or an array of slots
     left_deep: bool
     right_deep: bool
     interpret: Any
 
     @property
     def steps(self) -> int:
-        """Along the depth."""
+        """Along the depth, where the left operand is not in slots."""
         return -(-self.left.shape[0 if self.left_deep else 1] // TILE_K)
 
     def scratch(self) -> list[Any]:
@@ -160,8 +162,11 @@ class Running:
 
         def of(operand: Any, deep: bool, k: Array, tile: Array, size: int) -> Any:
             # What hangs over the end of an array is filled with zeros.
-            depth, across = pl.ds(k * TILE_K, TILE_K), pl.ds(tile * size, size)
-            return operand.at[depth, across] if deep else operand.at[across, depth]
+            depth, across = (k * TILE_K, TILE_K), (tile * size, size)
+            rows, columns = (depth, across) if deep else (across, depth)
+            if isinstance(operand, Slots):
+                return operand.at(*rows, *columns)
+            return operand.at[pl.ds(*rows), pl.ds(*columns)]
 
         def step(row: Array, column: Array, k: Array, n: Array) -> Array:
             slot = lax.rem(n, jnp.int32(t.stages))
@@ -207,23 +212,27 @@ class Running:
             plgpu.wgmma(acc, left, right if s.right_deep else right.transpose((1, 0)))
             return slot
 
-        def step(_: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
+        def step(i: Array, c: tuple[Array, Array]) -> tuple[Array, Array]:
             n, before = c
             slot = issue(n)
             plgpu.wgmma_wait(t.delay)
-            plgpu.barrier_arrive(self.free.at[before if t.delay else slot])
+            if not t.delay or t.first_apart:
+                plgpu.barrier_arrive(self.free.at[before if t.delay else slot])
+            else:
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
             if self.ahead is not None:
                 is_time = jnp.logical_and(n == t.stagger, wg == 0)
                 pl.when(is_time)(lambda: plgpu.barrier_arrive(self.ahead))
             return n + 1, slot
 
-        if t.delay:
+        if t.delay and t.first_apart:
             slot = issue(n)
-            n, slot = lax.fori_loop(1, steps, step, (n + 1, slot))
+            _, slot = lax.fori_loop(1, steps, step, (n + 1, slot))
+        else:
+            _, slot = lax.fori_loop(0, steps, step, (n, jnp.int32(0)))
+        if t.delay:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free.at[slot])
-        else:
-            n, _ = lax.fori_loop(0, steps, step, (n, jnp.int32(0)))
         return acc[...]
 
     def leave(self, way_out: Any, i: int, x: Array, out: Any) -> None:
@@ -234,10 +243,14 @@ class Running:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own, out)
 
+    def first_row(self, tile: Array) -> Array:
+        """Of a warpgroup's rows of a tile."""
+        t = self.static.tiles
+        return tile * t.tokens + lax.axis_index("wg") * t.rows
+
     def rows_of(self, tile: Array) -> Any:
         """A warpgroup's rows of an array over the tokens."""
-        t = self.static.tiles
-        return pl.ds(tile * t.tokens + lax.axis_index("wg") * t.rows, t.rows)
+        return pl.ds(self.first_row(tile), self.static.tiles.rows)
 
     def load_rows(self, ref: Any, tile: Array) -> Array:
         """``[M]`` numbers of a warpgroup's rows."""

@@ -35,6 +35,7 @@ class Tiles:
     group: int = 16
     blocks: int = _BLOCKS
     delay: int = 1  # wgmmas in flight when the step before releases its slot
+    first_apart: bool = False  # the first step of a tile: half a per cent faster, and all wgmmas compiled twice
     stagger: int = 0  # steps by which the second warpgroup starts later, so that epilogues meet matmuls
 
     @property
@@ -154,11 +155,13 @@ class Runs(_Walk):
         return self.runs(per_tile, lambda tile, slot, c: c, carry)
 
 
-def extents(rows: Any, columns: Any, depth: Any, parts: Any = 1, add: Any = 0) -> Array:
-    """int32 ``[5]``: how many tiles of rows and columns a product has, in how many parts its depth is cut, how many
-    steps that has in all, and whether it is added to what is there. Numbers that only the device knows: it does no more
-    than they say."""
-    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows, columns, parts, depth, add)])
+def extents(
+    rows: Any, columns: Any, depth: Any, parts: Any = 1, add: Any = 0, slots: tuple[Any, Any] = (0, 1), behind: Any = 0
+) -> Array:
+    """int32 ``[8]``: how many tiles of rows and columns a product has, in how many parts its depth is cut, how many
+    steps that has in all, whether it is added to what is there, the numbers of the operand that lies in slots, and
+    which row tile is the first of the result. Numbers that only the device knows: it does no more than they say."""
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows, columns, parts, depth, add, *slots, behind)])
 
 
 def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]:
@@ -174,7 +177,7 @@ def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]
 class TileByTile(_Walk):
     """The walk of a block that takes a tile a round, for products which runs would cut into unequal shares."""
 
-    extents: Any  # int32 [5], a reference
+    extents: Any  # int32 [8], a reference
     t: Tiles
 
     @property
@@ -207,20 +210,19 @@ def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
 class Listed(_Walk):
     """The walk over the tiles of a list."""
 
-    listed: Any  # int32 [2 + most], a reference: how many, behind how many tiles of the result; then row times columns
-    # of the tile, plus its column
+    listed: Any  # int32 [3 + most], a reference: how many, and the slots of the result (``slots.py``); then row times
+    # columns of the tile, plus its column
     columns: int
     t: Tiles
 
-    def place(self, row: Array) -> Array:
-        """The row tile of the result."""
-        return row + self.listed[1]
+    def slots(self) -> tuple[Array, Array]:
+        return self.listed[1], self.listed[2]
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
         """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block."""
 
         def step(i: Array, c: Any) -> Any:
-            tile = self.listed[2 + i]
+            tile = self.listed[3 + i]
             return per_tile(lax.div(tile, self.columns), lax.rem(tile, self.columns), jnp.int32(0), c)
 
         return _in_turns(self.t, self.listed[0], step, carry)
@@ -231,7 +233,7 @@ class ByLists(_Walk):
     """The walk over all tiles of a product in which a group of ``share`` row tiles (or column tiles) has a list of the
     pieces of the depth that count, each of ``steps`` steps."""
 
-    extents: Any  # int32 [5], a reference; rows (columns) in the order of the lists
+    extents: Any  # int32 [8], a reference; rows (columns) in the order of the lists
     lists: Any  # int32 [groups, 2 + most], a reference: which group, how many pieces (at least one), and which
     t: Tiles
     by_columns: bool

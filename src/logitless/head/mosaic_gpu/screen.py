@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from logitless.head import columns as columns_of
-from logitless.head.columns import Columns, Rule
+from logitless.head.columns import Columns, Rule, chunk_rule
 from logitless.head.expected import expected_lse
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.blocks import TOKENS, Spans
@@ -54,6 +54,14 @@ UNLIKELY = -6.0
 
 _FEW = 4096
 _LOW_IDS = 1024
+
+
+def slab_rule(vocab: int, backward: int = 2) -> Rule:
+    """What columns and hard rows cost here, since logits of both are made again. Slabs of columns are three quarters of
+    the ordinary ones: they meet more tokens than a chunk has."""
+    rule = chunk_rule(vocab, backward)
+    slab = 3 * rule.slab // 4 if rule.slab % 1024 == 0 else rule.slab
+    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
 
 
 @register

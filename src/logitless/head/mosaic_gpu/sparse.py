@@ -4,7 +4,7 @@ With M one ``N x H x V`` matmul over the live tokens and K active columns for al
 
     screen     statistics, and a bit for each token and column (``screen.py``)                  M, no logits
     backward   over the K columns, and for hard rows over the others: all at once (``at_once.py``), as most calls go,
-               or by slabs (``by_slabs.py``)                                       3 M K / V, and 3 M a hard row
+               or in chunks of columns (``in_chunks.py``)                          3 M K / V, and 3 M a hard row
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
@@ -25,20 +25,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.backend import Cost, Way
+from logitless.head import columns as columns_of
 from logitless.head.chunked import finished
-from logitless.head.columns import Columns
-from logitless.head.linear import zero_grads
-from logitless.head.mosaic_gpu import at_once, blocks, by_slabs, hard, matmul, screen
+from logitless.head.columns import Columns, Rule
+from logitless.head.linear import raw_logits
+from logitless.head.mosaic_gpu import at_once, blocks, hard, matmul, room, screen
 from logitless.head.mosaic_gpu.backend import not_fused_because
-from logitless.head.mosaic_gpu.by_slabs import over_slabs, rule_of, slab_rule
 from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.mosaic_gpu.schedule import tiles_for
-from logitless.head.mosaic_gpu.screen import Screened
-from logitless.head.order import Ordered, in_order
+from logitless.head.mosaic_gpu.screen import Screened, slab_rule
+from logitless.head.order import Ordered, in_order, some
 from logitless.head.report import SparseReport, blank_report, chunk_report
 from logitless.head.slabs import Known, mass_beside, misses, without
 from logitless.head.sparse import Sparse, in_words
-from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.problem import Gradients, Loss, Problem, Wanted
+from logitless.rows import probabilities
 from logitless.stats import StatCotangents, TokenStats
 
 _LEAST_TOLERANCE = 2.0**-12
@@ -51,7 +52,11 @@ def not_screened_because(p: Any) -> str | None:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
     if p.call.partial_hidden or p.call.partial_head:
         return "its gradients are parts of a sum over devices"
-    return not_fused_because(p)
+    return not_fused_because(p) or room.no_room_because(p)
+
+
+def rule_of(p: Problem, want: Wanted) -> Rule:
+    return slab_rule(p.head.vocab, want.matmuls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +79,10 @@ class ScreenedSparse(Sparse):
             f"1 and 3/V times {met} per live token{late}, 4 a hard row; one less of the 3 and of the rest with a "
             "frozen head, 1 without a gradient"
         )
-        tiles = {"chunk": p.call.chunk, "slab": rule.slab}
-        tiles |= {"visit": visit_of(p), "group": by_slabs.group_rows(p)}
-        held = at_once.room(p, rule)
-        if held is not None:
-            tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
+        held = room.room(p, rule)
+        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p)}
+        tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
+        tiles["dx_apart"] = int(not held.in_dw)  # or in the place of dW
         if p.call.memory_budget is not None and way.in_forward:
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
@@ -120,10 +124,9 @@ class ScreenedSparse(Sparse):
         # Apart: XLA would compute the loss, its sums and what is gathered from it in one block of threads.
         out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
         g = lax.optimization_barrier(loss.cotangents(out))
-        total, left_out, width = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
+        total, columns, width = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
         # Metrics last: they would stand between the one question to the host and the first matmul after it.
-        out, g, left_out, width, total = lax.optimization_barrier((out, g, left_out, width, total))
-        columns = dataclasses.replace(found.columns, left_out=left_out)
+        out, g, columns, width, total = lax.optimization_barrier((out, g, columns, width, total))
         return out, _report(p, want, out, g, columns, g.any_nonzero(), width), total
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
@@ -134,11 +137,8 @@ class ScreenedSparse(Sparse):
         f = in_order(p, live, visit_of(p))
         stats, found = _screen(f, want, None)
         out = jax.tree.map(f.put_back, stats)
-        nothing = Gradients(None, HeadGrads(None, None)), jnp.zeros((f.p.n,), jnp.float32)
-        unmoved = Known(stats, StatCotangents(*(jnp.zeros((f.p.n,), jnp.float32),) * 3))
-        rule, c = rule_of(p, want), found.columns
-        _, kept = over_slabs(f, rule, unmoved, c.index, rule.slabs(c.count), nothing)
-        columns = dataclasses.replace(c, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
+        kept = _kept_mass(f, rule_of(p, want), stats, found.columns)
+        columns = dataclasses.replace(found.columns, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
         spans = found.spans.everywhere()  # the tokens' order will be another, and what they leave out has been told
         return out, _report(p, want, out, None, columns, live), Screened(columns, spans)
 
@@ -176,23 +176,31 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     return stats, Screened(columns, spans)
 
 
-def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Array, Array]:
-    """``(gradients, mass left out [N], columns that a token met)``, in the order of the call: the active columns for
-    every row, the others for hard rows. ``known`` is in the order of ``f``."""
-    p, rule = f.p, rule_of(f.p, want)
-    held = at_once.room(p, rule)
+def _kept_mass(f: Ordered, rule: Rule, stats: TokenStats, c: Columns) -> Array:
+    """``[N]``: the mass that each row has in the active columns, by slabs of them, for the tokens that come first."""
+    p, visit = f.p, visit_of(f.p)
 
-    def slabs(f: Ordered, known: Known, head: HeadGrads) -> tuple[Gradients, Array, Array]:
-        leave = 0 if held is None or not hard.can_add(p.head) else held.hard // 2
-        return by_slabs.gradients(f, want, known, found, head, leave)
+    def slab(i: Array, kept: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(c.index, i * rule.slab, rule.slab)
+        part = columns_of.head_columns(p.head, own, ascending=False)
 
-    if held is not None:
-        total, left_out, width = at_once.gradients(f, want, known, found, rule, held, slabs)
-    else:
-        total, left_out, _ = slabs(f, known, zero_grads(p.head, want, p.head.weight.dtype))
-        total = Gradients(None if total.hidden is None else f.put_back(total.hidden), total.head)
-        width = found.columns.count
-    return finished(p, total), f.put_back(left_out), width
+        def add(j: Array, kept: Array) -> Array:
+            q, at = some(p, j * visit, visit), some(stats, j * visit, visit)
+            mass = jnp.sum(probabilities(raw_logits(q.h, part, p.call.logits_dtype), q, at, own[None, :]), axis=1)
+            return lax.dynamic_update_slice(kept, some(kept, j * visit, visit) + mass, (j * visit,))
+
+        return lax.fori_loop(0, (f.count + (visit - 1)) // visit, add, kept)
+
+    return lax.fori_loop(0, rule.slabs(c.count), slab, jnp.zeros((p.n,), jnp.float32))
+
+
+def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple[Gradients, Columns, Array]:
+    """``(gradients, columns with the mass that each token leaves out, columns that a token met)``, in the order of the
+    call: the active columns for every row, the others for hard rows. ``known`` is in the order of ``f``."""
+    rule = rule_of(f.p, want)
+    total, left_out, width, dense = at_once.gradients(f, want, known, found, rule, room.room(f.p, rule))
+    columns = dataclasses.replace(found.columns, left_out=f.put_back(left_out), dense=dense)
+    return finished(f.p, total), columns, width
 
 
 def _report(
