@@ -21,6 +21,7 @@ from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, vjp
 from logitless.head import columns, slabs, sparse
 from logitless.head.report import SparseReport
+from logitless.problem import Head, HeadGrads
 from logitless.stats import StatCotangents
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
@@ -462,3 +463,27 @@ def test_explain_says_what_it_does() -> None:
         explain(linear_grpo_loss, h, w, sparse_backward="auto", backend="reference")
     with pytest.raises(ValueError, match="sparse_backward='on'"):
         explain(linear_grpo_loss, h, w, sparse_backward="on")
+
+
+@pytest.mark.parametrize("by_element", [False, True])
+def test_columns_of_a_head_by_column(by_element: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken and put back, as a CPU and as a GPU compiles it: in any order, and none beyond the vocabulary."""
+    monkeypatch.setattr(columns, "_by_element", lambda: by_element)
+    rng, vocab = np.random.default_rng(0), 50
+    w = jnp.asarray(rng.normal(size=(8, vocab)), jnp.float32)
+    index = jnp.asarray([7, 49, 0, vocab, 2 * vocab, 21], jnp.int32)
+    inside = np.asarray(index) < vocab
+
+    @jax.jit
+    def run(w: Any, index: Any) -> Any:
+        part = columns.head_columns(Head(w, None, layout="hv"), index, ascending=False)
+        own = HeadGrads(part.weight + 1, None)
+        put = columns.put_head_columns(HeadGrads(w, None), index, own, "hv", add=False, ascending=False)
+        return part.weight, put.weight
+
+    part, put = (np.asarray(x) for x in run(w, index))
+    assert (part[:, ~inside] == 0).all()
+    np.testing.assert_array_equal(part[:, inside], w[:, index[inside]])
+    want = np.array(w)
+    want[:, index[inside]] += 1
+    np.testing.assert_array_equal(put, want)

@@ -379,8 +379,8 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/epilogue",
-        "st.merge(first, second, k), odd)",
-        "st.merge(first, second), odd)",
+        "st.rescale(whole, jnp.max(whole.maximum, axis=0), k)",
+        "st.rescale(whole, jnp.max(whole.maximum, axis=0))",
         f"{GPU_HEAD}::test_the_merge_of_runs",
     ),
     m(
@@ -396,58 +396,73 @@ MUTANTS = [
             "test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]": (
                 ("hard", "mine.take(hidden).astype(jnp.float32) + own)", "mine.take(hidden).astype(jnp.float32))"),
                 ("hard", "others = ~active & (", "others = (active | ~active) & ("),
-                ("hard", "dweight(f.p, dx, q.h, ", "dweight(f.p, dx, 2 * q.h, "),
+                ("hard", "dweight(f.p, dx, h, ", "dweight(f.p, dx, 2 * h, "),
                 ("hard", "jnp.maximum(n, i - 1)", "0 * n"),
-                ("at_once", "where.at[some[0].targets]", "where.at[some[0].targets + 1]"),
-                ("at_once", "(first < live.tokens)[:, None]", "(first < 64)[:, None]"),
+                ("dx", "where.at[rows.targets]", "where.at[rows.targets + 1]"),
+                ("dx", "jnp.where(visit.inside(n), some, 0.0)", "some"),
+                ("at_once", "(which & (first < live.tokens))[:, None]", "(which & (first < 64))[:, None]"),
                 ("at_once", "second = held.tokens + jnp", "second = held.tokens + 1 + jnp"),
-                ("at_once", "first = jnp.where(is_hard, n,", "first = jnp.where(is_hard & False, n,"),
-                ("at_once", "place, place - hard)", "place, place)"),
-                ("schedule", "return row + self.listed[1]", "return row"),
+                ("at_once", "first=held.token_tiles * held.across", "first=0"),
+                ("room", "first = jnp.where(is_hard, n, first)", "first = jnp.where(is_hard & False, n, first)"),
+                ("room", "begin + place - hard)", "begin + place)"),
             ),
             "test_with_just_enough_room_all_goes_at_once": (
                 ("at_once", "fits & (hard.count <= held.hard)", "fits & (hard.count < held.hard)"),
-                ("at_once", "return columns < self.columns", "return columns + 64 < self.columns"),
+                ("room", "return columns < self.columns", "return columns + 256 < self.columns"),
             ),
             "test_hard_rows_in_groups": (
                 ("hard", "blank & (jnp.asarray(i) == 0)", "blank"),
                 ("hard", "lax.dynamic_slice_in_dim(self.rows, first, size)", "self.rows[:size]"),
             ),
-            "test_what_does_not_fit_goes_by_slabs[columns]": (
-                ("at_once", "return columns < self.columns", "return columns < 2 * self.columns"),
-                ("at_once", "2 * own + i, own)", "2 * own, own)"),
-                ("at_once", "f.in_call(Visit(own, own)).put", "Visit(own, own).put"),
+            # what does not go at once
+            "test_more_columns_than_go_at_once": (
+                ("room", "return columns < self.columns", "return columns < 2 * self.columns"),
                 ("at_once", "jnp.where(ok, index, p.head.vocab", "jnp.where(ok | True, index, p.head.vocab"),
-                ("at_once", "hard_rows(left, held.hard)", "hard_rows(left & False, held.hard)"),
+                ("in_chunks", "last = jnp.where(begin < 0, grads.weight[: len(last)], last)", "last = 0 * last"),
+                ("in_chunks", "lacks, last, kept + mass", "lacks, last, mass"),
+                ("in_chunks", "(which & (place < f.count))[:, None]", "(place < f.count)[:, None]"),
+                (
+                    "in_chunks",
+                    "hard_rows(hard, held.hard), everything",
+                    "hard_rows(hard & False, held.hard), everything",
+                ),
+                (
+                    "in_chunks",
+                    "        weight = _spread(weight, index, chosen, count, held.columns)\n",
+                    "",
+                ),
             ),
-            "test_what_does_not_fit_goes_by_slabs[hard]": (
-                ("at_once", "fits & (hard.count <= held.hard)", "fits"),
-                ("at_once", "jnp.where(ok, x, jnp.zeros((), x.dtype))", "x"),
+            "test_more_hard_rows_than_go_at_once": (("at_once", "fits & (hard.count <= held.hard)", "fits"),),
+            "test_every_column_has_one_turn_and_dx_none_of_the_finished_rows": (
+                ("in_chunks", "tiles_of(jnp.maximum(begin, 0) * self.width, TOKENS)", "jnp.maximum(begin, 0)"),
+                ("room", "-(-(held.token_tiles + 2) * TOKENS // width)", "1"),
+            ),
+            "test_rows_side_by_side_are_spread": (("in_chunks", "(trips - 1 - i) * size", "i * size"),),
+            "test_a_sum_in_two_numbers_has_the_digits_of_both": (
+                ("in_chunks", "(whole - near).astype(total.dtype)", "(0 * near).astype(total.dtype)"),
             ),
             "test_gradients_are_as_good_as_the_exact_path_s[clip-leaning]": (
                 ("at_once", "without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
             ),
-            "test_where_the_kernels_for_hard_rows_do_not_serve": (
-                ("hard", "add_dhead(total.head, dx, q.h, head)", "total.head"),
+            "test_a_flat_policy_goes_in_chunks": (
+                ("sparse", "apart > screen.MOST_APART * f.count", "apart > f.count"),
             ),
-            "test_a_flat_policy_goes_by_slabs": (("sparse", "apart > screen.MOST_APART * f.count", "apart > f.count"),),
-            "test_dx_fits_into_the_place_of_dw[vh-151936]": (
-                ("at_once", "size // width >= rows", "size // width >= rows // 2"),
-                ("at_once", "size % (8 * width) == 0", "size % width == 0 or True"),
+            "test_gradients_are_as_good_as_the_exact_path_s[gspo-calibrated]": (
+                ("sparse", "some(kept, j * visit, visit) + mass", "mass"),
+            ),
+            "test_dx_fits_into_the_place_of_dw[151936]": (
+                ("room", "held.in_dw >= held.rows // TOKENS * held.across", "held.in_dw >= 0"),
+                ("room", "fits = p.head.axis == 0 and ", "fits = "),
             ),
             "test_dx_is_no_larger_than_it_must_be_without_dw[True]": (
-                ("at_once", "return self.in_dw if want.weight else", "return self.in_dw if self.in_dw else"),
+                ("room", "return bool(want.weight and self.in_dw)", "return bool(self.in_dw)"),
             ),
-            "test_other_heads_go_at_once": (
-                ("hard", "return jnp.sum(jnp.where(there, dx,", "return jnp.sum(jnp.where(~there, dx,"),
-                (
-                    "at_once",
-                    "dbias(dx[: held.rows, : held.columns], there)",
-                    "dbias(0 * dx[: held.rows, : held.columns], there)",
-                ),
+            "test_other_heads[at once]": (
+                ("hard", "jnp.where(there[..., None], dx,", "jnp.where(~there[..., None], dx,"),
+                ("room", "dbias(dx.tiles(*both.tiles.shape), there)", "dbias(0 * dx.tiles(*both.tiles.shape), there)"),
             ),
-            "test_where_nothing_goes_at_once": (
-                ("at_once", "if width % TILE_K or vocab % 8:", "if width % TILE_K:"),
+            "test_where_logits_are_stored": (
+                ("room", "if width % TILE_K or vocab % 8:", "if width % TILE_K:"),
                 ("hard", "head.weight.shape[0] % TILE_K == 0", "head.weight.shape[0] % 8 == 0"),
             ),
             # which tiles are visited
@@ -471,6 +486,9 @@ MUTANTS = [
                 ("schedule", "self.lists[which, 0] * share", "which * share"),
                 ("schedule", "* size + lax.rem(step, size)", "* size"),
                 ("schedule", "self.lists[part, 1] * self.steps", "self.lists[part, 1]"),
+                ("product", "m.rows_of(row - behind)", "m.rows_of(row)"),
+                ("slots", "slot = self.first + lax.div(row", "slot = lax.div(row"),
+                ("slots", "jnp.int32(TOKENS)) * self.across", "jnp.int32(TOKENS)) * (self.across - 1)"),
             ),
             "test_a_product_is_added_if_the_device_says_so[shape0]": (
                 ("product", "jnp.logical_and(adds != 0, inside)", "inside"),
@@ -486,8 +504,8 @@ MUTANTS = [
     ),
     m(
         "head/mosaic_gpu/at_once",
-        "(at > 0) & (at <= live.columns)",
-        "at <= live.columns",
+        "(at > 0) & (at < live.columns)",
+        "at < live.columns",
         f"{GPU_SPARSE}::test_gradients_are_as_good_as_the_exact_path_s[clip-calibrated]",
         survives="the mean row's own probability is about 1/V: no more than the mass is rounded by",
     ),
@@ -505,7 +523,7 @@ MUTANTS = [
             ("product", "row * m.walk.parts + part", "row + part", "test_a_deep_product_in_parts[129]"),
             (
                 "product",
-                "(tile < rows) & (part < parts)",
+                "(tile < live_rows) & (part < parts)",
                 "(tile >= 0) & (part < parts)",
                 "test_a_deep_product_in_parts[1]",
             ),
@@ -539,14 +557,13 @@ MUTANTS = [
     *(
         m("head/mosaic_gpu/dx", old, new, f"{GPU_SPARSE}::test_dx_is_that_of_logits_in_memory[{case}]")
         for old, new, case in (
-            ("jnp.where(k == 0.0, zero, ", "jnp.where(k == -1.0, zero, ", "one tile"),
-            ("jnp.where(counts > 0.0, d, zero)", "d", "one tile"),
+            ("jnp.where(rows[1] == 0.0, ", "jnp.where(rows[1] == -1.0, ", "one tile"),
+            ("jnp.where(column >= least, jnp.max", "jnp.where(column >= -3.0, jnp.max", "one tile"),
             ("mass = mass + jnp.sum(e, axis=1)", "mass = jnp.sum(e, axis=1)", "bent"),
-            ("d = e * (a - b * power)", "d = e * a", "one tile"),
-            ("d = d * (1.0 - own * own)", "d = d", "bent"),
-            ("tile) - v * t.columns", "tile)", "ragged"),
-            ("epilogue.across(target - begin, span)", "epilogue.across(target, span)", "bent"),
-            ("slope * at_target, ", "at_target, ", "temperature"),
+            ("e * (a - b * power))", "e * a)", "one tile"),
+            ("column >= least, 1.0 - own * own", "column >= least, 1.0 + 0.0 * own", "bent"),
+            ("column == target, at_target", "column == target + 1.0, at_target", "ragged"),
+            ("own = slope * dz_at_target(s, g)", "own = dz_at_target(s, g)", "temperature"),
             ("jnp.repeat(visited.T, t.tokens, axis=1)", "jnp.repeat(visited.T | True, t.tokens, axis=1)", "ragged"),
         )
     ),

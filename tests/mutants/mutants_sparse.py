@@ -21,8 +21,6 @@ DENSE = f"{READY}::test_rows_in_place_and_the_others_exact[655-655-384-dense]"
 DEFINED = f"{GPU}::test_guess_and_screen_by_the_definition"
 TRUE = f"{GPU}::test_what_it_reports_is_true"
 GRADIENTS = f"{GPU}::test_gradients_are_as_good_as_the_exact_path_s[clip-adversarial]"
-VISITS = f"{GPU}::test_several_visits_and_many_hard_rows[leaning]"
-BY_SLABS = f"{GPU}::test_what_does_not_fit_goes_by_slabs[columns]"
 
 
 def m(file: str, old: str, new: str, *tests: str, survives: str = "") -> Mutant:
@@ -319,35 +317,6 @@ MUTANTS = [
         "last.at[target].max(0 * token_tile - 1",
         f"{GPU}::test_rows_that_let_everything_through_choose_no_columns",
     ),
-    # Hopper: gradients over its columns
-    m("head/mosaic_gpu/by_slabs", "easy = without(known.g, is_hard | ~moving)", "easy = known.g", VISITS, BY_SLABS),
-    m(
-        "head/mosaic_gpu/by_slabs",
-        "Known(known.stats, without(known.g, ~is_hard))",
-        "Known(known.stats, known.g)",
-        VISITS,
-    ),
-    m(
-        "head/mosaic_gpu/by_slabs",
-        "kept = c.kept + jnp.sum(probabilities(",
-        "kept = jnp.sum(probabilities(",
-        VISITS,
-        BY_SLABS,
-    ),
-    m(
-        "head/mosaic_gpu/by_slabs",
-        "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)",
-        "hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(0 * left_out)",
-        VISITS,
-        BY_SLABS,
-    ),
-    m(
-        "head/mosaic_gpu/by_slabs",
-        "order = jnp.argsort(found.spans.active,",
-        "order = jnp.argsort(~found.spans.active,",
-        VISITS,
-    ),
-    m("head/mosaic_gpu/by_slabs", "(f.count + (visit - 1)) // visit", "f.count // visit", VISITS),
     # Hopper: the matmul and who computes what
     m(
         "head/mosaic_gpu/matmul",

@@ -147,7 +147,8 @@ def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
     seen = 0
     for record in records:
         row = record.get("arms", {}).get("default, sparse backward")
-        if row is None or "real states" in record["name"]:  # which ran in an earlier form
+        earlier = ("the form before", "8192x1536")  # forms, with other temporaries
+        if row is None or any(x in record["name"] for x in earlier):
             continue
         c, strong = record["config"], record["arms"]["strong/f32"]
         p = screened_plan(
@@ -161,7 +162,7 @@ def test_the_plan_of_a_screen_against_what_an_h200_took() -> None:
         measured = row[clock] / strong[clock]
         assert abs(p.seconds_in_turn / p.dense_seconds_in_turn / measured - 1) < 0.2, record["name"]
         seen += 1
-    assert seen == 5
+    assert seen == 3
 
 
 @pytest.mark.parametrize("options", [{}, dict(objective=GSPO)], ids=["grad in forward", "by recompute"])

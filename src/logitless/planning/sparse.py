@@ -172,11 +172,11 @@ def _screened_way(w: Work, shares: Shares, columns: int, met: float, exact: Way,
     rows = w.rows + most_hard * w.width * w.item  # tokens, and hard ones once more
     in_dw = w.wants_head and not route.tiles["dx_apart"]
     dx = 0 if in_dw else (w.tokens + most_hard) * most_columns * w.item
-    # Outputs lend their memory before they are written: that of dW to the bits, and to dx. What does not go at once
-    # keeps beside dH what that lacks.
+    # Outputs lend their memory before they are written: that of dW to the bits, and to dx. dH is in float32 at first;
+    # what does not go at once takes no more: half of that, and what the sum so far lacks.
     temporaries = [
         max(w.rows + bits - dw, 0) + _SCREEN_SUMS,
-        part + rows + dx + w.rows * w.wants_hidden + _INDEX_ARRAYS * 4 * w.vocab,
+        part + (1 + w.wants_hidden) * rows + dx + _INDEX_ARRAYS * 4 * w.vocab,
         part * w.wants_head + dx + hard + _SCREEN_SUMS,
     ]
     if late:  # a slab of the head, its logits and their exponentials

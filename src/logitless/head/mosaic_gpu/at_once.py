@@ -36,7 +36,7 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.mosaic_gpu import blocks, in_chunks, room
 from logitless.head.mosaic_gpu.blocks import Visits
-from logitless.head.mosaic_gpu.dx import columns_dx_of
+from logitless.head.mosaic_gpu.dx import Rows, columns_dx_of, rows_of
 from logitless.head.mosaic_gpu.hard import Hard, add_rows, apart, group_of, hard_rows
 from logitless.head.mosaic_gpu.room import Live, Room
 from logitless.head.mosaic_gpu.screen import Screened
@@ -61,14 +61,15 @@ def gradients(
         part = _with_mean(part, rule, p)
     visits = blocks.met(found.spans, index, live.visits(held))
     place = Slots(lax.empty(held.dx(p.head, want), p.h.dtype), 0, held.across)
-    dx, kept = _columns_dx(place, p.h, (p, known), index, part, live, visits)
+    rows = rows_of(p, known)
+    dx, kept = _columns_dx(p, place, p.h, rows, index, part, live, visits)
     moving = known.g.any_nonzero()
     left_out = jnp.where(moving, mass_beside(kept), 0.0)
     is_hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
     hard = hard_rows(is_hard, held.hard)
     ok = fits & (hard.count <= held.hard)
     live = dataclasses.replace(live, hard=hard.count).where(ok)
-    dx = _with_hard(place.of(dx), f, hard, known, index, part, live, held)
+    dx = _with_hard(place.of(dx), f, hard, rows, index, part, live, held)
     hidden = None
     both = live.with_hard(held, visits)
     if want.hidden:
@@ -84,7 +85,7 @@ def gradients(
     start = in_chunks.State(hidden, weight, bias, dx), left_out, hard, dense
 
     def chunks(state: Any) -> Any:
-        return in_chunks.gradients(f, want, known, found, rule, held, state[0], state[3])
+        return in_chunks.gradients(f, want, known, rows, found, rule, held, state[0], state[3])
 
     total, left_out, hard, dense = once(~ok, chunks, start)
     own, weight, dx = HeadGrads(None, None), total.weight, total.dx
@@ -97,7 +98,7 @@ def gradients(
         weight = dx.reshape(p.head.weight.shape)
     left_out, hard = lax.optimization_barrier((left_out, hard))
     all_of_it = Gradients(total.hidden, HeadGrads(weight, total.bias))
-    all_of_it = add_rows(f, hard, known, found.spans.active, all_of_it, ok)
+    all_of_it = add_rows(f, hard, rows, found.spans.active, all_of_it, ok)
     index = jnp.where(ok, index, p.head.vocab + jnp.arange(held.columns, dtype=jnp.int32))
     # Hard rows have zeros there.
     head = columns_of.put_head_columns(all_of_it.head, index, own, p.head.layout, add=False, ascending=False)
@@ -113,23 +114,23 @@ def _with_mean(part: Head, rule: Rule, p: Problem) -> Head:
 
 
 def _columns_dx(
-    place: Slots, h: Array, some: tuple[Problem, Known], index: Array, part: Head, live: Live, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: Head, live: Live, visits: Visits
 ) -> tuple[Array, Array]:
     """``(dx, the mass that rows keep)`` of some tokens, whose hidden states are the first of ``h``, in the columns
     ``index`` but the first."""
     at = jnp.arange(index.size, dtype=jnp.int32)
-    return columns_dx_of(place, h, some, index, part, (at > 0) & (at < live.columns), visits)
+    return columns_dx_of(p, place, h, rows, index, part, (at > 0) & (at < live.columns), visits)
 
 
 def _with_hard(
-    dx: Slots, f: Ordered, hard: Hard, known: Known, index: Array, part: Head, live: Live, held: Room
+    dx: Slots, f: Ordered, hard: Hard, rows: Rows, index: Array, part: Head, live: Live, held: Room
 ) -> Array:
     """``dx`` with hard rows once more, behind the tokens: in all active columns, whatever their tile has visited."""
-    q, own = group_of(f, hard.visit(0, held.hard, f.p.n), known)
-    h = lax.dynamic_update_slice(f.p.h, q.h, (0, 0))  # of the same shape: so it is the same kernel
+    some, own = group_of(f, hard.visit(0, held.hard, f.p.n), rows)
+    h = lax.dynamic_update_slice(f.p.h, some, (0, 0))  # of the same shape: so it is the same kernel
     visits = blocks.all_of(held.tokens, held.columns, live.hard, live.columns)
     behind = dataclasses.replace(dx, first=held.token_tiles * held.across)
-    return _columns_dx(behind, h, (q, own), index, part, live, visits)[0]
+    return _columns_dx(f.p, behind, h, own, index, part, live, visits)[0]
 
 
 def _with_stand_ins(dx: Array, held: Room, p: Problem, known: Known, left_out: Array, hard: Array) -> Array:

@@ -36,30 +36,54 @@ from logitless.head.mosaic_gpu.schedule import COMPUTE, Listed, Tiles, tiles_for
 from logitless.head.mosaic_gpu.slots import Slots
 from logitless.head.slabs import Known
 from logitless.problem import Head, Problem
+from logitless.pytree import register
+from logitless.rows import Visit
 from logitless.stats import dz_at_target, dz_line
 from logitless.transform import LogitTransform
 
-_ROW_NUMBERS = 5
+_ROW_NUMBERS = 6
 _NONE = -(2.0**14)
 """The power of a probability that is 0. Finite, and no larger than that: it is multiplied by a number of the row."""
 
 
-def row_numbers(p: Problem, known: Known) -> Array:
-    """float32 ``[5, N]``: peak, k, a, the target's own, b; zeros in rows whose dx is zero whatever their logits are."""
+@register
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What dx takes of each token, made once for all calls: float32 ``[7, N]``. Peak, k, a, b and the target's own, all
+    zero in rows whose dx is zero whatever their logits are; the target; the largest probability."""
+
+    numbers: Array
+
+    @property
+    def targets(self) -> Array:
+        return self.numbers[5].astype(jnp.int32)
+
+    def of(self, visit: Visit, n: int) -> Rows:
+        """Those of some of the ``n`` tokens; zeros in the padding."""
+        some = self.numbers.at[:, visit.read].get(mode="promise_in_bounds")
+        return Rows(jnp.where(visit.inside(n), some, 0.0))
+
+    def at(self, target: Array) -> Array:
+        """float32 ``[6, N]`` for the kernel: with the targets' columns there, or -1."""
+        return jnp.concatenate([self.numbers[:5], target.astype(jnp.float32)[None]])
+
+
+def rows_of(p: Problem, known: Known) -> Rows:
     s, g, t = known.stats, known.g, p.transform
     one, k = jnp.ones((p.n,), jnp.float32), tr.factor(t)
     slope = tr.times(tr.factor(dataclasses.replace(t, softcap=None)), one)
     a, b = dz_line(s.peak, s, g, k)
-    at_target = dz_at_target(s, g)
-    numbers = jnp.stack([s.peak, tr.times(k, one) * LOG2E, slope * a, slope * at_target, slope * b * (1.0 / LOG2E)])
-    return jnp.where(g.any_nonzero(), numbers, 0.0)
+    own = slope * dz_at_target(s, g)
+    numbers = jnp.stack([s.peak, tr.times(k, one) * LOG2E, slope * a, slope * b * (1.0 / LOG2E), own])
+    beside = jnp.stack([p.targets.astype(jnp.float32), jnp.exp(s.max_logp)])  # ids are exact below 2^24
+    return Rows(jnp.concatenate([jnp.where(g.any_nonzero(), numbers, 0.0), beside]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
     """References of the kernel beside the matmul's: global memory, then shared memory."""
 
-    rows: Any  # float32 [6, padded N]: row_numbers, and the target's column or -1
+    rows: Any  # float32 [6, padded N]: Rows.at
     columns: Any  # float32 [padded K]: a column's own number where it counts, -2 where it does not
     transform: LogitTransform  # of references [1]; no temperature
     bias: Any | None  # float32 [padded K]
@@ -78,13 +102,13 @@ def _compute(m: Running, refs: _Refs) -> None:
     span = t.columns if numbers.softcap is None else width
 
     def per_tile(tile: Array, v: Array, part: Array, n: Array) -> Array:
-        rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS + 1)]
+        rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
         # One comparison for columns that do not count and for rows that do not move: those have no column.
         rows.append(jnp.where(rows[1] == 0.0, jnp.full_like(rows[1], -LOW), jnp.zeros_like(rows[1])))
         x, n = m.product(n, part)
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
-        peak, k, a, at_target, b, target, least = (epilogue.across(r, span) for r in rows)
+        peak, k, a, b, at_target, target, least = (epilogue.across(r, span) for r in rows)
         mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         for begin in range(0, t.columns, span):
             own = tr.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
@@ -113,34 +137,33 @@ def _compute(m: Running, refs: _Refs) -> None:
 
 
 def columns_dx(
-    place: Slots, h: Array, some: tuple[Problem, Known, Array], part: Head, counts: Array, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, target: Array, part: Head, counts: Array, visits: Visits
 ) -> tuple[Array, Array]:
-    """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of ``some`` tokens (a problem,
-    what is known of it, its targets), whose hidden states are the first of ``h``, in the columns of ``part`` that
-    ``counts [K]`` (bool); zero in the others.
+    """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of the tokens of ``rows``,
+    whose hidden states are the first of ``h``, in the columns of ``part`` that ``counts [K]`` (bool); zero in the
+    others. What is the same for all tokens is that of ``p``.
 
-    ``targets [N]``: the column of each row's target in ``part``, -1 where that is none which counts. Only ``visits``
+    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. Only ``visits``
     are computed: the mass is that of the columns that a row's tile visits. However many tokens they are, it is one
     kernel for all calls with the same ``h``, ``part`` and array.
     """
-    p, known, target = some
-    rest = h.shape[0] - p.n
-    rows, target = jnp.pad(row_numbers(p, known), ((0, 0), (0, rest))), jnp.pad(target, (0, rest), constant_values=-1)
-    transform = dataclasses.replace(p.transform, temperature=None)  # row numbers have it
-    fixed = Problem(h, p.head, target, transform, call=p.call)
+    n = target.size
+    transform = dataclasses.replace(p.transform, temperature=None)  # the rows have it
+    fixed = Problem(h, p.head, jnp.zeros((len(h),), jnp.int32), transform, call=p.call)
     listed = visits.listed(tiles_of(fixed, part).group, place.numbers())
-    dx, mass = _columns_dx(fixed, rows, target, counts, part, visits.tiles, listed, place.array)
-    return dx, mass[: p.n] * jnp.exp(known.stats.max_logp)
+    numbers = jnp.pad(rows.at(target), ((0, 0), (0, len(h) - n)))
+    dx, mass = _columns_dx(fixed, numbers, counts, part, visits.tiles, listed, place.array)
+    return dx, mass[:n] * rows.numbers[6]
 
 
 def columns_dx_of(
-    place: Slots, h: Array, some: tuple[Problem, Known], index: Array, part: Head, counts: Array, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: Head, counts: Array, visits: Visits
 ) -> tuple[Array, Array]:
     """:func:`columns_dx` where ``part`` are the columns ``index [K]`` of the head; those beyond it may not count."""
     at = jnp.arange(index.size, dtype=jnp.int32)
-    where = jnp.full((some[0].head.vocab,), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
-    target = where.at[some[0].targets].get(mode="fill", fill_value=-1)
-    return columns_dx(place, h, (*some, target), part, counts, visits)
+    where = jnp.full((p.head.vocab,), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
+    target = where.at[rows.targets].get(mode="fill", fill_value=-1)
+    return columns_dx(p, place, h, rows, target, part, counts, visits)
 
 
 def tiles_of(p: Problem, part: Head) -> Tiles:
@@ -153,7 +176,6 @@ def tiles_of(p: Problem, part: Head) -> Tiles:
 def _columns_dx(
     p: Problem,
     rows: Array,
-    target: Array,
     counts: Array,
     part: Head,
     visited: Array,
@@ -161,8 +183,8 @@ def _columns_dx(
     into: Array,
     tiles: Tiles | None = None,
 ) -> tuple[Array, Array]:
-    """:func:`columns_dx` from :func:`row_numbers`, the mass relative to the row's largest probability; ``listed`` are
-    the tiles that are ``visited``."""
+    """:func:`columns_dx` from :meth:`Rows.at`, the mass relative to the row's largest probability; ``listed`` are the
+    tiles that are ``visited``."""
     n, columns = p.n, part.vocab
     t = tiles_of(p, part) if tiles is None else tiles
     token_tiles, column_tiles = -(-n // t.tokens), -(-columns // t.columns)
@@ -177,7 +199,7 @@ def _columns_dx(
         p.h,
         part.weight,
         listed,
-        token_rows(jnp.concatenate([rows, target.astype(jnp.float32)[None]]), padded, 0.0),
+        token_rows(rows, padded, 0.0),
         token_rows(jnp.where(counts, jnp.arange(columns, dtype=jnp.float32), -2.0), whole, -2.0),
         *given,
     ]

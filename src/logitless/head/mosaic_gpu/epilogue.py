@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -141,10 +140,10 @@ def merged(sums: Array, parts: Array, tokens: int, transform: LogitTransform) ->
         squares=kept(squares, 0.0),
         target=jnp.where(written, target, 0.0),
     )
-    while slots > 1:  # pairwise: log2(slots) steps
+    whole = st.rescale(whole, jnp.max(whole.maximum, axis=0), k)
+    x = jnp.stack([whole.total, whole.centred, whole.squares, whole.target])
+    while slots > 1:  # pairwise, and so in one order: the same bits in every program
         half = slots // 2
-        runs = slice(0, half), slice(half, 2 * half), slice(2 * half, slots)
-        first, second, odd = (jax.tree.map(lambda x, run=run: x[run], whole) for run in runs)
-        whole = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), st.merge(first, second, k), odd)
+        x = jnp.concatenate([x[:, :half] + x[:, half : 2 * half], x[:, 2 * half :]], axis=1)
         slots -= half
-    return jax.tree.map(lambda x: x[0], whole)
+    return RowSums(whole.maximum, *x[:, 0])

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.head.mosaic_gpu import blocks, product
-from logitless.head.mosaic_gpu.dx import columns_dx
+from logitless.head.mosaic_gpu.dx import Rows, columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
 from logitless.head.order import Ordered
-from logitless.head.slabs import Known
 from logitless.problem import Gradients, HeadGrads, Problem
 from logitless.pytree import register
 from logitless.rows import Visit, order_by_rank
@@ -71,22 +70,21 @@ def hard_rows(hard: Array, most: int) -> Hard:
     return Hard(order_by_rank(hard, ~hard)[:most], jnp.sum(hard, dtype=jnp.int32))
 
 
-def group_of(f: Ordered, visit: Visit, known: Known) -> tuple[Problem, Known]:
-    """Some tokens, and what is known of them."""
+def group_of(f: Ordered, visit: Visit, rows: Rows) -> tuple[Array, Rows]:
+    """Hidden states of some tokens, zeros in the padding; and what dx takes of them."""
     inside = visit.inside(f.p.n)[:, None]
-    h = jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype))
-    return visit.problem(f.p, h), Known(*visit.known(known.stats, known.g, f.p.n))
+    return jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype)), rows.of(visit, f.p.n)
 
 
-def _dx(q: Problem, known: Known, active: Array, here: Array) -> Slots:
+def _dx(p: Problem, h: Array, rows: Rows, active: Array, here: Array) -> Slots:
     """dx of a group over all columns, of which the first ``here`` rows are meant; zero in the ``active`` ones."""
-    vocab = q.head.vocab
-    others = ~active & (jnp.arange(vocab) < q.call.vocab_size)
-    target = jnp.where(others.at[q.targets].get(mode="fill", fill_value=False), q.targets, -1)
-    rows, across = tiles_of(q.n, TOKENS), tiles_of(vocab, COLUMNS)
-    place = Slots(lax.empty((rows * across * TOKENS, COLUMNS), q.h.dtype), 0, across)
-    visits = blocks.all_of(q.n, vocab, here, vocab)
-    return place.of(columns_dx(place, q.h, (q, known, target), q.head, others, visits)[0])
+    vocab = p.head.vocab
+    others = ~active & (jnp.arange(vocab) < p.call.vocab_size)
+    target = jnp.where(others.at[rows.targets].get(mode="fill", fill_value=False), rows.targets, -1)
+    across = tiles_of(vocab, COLUMNS)
+    place = Slots(lax.empty((tiles_of(len(h), TOKENS) * across * TOKENS, COLUMNS), h.dtype), 0, across)
+    visits = blocks.all_of(len(h), vocab, here, vocab)
+    return place.of(columns_dx(p, place, h, rows, target, p.head, others, visits)[0])
 
 
 def dweight(p: Problem, dx: Slots, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
@@ -116,7 +114,7 @@ def apart(count: Array) -> Array:
     return lax.fori_loop(0, 2, lambda i, n: jnp.maximum(n, i - 1), count)
 
 
-def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradients, blank: Array) -> Gradients:
+def add_rows(f: Ordered, hard: Hard, rows: Rows, active: Array, total: Gradients, blank: Array) -> Gradients:
     """``total`` with what hard rows have in the columns that are not ``active [V]``; dH in the order of the call.
 
     Where ``blank``, dW holds anything so far, and is written whole. Where it is not, and nothing can be added to dW,
@@ -127,19 +125,19 @@ def add_rows(f: Ordered, hard: Hard, known: Known, active: Array, total: Gradien
 
     def group(i: Array | int, total: Gradients) -> Gradients:
         visit, count = hard.visit(i * size, size, f.p.n), jnp.clip(hard.count - i * size, 0, size)
-        return _add_group(f, visit, count, known, active, total, blank & (jnp.asarray(i) == 0))
+        return _add_group(f, visit, count, rows, active, total, blank & (jnp.asarray(i) == 0))
 
     # A loop whose length the compiler knows: it asks the host nothing, and a group is compiled once.
     return group(0, total) if groups == 1 else lax.fori_loop(0, groups, group, total)
 
 
 def _add_group(
-    f: Ordered, visit: Visit, count: Array, known: Known, active: Array, total: Gradients, blank: Array
+    f: Ordered, visit: Visit, count: Array, rows: Rows, active: Array, total: Gradients, blank: Array
 ) -> Gradients:
-    size, (q, at) = visit.read.size, group_of(f, visit, known)
-    head, vocab, width, interpret = f.p.head, f.p.head.vocab, q.h.shape[1], f.p.call.interpret
+    size, (h, own_rows) = visit.read.size, group_of(f, visit, rows)
+    head, vocab, width, interpret = f.p.head, f.p.head.vocab, h.shape[1], f.p.call.interpret
     here = jnp.where(blank, jnp.maximum(count, 1), count)  # at least one: dW's zeros come from dx, too
-    dx = _dx(q, at, active, here)
+    dx = _dx(f.p, h, own_rows, active, here)
     hidden, weight, bias = total.hidden, total.head.weight, total.head.bias
     if hidden is not None:
         deep = dict(right_deep=head.axis == 0, interpret=interpret)
@@ -148,7 +146,7 @@ def _add_group(
         hidden = mine.put(hidden, mine.take(hidden).astype(jnp.float32) + own)
     if weight is not None:
         add = ~blank if can_add(head) else None
-        weight = dweight(f.p, dx, q.h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=add)
+        weight = dweight(f.p, dx, h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=add)
     if bias is not None:
         tiles = dx.tiles(tiles_of(size, TOKENS), dx.across)
         live = jnp.arange(tiles.shape[0] * TOKENS).reshape(-1, 1, TOKENS) < here

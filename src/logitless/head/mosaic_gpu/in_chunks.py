@@ -33,7 +33,7 @@ from jax import Array, lax
 from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.mosaic_gpu import room
-from logitless.head.mosaic_gpu.dx import columns_dx_of
+from logitless.head.mosaic_gpu.dx import Rows, columns_dx_of
 from logitless.head.mosaic_gpu.hard import Hard, can_add, hard_rows
 from logitless.head.mosaic_gpu.room import Live, Room
 from logitless.head.mosaic_gpu.screen import Screened
@@ -56,7 +56,15 @@ class State:
 
 
 def gradients(
-    f: Ordered, want: Wanted, known: Known, found: Screened, rule: Rule, held: Room, state: State, dense: Array
+    f: Ordered,
+    want: Wanted,
+    known: Known,
+    rows: Rows,
+    found: Screened,
+    rule: Rule,
+    held: Room,
+    state: State,
+    dense: Array,
 ) -> tuple[State, Array, Hard, Array]:
     """``(gradients in the memory of state, mass left out [N], hard rows that are left to others, whether all tokens
     went through all columns)``; where ``dense``, that is known from the start."""
@@ -67,7 +75,7 @@ def gradients(
     def over(carry: tuple[Array, Array, State, Array, Array]) -> tuple[Array, Array, State, Array, Array]:
         _, everything, state, _, _ = carry
         chosen = active | everything
-        state, lacks, kept = _over_columns(f, want, known, chosen, held, state)
+        state, lacks, kept = _over_columns(f, want, rows, chosen, held, state)
         left_out = jnp.where(moving & ~everything, mass_beside(kept), 0.0)
         hard = moving & ~everything & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
         many = jnp.sum(hard, dtype=jnp.int32) > leave
@@ -121,7 +129,7 @@ class _Plan:
 
 
 def _over_columns(
-    f: Ordered, want: Wanted, known: Known, chosen: Array, held: Room, state: State
+    f: Ordered, want: Wanted, rows: Rows, chosen: Array, held: Room, state: State
 ) -> tuple[State, Any, Array]:
     """``(gradients, what dH lacks, kept mass [N])`` of all tokens in the columns ``chosen [V]``; zero in others."""
     p, head, width = f.p, f.p.head, f.p.h.shape[1]
@@ -133,8 +141,8 @@ def _over_columns(
     at = jnp.arange(held.columns, dtype=jnp.int32)
     nowhere, places = vocab + at, room.places_of(f, held)
 
-    def add(pair: tuple[Array, Array], which: Array, rows: Array) -> tuple[Array, Array]:
-        return _added(*pair, jnp.where((which & (place < f.count))[:, None], rows, 0.0))
+    def add(pair: tuple[Array, Array], which: Array, more: Array) -> tuple[Array, Array]:
+        return _added(*pair, jnp.where((which & (place < f.count))[:, None], more, 0.0))
 
     def turn(carry: Any) -> Any:
         begin, state, lacks, last, kept = carry
@@ -149,7 +157,7 @@ def _over_columns(
         live = Live(f.count, jnp.sum(there, dtype=jnp.int32), jnp.int32(0)).where(count > 0)
         visits = live.visits(held)
         counts = there & (own < p.call.vocab_size)
-        array, mass = columns_dx_of(dx, f.hidden_of(order), (p, known), own, part, counts, visits)
+        array, mass = columns_dx_of(p, dx, f.hidden_of(order), rows, own, part, counts, visits)
         both, hidden = live.with_hard(held, visits), state.hidden
         if hidden is not None:
             half = room.dhidden(f, dx.of(array), part, live, both, held, place)

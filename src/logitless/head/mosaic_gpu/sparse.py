@@ -184,12 +184,12 @@ def _kept_mass(f: Ordered, rule: Rule, stats: TokenStats, c: Columns) -> Array:
         own = lax.dynamic_slice_in_dim(c.index, i * rule.slab, rule.slab)
         part = columns_of.head_columns(p.head, own, ascending=False)
 
-        def add(j: Array, kept: Array) -> Array:
+        def add(j: Array | int, kept: Array) -> Array:
             q, at = some(p, j * visit, visit), some(stats, j * visit, visit)
             mass = jnp.sum(probabilities(raw_logits(q.h, part, p.call.logits_dtype), q, at, own[None, :]), axis=1)
             return lax.dynamic_update_slice(kept, some(kept, j * visit, visit) + mass, (j * visit,))
 
-        return lax.fori_loop(0, (f.count + (visit - 1)) // visit, add, kept)
+        return add(0, kept) if p.n == visit else lax.fori_loop(0, (f.count + (visit - 1)) // visit, add, kept)
 
     return lax.fori_loop(0, rule.slabs(c.count), slab, jnp.zeros((p.n,), jnp.float32))
 
