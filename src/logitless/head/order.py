@@ -56,13 +56,6 @@ class Ordered:
         h = self.given.h.at[self.order.at[rows].get(mode="clip")].get(mode="promise_in_bounds")
         return jnp.where((rows < self.live)[:, None], h, jnp.zeros((), h.dtype))
 
-    def part(self, rows: Array) -> Ordered:
-        """The tokens at the positions ``rows [R]``, ascending; in an order of their own."""
-        q = dataclasses.replace(self.p, h=self.p.targets).rows(lambda x: x.at[rows].get(mode="promise_in_bounds"))
-        q = dataclasses.replace(q, h=self.hidden_of(rows))
-        count, live = (jnp.sum(rows < x, dtype=jnp.int32) for x in (self.count, self.live))
-        return Ordered(q, jnp.arange(rows.size, dtype=jnp.int32), count, live, q)
-
 
 def some(tree: Any, begin: Array | int, size: int) -> Any:
     """``size`` tokens of a problem, or of the arrays of a tree, from ``begin`` on."""

@@ -6,6 +6,6 @@ epilogue.
     matmul     forward statistics, no logits (epilogue)
     dx         dx of some columns from known statistics, no logits
     product    a matmul whose extents only the device knows
-    sparse     the sparse backward without logits: screen finds its columns, most calls then go
-               at_once (blocks, hard), the others by_slabs
+    sparse     the sparse backward without logits: screen finds its columns, most calls then go at_once (blocks, hard),
+               the others in_chunks; room says how much goes at a time, slots where dx stands
 """

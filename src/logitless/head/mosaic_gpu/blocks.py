@@ -73,10 +73,6 @@ class Visits:
         """That a token's tile visits, on average over the live tiles."""
         return COLUMNS * jnp.sum(self.tiles) / jnp.maximum(jnp.sum(jnp.any(self.tiles, axis=1)), 1)
 
-    def whole(self, columns: int) -> Array:
-        """Bool ``[tokens, columns]``, of whole tiles of tokens."""
-        return jnp.repeat(jnp.repeat(self.tiles, TOKENS, axis=0), COLUMNS, axis=1)[:, :columns]
-
     def listed(self, group: int, slots: tuple[Any, Any]) -> Array:
         """int32 ``[3 + tiles]``, for ``schedule.Listed``: how many, and the numbers of the result's ``slots``; then
         which, ``group`` token tiles with a column tile at a time, by L2."""

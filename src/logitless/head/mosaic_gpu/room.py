@@ -63,8 +63,7 @@ class Room:
 
     def dx(self, head: Head, want: Wanted) -> tuple[int, int]:
         """The shape of dx: that of dW's numbers, or as small as it may be."""
-        own = self.rows * self.across
-        return (head.weight.size if self.in_place(want) else own * COLUMNS) // COLUMNS, COLUMNS
+        return (head.weight.size // COLUMNS if self.in_place(want) else self.rows * self.across), COLUMNS
 
 
 def no_room_because(p: Any) -> str | None:
