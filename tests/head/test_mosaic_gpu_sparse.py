@@ -651,8 +651,8 @@ def test_more_hard_rows_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow  # 30 seconds; the kernels' own tests have both layouts
 @pytest.mark.parametrize("at_a_time", ["at once", "in chunks"])
 def test_other_heads(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``[H, V]`` and ``[V, H]`` with a bias, and a frozen one: as near the exact path's gradients as ``[V, H]`` without
-    a bias is."""
+    """``[H, V]`` and ``[V, H]`` with a bias, a frozen one and one alone: as near the exact path's gradients as
+    ``[V, H]`` without a bias is."""
     if at_a_time == "at once":
         gives_nan(in_chunks, "gradients", monkeypatch)
     else:
@@ -661,7 +661,7 @@ def test_other_heads(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, rest = calibrated(jnp.bfloat16), loss_inputs(calibrated(jnp.bfloat16))
     h, w = case.parameters()
     bias = jnp.asarray(np.random.default_rng(0).normal(size=VOCAB) * 0.1, jnp.float32)
-    for layout, weight, wanted in (("vh", w, (0, 1, 2)), ("hv", w.T, (0, 1, 2)), ("vh", w, (0,))):
+    for layout, weight, wanted in (("vh", w, (0, 1, 2)), ("hv", w.T, (0, 1, 2)), ("vh", w, (0,)), ("vh", w, (1,))):
 
         def run(where: dict[str, Any], layout: str = layout, weight: Any = weight, wanted: Any = wanted) -> Any:
             def loss(*x: Any) -> Any:
@@ -706,6 +706,24 @@ def test_every_column_has_one_turn_and_dx_none_of_the_finished_rows() -> None:
             covered = sorted(t for first, tiles in turns for t in range(first, first + tiles))
             assert covered == list(range(-(-columns // 256))), (n, columns)
     assert len(turns) < 40
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hard", "live"), [(5, 2, (5, 2)), (5, 2, (3, 1)), (64, 12, (61, 5)), (1, 1, (1, 0))]
+)
+def test_dh_of_every_tile_is_in_one_of_the_halves(tokens: int, hard: int, live: tuple[int, int]) -> None:
+    """Of tokens, and of hard rows behind them; those first."""
+    held = room.Room(256, hard * 128, tokens * 128, 0)
+    count = room.Live(*(jnp.int32(x) for x in (live[0] * 128 - 5, 9, max(live[1] * 128 - 7, 0))))
+    tiles = -(-(tokens + hard) // 2)
+    listed, seen = jnp.arange(tokens + hard, dtype=jnp.int32)[:, None], []
+    for begin in (0, tiles):
+        lists = room._of_tokens(listed, count, held, begin, tiles)
+        own = np.asarray(lists.table)[: int(lists.count), 0]
+        assert lists.behind == begin and ((own >= begin) & (own < begin + tiles)).all()
+        assert (np.diff((own >= tokens).astype(int)) <= 0).all()
+        seen += own.tolist()
+    assert sorted(seen) == [*range(live[0]), *range(tokens, tokens + live[1])]
 
 
 def test_rows_side_by_side_are_spread() -> None:
