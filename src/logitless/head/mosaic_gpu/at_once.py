@@ -19,9 +19,9 @@ conditional would copy them. After it, the extents of dW_K are zero where it has
 that it has left.
 
     bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
-            and the gathered columns of the head (64 + 68); then these and dH (68 + 76), h and dW_K (76 + 68), dW_K and
-            the dx of hard rows with their dH in parts (68 + 111 + 16). h is gathered twice, on both sides of the
-            question, and not kept. dx has memory of its own, 2 T K, beside a frozen head and one of [H, V]
+            and the gathered columns of the head (64 + 68); then these and dH in float32 (68 + 152), h and dW_K (76 +
+            68), dW_K and the dx of hard rows with their dH in parts (68 + 111 + 16). h is gathered twice, on both sides
+            of the question, and not kept. dx has memory of its own, 2 T K, beside a frozen head and one of [H, V]
 """
 
 from __future__ import annotations
