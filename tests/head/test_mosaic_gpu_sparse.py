@@ -692,6 +692,7 @@ def test_every_column_has_one_turn_and_dx_none_of_the_finished_rows() -> None:
         p = head_problem(*arrays, y, transform=LogitTransform(), vocab_size=vocab)
         held = room.room(p, screen.slab_rule(vocab))
         assert bool(held.in_dw) == (n != 640)
+        assert held.holds(jnp.int32(held.columns - 1)) and not held.holds(jnp.int32(held.columns))  # the mean row's
         for columns in (1, 300, vocab // 3, vocab):
             plan = in_chunks._Plan(held, width, bool(held.in_dw), jnp.int32(columns))
             begin, turns = -1 if plan.last else 0, []
