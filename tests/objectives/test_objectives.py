@@ -119,7 +119,8 @@ def test_xla_computes_what_the_interpreter_does(policy: str, level: str, layout:
     (loss, metrics), (dlogp, dentropy) = compiled(logp, entropy)
     found = (got.loss, got.dlogp, got.dentropy, got.metrics)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((loss, dlogp, dentropy, metrics)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(np.abs(b).max()))
+        # A loss near zero is a sum of terms of about one.
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=max(1e-6 * float(np.abs(b).max()), 1e-7))
 
 
 # dual_clip must lie above 1; eps_low = 0.05 with delta = 1.02 below 1 + eps_high makes delta decide for A > 0 as well.
