@@ -443,7 +443,7 @@ MUTANTS = [
                 ("in_chunks", "(whole - near).astype(total.dtype)", "(0 * near).astype(total.dtype)"),
             ),
             "test_gradients_are_as_good_as_the_exact_path_s[clip-leaning]": (
-                ("at_once", "without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
+                ("hard", "without(known.g, hard), p.transform)", "without(known.g, ~hard), p.transform)"),
             ),
             "test_a_flat_policy_goes_in_chunks": (
                 ("sparse", "apart > screen.MOST_APART * f.count", "apart > f.count"),

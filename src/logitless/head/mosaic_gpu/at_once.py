@@ -37,12 +37,12 @@ from logitless.head.columns import Rule
 from logitless.head.mosaic_gpu import blocks, in_chunks, room
 from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.dx import Rows, columns_dx_of, rows_of
-from logitless.head.mosaic_gpu.hard import Hard, add_rows, apart, group_of, hard_rows
+from logitless.head.mosaic_gpu.hard import Hard, add_rows, apart, group_of, hard_rows, judged, stand_ins
 from logitless.head.mosaic_gpu.room import Live, Room
 from logitless.head.mosaic_gpu.screen import Screened
 from logitless.head.mosaic_gpu.slots import TOKENS, Slots
 from logitless.head.order import Ordered
-from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, once, without
+from logitless.head.slabs import Known, mean_row, once
 from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
 
 
@@ -63,9 +63,7 @@ def gradients(
     place = Slots(lax.empty(held.dx(p.head, want), p.h.dtype), 0, held.across)
     rows = rows_of(p, known)
     dx, kept = _columns_dx(p, place, p.h, rows, index, part, live, visits)
-    moving = known.g.any_nonzero()
-    left_out = jnp.where(moving, mass_beside(kept), 0.0)
-    is_hard = moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
+    left_out, is_hard = judged(p, known, kept)
     hard = hard_rows(is_hard, held.hard)
     ok = fits & (hard.count <= held.hard)
     live = dataclasses.replace(live, hard=hard.count).where(ok)
@@ -135,7 +133,7 @@ def _with_hard(
 
 def _with_stand_ins(dx: Array, held: Room, p: Problem, known: Known, left_out: Array, hard: Array) -> Array:
     """``dx`` with what easy rows leave out in the mean row's column."""
-    stands = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(known.g, hard), p.transform)
+    stands = stand_ins(p, known, left_out, hard)
     at = jnp.arange(p.n, dtype=jnp.int32)
     at = at // TOKENS * (held.across * TOKENS) + at % TOKENS
     return dx.at[at, 0].set(stands[:, 0].astype(dx.dtype), mode="promise_in_bounds", unique_indices=True)

@@ -22,6 +22,7 @@ from logitless.head.mosaic_gpu.dx import Rows, columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
 from logitless.head.order import Ordered
+from logitless.head.slabs import Known, in_their_place, mass_beside, misses, without
 from logitless.problem import Gradients, HeadGrads, Problem
 from logitless.pytree import register
 from logitless.rows import Visit, order_by_rank
@@ -68,6 +69,18 @@ class Hard:
 def hard_rows(hard: Array, most: int) -> Hard:
     """Those where ``hard [N]`` is true, of which no more than ``most`` will be asked for."""
     return Hard(order_by_rank(hard, ~hard)[:most], jnp.sum(hard, dtype=jnp.int32))
+
+
+def judged(p: Problem, known: Known, kept: Array) -> tuple[Array, Array]:
+    """``(mass that each row leaves out [N], whether that is too much [N])``, of the mass that it keeps."""
+    moving = known.g.any_nonzero()
+    left_out = jnp.where(moving, mass_beside(kept), 0.0)
+    return left_out, moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
+
+
+def stand_ins(p: Problem, known: Known, left_out: Array, hard: Array) -> Array:
+    """``[N, 1]`` float32: what easy rows leave out, to be multiplied by a mean row of the head."""
+    return in_their_place(jnp.ones((1, 1), jnp.float32), left_out, without(known.g, hard), p.transform)
 
 
 def group_of(f: Ordered, visit: Visit, rows: Rows) -> tuple[Array, Rows]:

@@ -34,12 +34,12 @@ from logitless.head import columns as columns_of
 from logitless.head.columns import Rule
 from logitless.head.mosaic_gpu import room
 from logitless.head.mosaic_gpu.dx import Rows, columns_dx_of
-from logitless.head.mosaic_gpu.hard import Hard, can_add, hard_rows
+from logitless.head.mosaic_gpu.hard import Hard, can_add, hard_rows, judged, stand_ins
 from logitless.head.mosaic_gpu.room import Live, Room
 from logitless.head.mosaic_gpu.screen import Screened
 from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
 from logitless.head.order import Ordered
-from logitless.head.slabs import Known, in_their_place, mass_beside, mean_row, misses, without
+from logitless.head.slabs import Known, mean_row
 from logitless.problem import HeadGrads, Wanted
 from logitless.pytree import register
 
@@ -69,20 +69,16 @@ def gradients(
     """``(gradients in the memory of state, mass left out [N], hard rows that are left to others, whether all tokens
     went through all columns)``; where ``dense``, that is known from the start."""
     p, active = f.p, found.spans.active
-    moving = known.g.any_nonzero()
     leave = held.hard if can_add(p.head) else 0
 
     def over(carry: tuple[Array, Array, State, Array, Array]) -> tuple[Array, Array, State, Array, Array]:
         _, everything, state, _, _ = carry
         chosen = active | everything
         state, lacks, kept = _over_columns(f, want, rows, chosen, held, state)
-        left_out = jnp.where(moving & ~everything, mass_beside(kept), 0.0)
-        hard = moving & ~everything & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
+        left_out, hard = (jnp.where(everything, jnp.zeros((), x.dtype), x) for x in judged(p, known, kept))
         many = jnp.sum(hard, dtype=jnp.int32) > leave
         if state.hidden is not None:
-            easy = without(known.g, hard | ~moving)
-            mass = in_their_place(jnp.ones((1, 1), jnp.float32), left_out, easy, p.transform)
-            rest = f.put_back(mass) * mean_row(rule, p)
+            rest = f.put_back(stand_ins(p, known, left_out, hard)) * mean_row(rule, p)
             hidden = state.hidden.astype(jnp.float32) + lacks.astype(jnp.float32) + rest
             state = dataclasses.replace(state, hidden=hidden.astype(state.hidden.dtype))
         return many, everything | many, state, left_out, hard
