@@ -471,7 +471,7 @@ def test_spans_by_the_definition() -> None:
     rows = np.arange(p.n) != 150
     words = np.zeros((6, p.n, 8), np.int64)
     for t, v in np.argwhere(passes):
-        words[v // 64, t, v % 8] |= 1 << (7 - (v % 16 // 8 * 4 + v % 64 // 16))  # pieces of 16 columns
+        words[v // 64, t, v % 8] |= 1 << (7 - (v % 32 // 8 * 2 + v % 64 // 32))  # pieces of 32 columns
     run = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))
     spans, apart = run(words.astype(np.int32), rows)
     limit = next(n for n in (8, 32, 128) if (passes[rows].sum(1) > max(rule.most // n, 1)).sum() == apart)

@@ -25,6 +25,7 @@ class Ordered:
 
     p: Problem
     order: Array  # [tokens of p]: where each stands in the call
+    place: Array  # [tokens of the call]: and where each of those stands here
     count: Array  # of the tokens that come first
     live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
     given: Problem  # the call's own, in its order
@@ -34,14 +35,9 @@ class Ordered:
         x = x.at[self.order].get(mode="promise_in_bounds")
         return jnp.where(jnp.arange(self.p.n) < self.live, x, jnp.zeros((), x.dtype))
 
-    def place(self) -> Array:
-        """``[N]``: where each token of the call stands in this order."""
-        n = self.given.n
-        return jnp.zeros((n,), jnp.int32).at[self.order[:n]].set(jnp.arange(n, dtype=jnp.int32))
-
     def put_back(self, x: Array) -> Array:
         """``[tokens of p, ...]`` in the order of the call."""
-        return x.at[self.place()].get(mode="promise_in_bounds", unique_indices=True)
+        return x.at[self.place].get(mode="promise_in_bounds", unique_indices=True)
 
     def in_call(self, visit: Visit) -> Visit:
         """A visit to tokens of this order, in that of the call."""
@@ -97,6 +93,8 @@ def in_order(
         order = order_by_rank(first, live & ~first, ~live)
     else:
         order = _sorted(jnp.where(first, 0, jnp.where(live, 1, 2)), jnp.where(first, by, 0.0))
+    ids = jnp.arange(p.n, dtype=jnp.int32)
+    place = jnp.zeros_like(ids).at[order].set(ids, unique_indices=True)
     order = jnp.pad(order, (0, -p.n % visit), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
     alive = jnp.sum(live, dtype=jnp.int32)
@@ -107,4 +105,4 @@ def in_order(
         h = jnp.where(keep[:, None], p.h.at[order].get(mode="promise_in_bounds"), nothing)
     else:
         h = gather(p.h, order, keep)
-    return Ordered(dataclasses.replace(numbers, h=h), order, jnp.sum(first, dtype=jnp.int32), alive, p)
+    return Ordered(dataclasses.replace(numbers, h=h), order, place, jnp.sum(first, dtype=jnp.int32), alive, p)

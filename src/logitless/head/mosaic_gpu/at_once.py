@@ -142,7 +142,7 @@ def _with_stand_ins(dx: Array, held: Room, p: Problem, known: Known, left_out: A
 def _dhidden(f: Ordered, dx: Slots, hard: Hard, part: Head, live: Live, both: Visits, held: Room) -> Array:
     """dH of the active columns, in the order of the call; hard rows' is that of their second place."""
     second = held.tokens + jnp.arange(held.hard, dtype=jnp.int32)
-    first = f.place()
+    first = f.place
     place = first.at[f.in_call(hard.visit(0, held.hard, f.p.n)).write].set(second, mode="drop")
 
     half, hidden = room.dhidden(f, dx, part, live, both, held, place), jnp.zeros((), dx.array.dtype)

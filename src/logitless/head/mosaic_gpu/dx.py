@@ -5,7 +5,7 @@ The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_l
     t = k (u - peak)       e = 2^t       dx = e (a - b t), and at the row's target a number of its own
 
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
-softcap. The epilogue computes that, rounds it once and writes it through shared memory, 64 columns at a time, into the
+softcap. The epilogue computes that, rounds it once and writes it through shared memory, 128 columns at a time, into the
 tile's slot (``slots.py``). Columns that do not count, and rows without a cotangent, are written as zeros; a row that is
 NaN is so in all of them. The mass that a row has in the columns that count is summed beside it, in float32. Which tiles
 of tokens and columns are visited only the device may know (``blocks.py``); slots of the others are left as they are.
@@ -31,6 +31,7 @@ from logitless import transform as tr
 from logitless.head.mosaic_gpu import epilogue, pipeline
 from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW
+from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Listed, Tiles, tiles_for
 from logitless.head.mosaic_gpu.slots import Slots
@@ -90,7 +91,7 @@ class _Refs:
     out: Slots
     mass: Any  # float32 [column tiles, padded N]
     piece: Any  # the way out
-    sums: Any  # float32 [2, the bytes of a warpgroup's pieces]: M of them, in the pieces' place
+    sums: Any  # float32 [2, the bytes of a warpgroup's piece]: M of them, in its place
 
 
 def _compute(m: Running, refs: _Refs) -> None:
@@ -99,7 +100,7 @@ def _compute(m: Running, refs: _Refs) -> None:
     numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
     width = refs.piece.shape[-1]
     # As many columns at a time as there are registers for: fewer and wider operations compile faster.
-    span = t.columns if numbers.softcap is None else width
+    span = t.columns if numbers.softcap is None else TILE_K
 
     def per_tile(tile: Array, v: Array, part: Array, n: Array) -> Array:
         rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
@@ -109,21 +110,27 @@ def _compute(m: Running, refs: _Refs) -> None:
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
         peak, k, a, b, at_target, target, least = (epilogue.across(r, span) for r in rows)
-        mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        for begin in range(0, t.columns, span):
+        masses = []
+
+        def dx(begin: int) -> Array:
+            """In the columns from there on; and their mass."""
             own = tr.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
             column = m.load_columns(refs.columns, v * t.columns + begin, span)
             none = jnp.full_like(own, _NONE)
             power = jnp.where(column >= least, jnp.maximum((own - peak) * k, none), none)
             e = jnp.exp2(power)
-            mass = mass + jnp.sum(e, axis=1)
+            masses.append(jnp.sum(e, axis=1))
             d = jnp.where(column == target, at_target, e * (a - b * power))
             if numbers.softcap is not None:
                 d = d * jnp.where(column >= least, 1.0 - own * own, jnp.zeros_like(own))
-            for i in range(span // width):
-                first = v * t.columns + begin + i * width
-                place = refs.out.at(m.first_row(tile), t.rows, first, width)
-                m.leave(refs.piece, begin // width + i, d[:, i * width : (i + 1) * width], place)
+            return d
+
+        whole = dx(0) if span == t.columns else None
+        for first in range(0, t.columns, width):
+            place = refs.out.at(m.first_row(tile), t.rows, v * t.columns + first, width)
+            parts = (dx(i) for i in range(first, first + width, span))  # each made when the one before has left
+            m.leave(refs.piece, parts if whole is None else [whole[:, first : first + width]], place)
+        mass = functools.reduce(jnp.add, masses)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mine = pl.ds(0, t.rows)
         refs.sums[wg, mine] = mass
@@ -204,7 +211,7 @@ def _columns_dx(
         *given,
     ]
     pieces = pipeline.way_out(t, p.h.dtype)
-    own = [pieces, plgpu.SMEM((COMPUTE, pipeline.SLOTS * t.rows * pipeline.SWIZZLE // 4), jnp.float32)]  # half each
+    own = [pieces, plgpu.SMEM((COMPUTE, t.rows * pipeline.PIECE // 4), jnp.float32)]  # half each
     # Never used at the same time, and shared memory has no 1024 bytes left over.
     scratch = [*(own if p.call.interpret else [plgpu.RefUnion(*own)]), *line.scratch()]
 

@@ -26,7 +26,7 @@ from logitless.stats import NEG_INF, RowSums
 from logitless.transform import LogitTransform
 
 LANES = 8  # columns of the smallest accumulator tile: the bits of a row are as many words
-PIECE = 16  # columns whose bits are made at a time: fewer are more operations, more take more shifts
+PIECE = 32  # columns whose bits are made at a time: fewer are more operations to compile, more take more shifts
 LOG2E = 1.4426950408889634
 LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
 FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums

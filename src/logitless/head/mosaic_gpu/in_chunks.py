@@ -129,7 +129,7 @@ def _over_columns(
 ) -> tuple[State, Any, Array]:
     """``(gradients, what dH lacks, kept mass [N])`` of all tokens in the columns ``chosen [V]``; zero in others."""
     p, head, width = f.p, f.p.head, f.p.h.shape[1]
-    vocab, place, count = head.vocab, f.place(), jnp.sum(chosen, dtype=jnp.int32)
+    vocab, place, count = head.vocab, f.place, jnp.sum(chosen, dtype=jnp.int32)
     plan = _Plan(held, width, held.in_place(want), count)
     whole = tiles_of(vocab, COLUMNS) * COLUMNS + held.columns
     ids = jnp.arange(whole, dtype=jnp.int32)

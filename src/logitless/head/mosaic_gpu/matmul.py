@@ -115,7 +115,7 @@ def _partial_sums(
     targets, transform, bias = p.targets, p.transform, p.head.bias
     token_tiles, vocab_tiles, steps = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
     padded = token_tiles * t.tokens
-    t = dataclasses.replace(t, first_apart=True, stagger=min(t.stagger, t.stages - 1, steps - 1))
+    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, steps - 1))
     line = Pipeline(t, p.h, p.head.weight, False, p.head.layout == "hv", p.call.interpret)
     live = n if n_live is None else n_live
     plan = schedule(t, token_tiles, vocab_tiles, (live + t.tokens - 1) // t.tokens)

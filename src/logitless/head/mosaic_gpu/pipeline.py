@@ -13,7 +13,7 @@ registers is for a kernel's own epilogue. Either operand may lie with its depth 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,23 +28,21 @@ from logitless.head.mosaic_gpu.schedule import COMPUTE, Schedule, Tiles
 from logitless.head.mosaic_gpu.slots import Slots
 
 SWIZZLE = 128  # bytes: one atom is TILE_K 16-bit numbers
-SLOTS = 2  # pieces on their way out
-
-
-def piece(dtype: Any) -> int:
-    """Columns that leave at a time: one swizzle atom; with more of them, registers run out."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
+PIECE = 2 * SWIZZLE
+"""Bytes of a row that leave at a time. One piece is on its way, not two of half the size: the time is the same, and
+there is half as much to compile. For more, shared memory has no room."""
 
 
 def atoms(dtype: Any) -> tuple[Any, Any]:
     """How tiles lie in shared memory: as the matrix unit reads them."""
-    tiles = plgpu.TilingTransform((8, piece(dtype)))  # type: ignore[abstract, unused-ignore]
+    atom = SWIZZLE // jnp.dtype(dtype).itemsize
+    tiles = plgpu.TilingTransform((8, atom))  # type: ignore[abstract, unused-ignore]
     return tiles, plgpu.SwizzleTransform(SWIZZLE)  # type: ignore[abstract, unused-ignore]
 
 
 def way_out(t: Tiles, dtype: Any) -> Any:
-    """Shared memory for the pieces of both warpgroups."""
-    return plgpu.SMEM((COMPUTE, SLOTS, t.rows, piece(dtype)), dtype, transforms=atoms(dtype))
+    """Shared memory for a piece of each warpgroup."""
+    return plgpu.SMEM((COMPUTE, t.rows, PIECE // jnp.dtype(dtype).itemsize), dtype, transforms=atoms(dtype))
 
 
 def in_whole_tiles(shape: tuple[int, ...]) -> bool:
@@ -216,30 +214,30 @@ class Running:
             n, before = c
             slot = issue(n)
             plgpu.wgmma_wait(t.delay)
-            if not t.delay or t.first_apart:
-                plgpu.barrier_arrive(self.free.at[before if t.delay else slot])
-            else:
+            if t.delay:  # and not the first step apart: that would be all matrix instructions once more to compile
                 pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
+            else:
+                plgpu.barrier_arrive(self.free.at[slot])
             if self.ahead is not None:
                 is_time = jnp.logical_and(n == t.stagger, wg == 0)
                 pl.when(is_time)(lambda: plgpu.barrier_arrive(self.ahead))
             return n + 1, slot
 
-        if t.delay and t.first_apart:
-            slot = issue(n)
-            _, slot = lax.fori_loop(1, steps, step, (n + 1, slot))
-        else:
-            _, slot = lax.fori_loop(0, steps, step, (n, jnp.int32(0)))
+        _, slot = lax.fori_loop(0, steps, step, (n, jnp.int32(0)))
         if t.delay:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free.at[slot])
         return acc[...]
 
-    def leave(self, way_out: Any, i: int, x: Array, out: Any) -> None:
-        """The ``i``-th piece of a tile to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for it to arrive."""
-        own = way_out.at[lax.axis_index("wg"), i % SLOTS]
-        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-        own[...] = x.astype(way_out.dtype)
+    def leave(self, way_out: Any, parts: Iterable[Array], out: Any) -> None:
+        """A piece of a tile, in ``parts`` side by side, to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for
+        it to arrive."""
+        own = way_out.at[lax.axis_index("wg")]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        begin = 0
+        for x in parts:
+            own[:, begin : begin + x.shape[1]] = x.astype(way_out.dtype)
+            begin += x.shape[1]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own, out)
 

@@ -125,14 +125,10 @@ def in_parts(
     shape = (max(most, row_tiles), t.tokens, c)
     some = extents(live_rows, columns, steps, parts, slots=_slots(operands))
     out = _product(*_given(operands), some, None, None, False, True, shape, t, None, interpret)
-    tile, whole = jnp.arange(row_tiles, dtype=jnp.int32), jnp.zeros((row_tiles, *shape[1:]), jnp.float32)
-    part = jnp.arange(most, dtype=jnp.int32)[:, None]
+    tile, part = jnp.arange(row_tiles, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)[:, None]
     there = (tile < live_rows) & (part < parts)
-    place = jnp.where(there, tile * parts + part, 0)
-    for i in range(most):
-        own = out.at[place[i]].get(mode="promise_in_bounds")
-        whole = whole + jnp.where(there[i, :, None, None], own, 0.0)
-    return whole.reshape(-1, c)[:rows]
+    own = out.at[jnp.where(there, tile * parts + part, 0)].get(mode="promise_in_bounds")
+    return jnp.sum(jnp.where(there[:, :, None, None], own, 0.0), axis=0).reshape(-1, c)[:rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,16 +175,17 @@ def _compute(m: Running, out: Any, pieces: Any, adds: Any, behind: Any) -> None:
             place, rows = out, m.rows_of(row - behind)
         else:
             place, rows = out.at[row * m.walk.parts + part], pl.ds(wg * t.rows, t.rows)
-        for i in range(t.columns // width):
-            first = column * t.columns + i * width
-            there, own = place.at[rows, pl.ds(first, width)], x[:, i * width : (i + 1) * width]
-            if adds is not None:
-                # Rows and columns come in whole pieces, but not in whole tiles.
-                begin = row * t.tokens + wg * t.rows
-                inside = jnp.logical_and(begin < place.shape[0], first < place.shape[1])
-                is_there = jnp.logical_and(adds != 0, inside)
-                own = _added(own, there, is_there)
-            m.leave(pieces, i, own, there)
+        # What is added to comes in whole atoms, but maybe not in whole pieces, and not in whole tiles.
+        span = TILE_K if adds is not None and place.shape[1] % width else width
+        for first in range(0, t.columns, width):
+            own = []
+            for begin in range(first, first + width, span):
+                own.append(x[:, begin : begin + span])
+                if adds is not None:
+                    at = column * t.columns + begin
+                    inside = jnp.logical_and(row * t.tokens + wg * t.rows < place.shape[0], at < place.shape[1])
+                    own[-1] = _added(own[-1], place.at[rows, pl.ds(at, span)], jnp.logical_and(adds != 0, inside))
+            m.leave(pieces, own, place.at[rows, pl.ds(column * t.columns + first, width)])
         return n
 
     m.walk.tiles(per_tile, jnp.int32(0))

@@ -35,7 +35,6 @@ class Tiles:
     group: int = 16
     blocks: int = _BLOCKS
     delay: int = 1  # wgmmas in flight when the step before releases its slot
-    first_apart: bool = False  # the first step of a tile: half a per cent faster, and all wgmmas compiled twice
     stagger: int = 0  # steps by which the second warpgroup starts later, so that epilogues meet matmuls
 
     @property
