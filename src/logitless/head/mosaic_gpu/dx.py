@@ -178,6 +178,12 @@ def tiles_of(p: Problem, part: Head) -> Tiles:
     return dataclasses.replace(tiles_for(n, width, part.vocab), stagger=0)
 
 
+def ways_out(t: Tiles, dtype: Any) -> tuple[Any, Any]:
+    """Shared memory for a piece of dx and for sums: one in the place of the other, so that a warpgroup's sums lie in
+    its own piece, they have as many bytes."""
+    return pipeline.way_out(t, dtype), plgpu.SMEM((COMPUTE, t.rows * pipeline.PIECE // 4), jnp.float32)
+
+
 # A function of its own: one that is called for the same shapes in several branches is lowered once.
 @functools.partial(jax.jit, static_argnames=("tiles",))
 def _columns_dx(
@@ -210,8 +216,7 @@ def _columns_dx(
         token_rows(jnp.where(counts, jnp.arange(columns, dtype=jnp.float32), -2.0), whole, -2.0),
         *given,
     ]
-    pieces = pipeline.way_out(t, p.h.dtype)
-    own = [pieces, plgpu.SMEM((COMPUTE, t.rows * pipeline.PIECE // 4), jnp.float32)]  # half each
+    own = ways_out(t, p.h.dtype)
     # Never used at the same time, and shared memory has no 1024 bytes left over.
     scratch = [*(own if p.call.interpret else [plgpu.RefUnion(*own)]), *line.scratch()]
 
