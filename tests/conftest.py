@@ -40,7 +40,7 @@ CHILD_ENVIRONMENT = {
     "JAX_NUM_CPU_DEVICES": str(DEVICES),  # a part of a compiled program's key
     "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(ON_CPU)),
 }
 """For a process that a test starts to compile as the tests do, and to find what they have compiled. Not for compiling
 for a TPU, nor for measurements."""
