@@ -47,6 +47,7 @@ def test_runs_records_and_compares(
     assert capsys.readouterr().out.count("1.000") >= 3
 
 
+@pytest.mark.slow  # 8 seconds of processes; what they report is tested without
 def test_two_trees_in_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another tree's library runs in the other tree's arm and nowhere else: there the loss is 7 too large. That
     tree may be older than the registry of backends."""

@@ -637,6 +637,7 @@ def test_hard_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
+@pytest.mark.slow  # 18 seconds; a flat policy goes through all columns by the same loop
 def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, with dW of all of them side by side until they are moved; the few hard rows as ever. What was done
     before that was seen leaves nothing behind."""

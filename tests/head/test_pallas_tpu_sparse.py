@@ -304,6 +304,7 @@ def test_positions_in_order_without_a_sort(size: int, count: int) -> None:
     np.testing.assert_array_equal(last, np.concatenate([unused[: 384 - count], np.flatnonzero(active)]))
 
 
+@pytest.mark.slow  # 12 seconds; many hard rows take them, too
 def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
     """And neither other data nor another tolerance compiles anew."""
     traced = []

@@ -37,6 +37,7 @@ def test_what_the_compiler_refuses_is_exit_code_1(capsys: pytest.CaptureFixture[
     assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # 11 seconds of a simulator
 @needs_libtpu
 def test_cycles_are_an_estimate_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cycles.jsonl"

@@ -91,6 +91,7 @@ def ab_config(folder: Path) -> Any:
     return load(None, ["ab.kernel=chunked", "ab.replay=false", "train.steps=4", f"run_dir={folder}"])
 
 
+@pytest.mark.slow  # 7 seconds of processes; without a terminal it is tested, too
 def test_an_ab_has_one_bar_over_all_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_arms(monkeypatch)
     with terminal(monkeypatch) as seen:
