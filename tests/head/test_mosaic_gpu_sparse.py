@@ -195,10 +195,11 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
     np.testing.assert_allclose(mass[sound], kept[sound], rtol=2e-5, atol=2e-6)
 
 
-def test_sums_lie_in_the_piece_of_their_own_warpgroup() -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_sums_lie_in_the_piece_of_their_own_warpgroup(narrow: bool) -> None:
     """On a GPU they stand in one place, which the interpreter does not know: with fewer bytes for the sums, those of
     the second warpgroup would lie in the first one's piece."""
-    piece, sums = dx.ways_out(Tiles(), jnp.bfloat16)
+    piece, sums = dx.ways_out(Tiles(), jnp.bfloat16, narrow)
     each = [int(np.prod(x.shape[1:])) * jnp.dtype(x.dtype).itemsize for x in (piece, sums)]
     assert each[0] == each[1]
 

@@ -493,11 +493,10 @@ MUTANTS = [
             ),
             "test_a_product_is_added_if_the_device_says_so[shape0]": (
                 ("product", "jnp.logical_and(adds != 0, inside)", "inside"),
-                ("product", "at = column * t.columns + begin", "at = column * t.columns + first"),
-                ("pipeline", "begin += x.shape[1]", "begin += 0"),
+                ("product", "narrow=adds and shape[1] % (2 * TILE_K) != 0", "narrow=False"),
             ),
-            "test_sums_lie_in_the_piece_of_their_own_warpgroup": (
-                ("dx", "t.rows * pipeline.PIECE // 4", "t.rows * pipeline.PIECE // 8"),
+            "test_sums_lie_in_the_piece_of_their_own_warpgroup[True]": (
+                ("dx", "t.rows * piece.shape[-1] * jnp", "t.rows * 128 * jnp"),
             ),
         }.items()
         for file, old, new in faults
@@ -578,7 +577,7 @@ MUTANTS = [
         for old, new, case in (
             ("jnp.where(rows[1] == 0.0, ", "jnp.where(rows[1] == -1.0, ", "one tile"),
             ("jnp.where(column >= least, jnp.max", "jnp.where(column >= -3.0, jnp.max", "one tile"),
-            ("mass = functools.reduce(jnp.add, masses)", "mass = masses[-1]", "bent"),
+            ("mass = mass + jnp.sum(e, axis=1)", "mass = jnp.sum(e, axis=1)", "bent"),
             ("e * (a - b * power))", "e * a)", "one tile"),
             ("column >= least, 1.0 - own * own", "column >= least, 1.0 + 0.0 * own", "bent"),
             ("column == target, at_target", "column == target + 1.0, at_target", "ragged"),

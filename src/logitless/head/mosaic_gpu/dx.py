@@ -5,10 +5,11 @@ The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_l
     t = k (u - peak)       e = 2^t       dx = e (a - b t), and at the row's target a number of its own
 
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
-softcap. The epilogue computes that, rounds it once and writes it through shared memory, 128 columns at a time, into the
-tile's slot (``slots.py``). Columns that do not count, and rows without a cotangent, are written as zeros; a row that is
-NaN is so in all of them. The mass that a row has in the columns that count is summed beside it, in float32. Which tiles
-of tokens and columns are visited only the device may know (``blocks.py``); slots of the others are left as they are.
+softcap. The epilogue computes that, rounds it once and writes it through shared memory, 128 columns at a time (64 under
+a softcap), into the tile's slot (``slots.py``). Columns that do not count, and rows without a cotangent, are written as
+zeros; a row that is NaN is so in all of them. The mass that a row has in the columns that count is summed beside it, in
+float32. Which tiles of tokens and columns are visited only the device may know (``blocks.py``); slots of the others are
+left as they are.
 
     matmuls   one, N x H x K of those
     HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns
@@ -31,7 +32,6 @@ from logitless import transform as tr
 from logitless.head.mosaic_gpu import epilogue, pipeline
 from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW
-from logitless.head.mosaic_gpu.limits import TILE_K
 from logitless.head.mosaic_gpu.pipeline import Pipeline, Running, token_rows, whole_bias
 from logitless.head.mosaic_gpu.schedule import COMPUTE, Listed, Tiles, tiles_for
 from logitless.head.mosaic_gpu.slots import Slots
@@ -100,7 +100,7 @@ def _compute(m: Running, refs: _Refs) -> None:
     numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
     width = refs.piece.shape[-1]
     # As many columns at a time as there are registers for: fewer and wider operations compile faster.
-    span = t.columns if numbers.softcap is None else TILE_K
+    span = t.columns if numbers.softcap is None else width
 
     def per_tile(tile: Array, v: Array, part: Array, n: Array) -> Array:
         rows = [m.load_rows(refs.rows.at[i], tile) for i in range(_ROW_NUMBERS)]
@@ -110,27 +110,20 @@ def _compute(m: Running, refs: _Refs) -> None:
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
         peak, k, a, b, at_target, target, least = (epilogue.across(r, span) for r in rows)
-        masses = []
-
-        def dx(begin: int) -> Array:
-            """In the columns from there on; and their mass."""
+        mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        for begin in range(0, t.columns, span):
             own = tr.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
             column = m.load_columns(refs.columns, v * t.columns + begin, span)
             none = jnp.full_like(own, _NONE)
             power = jnp.where(column >= least, jnp.maximum((own - peak) * k, none), none)
             e = jnp.exp2(power)
-            masses.append(jnp.sum(e, axis=1))
+            mass = mass + jnp.sum(e, axis=1)
             d = jnp.where(column == target, at_target, e * (a - b * power))
             if numbers.softcap is not None:
                 d = d * jnp.where(column >= least, 1.0 - own * own, jnp.zeros_like(own))
-            return d
-
-        whole = dx(0) if span == t.columns else None
-        for first in range(0, t.columns, width):
-            place = refs.out.at(m.first_row(tile), t.rows, v * t.columns + first, width)
-            parts = (dx(i) for i in range(first, first + width, span))  # each made when the one before has left
-            m.leave(refs.piece, parts if whole is None else [whole[:, first : first + width]], place)
-        mass = functools.reduce(jnp.add, masses)
+            for i in range(span // width):
+                place = refs.out.at(m.first_row(tile), t.rows, v * t.columns + begin + i * width, width)
+                m.leave(refs.piece, d[:, i * width : (i + 1) * width], place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mine = pl.ds(0, t.rows)
         refs.sums[wg, mine] = mass
@@ -178,10 +171,12 @@ def tiles_of(p: Problem, part: Head) -> Tiles:
     return dataclasses.replace(tiles_for(n, width, part.vocab), stagger=0)
 
 
-def ways_out(t: Tiles, dtype: Any) -> tuple[Any, Any]:
-    """Shared memory for a piece of dx and for sums: one in the place of the other, so that a warpgroup's sums lie in
-    its own piece, they have as many bytes."""
-    return pipeline.way_out(t, dtype), plgpu.SMEM((COMPUTE, t.rows * pipeline.PIECE // 4), jnp.float32)
+def ways_out(t: Tiles, dtype: Any, narrow: bool) -> tuple[Any, Any]:
+    """Shared memory for a piece of dx and for sums, one in the place of the other. They have as many bytes, so that a
+    warpgroup's sums lie in its own piece."""
+    piece = pipeline.way_out(t, dtype, narrow)
+    numbers = t.rows * piece.shape[-1] * jnp.dtype(dtype).itemsize // 4
+    return piece, plgpu.SMEM((COMPUTE, numbers), jnp.float32)
 
 
 # A function of its own: one that is called for the same shapes in several branches is lowered once.
@@ -216,7 +211,7 @@ def _columns_dx(
         token_rows(jnp.where(counts, jnp.arange(columns, dtype=jnp.float32), -2.0), whole, -2.0),
         *given,
     ]
-    own = ways_out(t, p.h.dtype)
+    own = ways_out(t, p.h.dtype, narrow=p.transform.softcap is not None)
     # Never used at the same time, and shared memory has no 1024 bytes left over.
     scratch = [*(own if p.call.interpret else [plgpu.RefUnion(*own)]), *line.scratch()]
 

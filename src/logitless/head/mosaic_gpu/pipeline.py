@@ -13,7 +13,7 @@ registers is for a kernel's own epilogue. Either operand may lie with its depth 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,9 +40,10 @@ def atoms(dtype: Any) -> tuple[Any, Any]:
     return tiles, plgpu.SwizzleTransform(SWIZZLE)  # type: ignore[abstract, unused-ignore]
 
 
-def way_out(t: Tiles, dtype: Any) -> Any:
-    """Shared memory for a piece of each warpgroup."""
-    return plgpu.SMEM((COMPUTE, t.rows, PIECE // jnp.dtype(dtype).itemsize), dtype, transforms=atoms(dtype))
+def way_out(t: Tiles, dtype: Any, narrow: bool = False) -> Any:
+    """Shared memory for a piece of each warpgroup; ``narrow``: of half the size, one atom."""
+    columns = (SWIZZLE if narrow else PIECE) // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM((COMPUTE, t.rows, columns), dtype, transforms=atoms(dtype))
 
 
 def in_whole_tiles(shape: tuple[int, ...]) -> bool:
@@ -229,15 +230,11 @@ class Running:
             plgpu.barrier_arrive(self.free.at[slot])
         return acc[...]
 
-    def leave(self, way_out: Any, parts: Iterable[Array], out: Any) -> None:
-        """A piece of a tile, in ``parts`` side by side, to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for
-        it to arrive."""
+    def leave(self, way_out: Any, x: Array, out: Any) -> None:
+        """A piece of a tile to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for it to arrive."""
         own = way_out.at[lax.axis_index("wg")]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        begin = 0
-        for x in parts:
-            own[:, begin : begin + x.shape[1]] = x.astype(way_out.dtype)
-            begin += x.shape[1]
+        own[...] = x.astype(way_out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own, out)
 

@@ -175,17 +175,15 @@ def _compute(m: Running, out: Any, pieces: Any, adds: Any, behind: Any) -> None:
             place, rows = out, m.rows_of(row - behind)
         else:
             place, rows = out.at[row * m.walk.parts + part], pl.ds(wg * t.rows, t.rows)
-        # What is added to comes in whole atoms, but maybe not in whole pieces, and not in whole tiles.
-        span = TILE_K if adds is not None and place.shape[1] % width else width
-        for first in range(0, t.columns, width):
-            own = []
-            for begin in range(first, first + width, span):
-                own.append(x[:, begin : begin + span])
-                if adds is not None:
-                    at = column * t.columns + begin
-                    inside = jnp.logical_and(row * t.tokens + wg * t.rows < place.shape[0], at < place.shape[1])
-                    own[-1] = _added(own[-1], place.at[rows, pl.ds(at, span)], jnp.logical_and(adds != 0, inside))
-            m.leave(pieces, own, place.at[rows, pl.ds(column * t.columns + first, width)])
+        for i in range(t.columns // width):
+            first = column * t.columns + i * width
+            there, own = place.at[rows, pl.ds(first, width)], x[:, i * width : (i + 1) * width]
+            if adds is not None:
+                # Rows and columns come in whole pieces, but not in whole tiles.
+                begin = row * t.tokens + wg * t.rows
+                inside = jnp.logical_and(begin < place.shape[0], first < place.shape[1])
+                own = _added(own, there, jnp.logical_and(adds != 0, inside))
+            m.leave(pieces, own, there)
         return n
 
     m.walk.tiles(per_tile, jnp.int32(0))
@@ -224,7 +222,7 @@ def _product(
     """
     line = Pipeline(t, left, right, *deep, interpret)
     dtype = jnp.float32 if wide else left.dtype
-    pieces = pipeline.way_out(t, dtype)
+    pieces = pipeline.way_out(t, dtype, narrow=adds and shape[1] % (2 * TILE_K) != 0)
 
     def kernel(left: Any, right: Any, live: Any, *refs: Any) -> None:
         listed, (out, pieces, *ring) = (None, refs) if form is None else (refs[0], refs[1:])
