@@ -431,7 +431,7 @@ MUTANTS = [
             ),
             "test_more_hard_rows_than_go_at_once": (("at_once", "fits & (hard.count <= held.hard)", "fits"),),
             "test_every_column_has_one_turn_and_dx_none_of_the_finished_rows": (
-                ("in_chunks", "tiles_of(jnp.maximum(begin, 0) * self.width, TOKENS)", "jnp.maximum(begin, 0)"),
+                ("in_chunks", "tile_count(jnp.maximum(begin, 0) * self.width, TOKENS)", "jnp.maximum(begin, 0)"),
                 ("room", "-(-(held.token_tiles + 2) * TOKENS // width)", "1"),
                 ("room", "return columns < self.columns", "return columns <= self.columns"),
             ),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.head.mosaic_gpu.schedule import tile_at
-from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, tiles_of
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, tile_count
 from logitless.pytree import register
 
 _NEAR = 4
@@ -126,8 +126,8 @@ class All(Visits):
 def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> All:
     """All tiles of so many rows and columns, of which the first are live."""
     sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
-    row, column = (jnp.arange(tiles_of(size, tile)) * tile < live for size, live, tile in sizes)
-    live = tuple(tiles_of(jnp.int32(live), tile) for _, live, tile in sizes)
+    row, column = (jnp.arange(tile_count(size, tile)) * tile < live for size, live, tile in sizes)
+    live = tuple(tile_count(jnp.int32(live), tile) for _, live, tile in sizes)
     return All(row[:, None] & column[None, :], live)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from logitless.head.mosaic_gpu import blocks, product
 from logitless.head.mosaic_gpu.dx import Rows, columns_dx
 from logitless.head.mosaic_gpu.limits import TILE_K
-from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tile_count
 from logitless.head.order import Ordered
 from logitless.head.slabs import Known, in_their_place, mass_beside, misses, without
 from logitless.problem import Gradients, HeadGrads, Problem
@@ -94,8 +94,8 @@ def _dx(p: Problem, h: Array, rows: Rows, active: Array, here: Array) -> Slots:
     vocab = p.head.vocab
     others = ~active & (jnp.arange(vocab) < p.call.vocab_size)
     target = jnp.where(others.at[rows.targets].get(mode="fill", fill_value=False), rows.targets, -1)
-    across = tiles_of(vocab, COLUMNS)
-    place = Slots(lax.empty((tiles_of(len(h), TOKENS) * across * TOKENS, COLUMNS), h.dtype), 0, across)
+    across = tile_count(vocab, COLUMNS)
+    place = Slots(lax.empty((tile_count(len(h), TOKENS) * across * TOKENS, COLUMNS), h.dtype), 0, across)
     visits = blocks.all_of(len(h), vocab, here, vocab)
     return place.of(columns_dx(p, place, h, rows, target, p.head, others, visits)[0])
 
@@ -161,7 +161,7 @@ def _add_group(
         add = ~blank if can_add(head) else None
         weight = dweight(f.p, dx, h, (jnp.where(here > 0, vocab, 0), here), into=weight, add=add)
     if bias is not None:
-        tiles = dx.tiles(tiles_of(size, TOKENS), dx.across)
+        tiles = dx.tiles(tile_count(size, TOKENS), dx.across)
         live = jnp.arange(tiles.shape[0] * TOKENS).reshape(-1, 1, TOKENS) < here
         bias = bias + dbias(tiles, live)[:vocab]
     return Gradients(hidden, HeadGrads(weight, bias))

@@ -37,7 +37,7 @@ from logitless.head.mosaic_gpu.dx import Rows, columns_dx_of
 from logitless.head.mosaic_gpu.hard import Hard, can_add, hard_rows, judged, stand_ins
 from logitless.head.mosaic_gpu.room import Live, Room
 from logitless.head.mosaic_gpu.screen import Screened
-from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tiles_of
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, tile_count
 from logitless.head.order import Ordered
 from logitless.head.slabs import Known, mean_row
 from logitless.problem import HeadGrads, Wanted
@@ -100,7 +100,7 @@ class _Plan:
 
     @property
     def tiles(self) -> Array:
-        return tiles_of(self.columns, COLUMNS)
+        return tile_count(self.columns, COLUMNS)
 
     @property
     def last(self) -> int:
@@ -118,7 +118,7 @@ class _Plan:
         slots, most = self.held.in_dw, jnp.int32(self.held.across)
         if not self.in_place:
             return begin, jnp.minimum(most, self.end - begin), jnp.int32(0)
-        finished = tiles_of(jnp.maximum(begin, 0) * self.width, TOKENS)  # slots
+        finished = tile_count(jnp.maximum(begin, 0) * self.width, TOKENS)  # slots
         size = jnp.minimum(jnp.minimum(most, (slots - finished) // self.held.token_tiles), self.end - begin)
         first, size = jnp.where(begin < 0, self.end, begin), jnp.where(begin < 0, self.tiles - self.end, size)
         return first, size, slots - size * self.held.token_tiles
@@ -131,7 +131,7 @@ def _over_columns(
     p, head, width = f.p, f.p.head, f.p.h.shape[1]
     vocab, place, count = head.vocab, f.place, jnp.sum(chosen, dtype=jnp.int32)
     plan = _Plan(held, width, held.in_place(want), count)
-    whole = tiles_of(vocab, COLUMNS) * COLUMNS + held.columns
+    whole = tile_count(vocab, COLUMNS) * COLUMNS + held.columns
     ids = jnp.arange(whole, dtype=jnp.int32)
     index = jnp.sort(jnp.where(jnp.pad(chosen, (0, whole - vocab)), ids, vocab + ids))
     at = jnp.arange(held.columns, dtype=jnp.int32)
@@ -203,7 +203,7 @@ def _spread(weight: Array, index: Array, chosen: Array, count: Array, size: int)
     its own place and zeros elsewhere; ``size`` rows at a time, the last ones first."""
     vocab = len(weight)
     at = jnp.arange(size, dtype=jnp.int32)
-    trips = jnp.where(count < vocab, tiles_of(count, size), 0)
+    trips = jnp.where(count < vocab, tile_count(count, size), 0)
 
     def move(i: Array, weight: Array) -> Array:
         begin = (trips - 1 - i) * size

@@ -21,7 +21,7 @@ from logitless.head.mosaic_gpu import blocks, product
 from logitless.head.mosaic_gpu.blocks import Visits
 from logitless.head.mosaic_gpu.hard import Hard, dbias, dweight, most_rows
 from logitless.head.mosaic_gpu.limits import TILE_K
-from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, count, tiles_of
+from logitless.head.mosaic_gpu.slots import COLUMNS, TOKENS, Slots, count, tile_count
 from logitless.head.order import Ordered
 from logitless.problem import Head, HeadGrads, Wanted
 from logitless.pytree import register
@@ -51,7 +51,7 @@ class Room:
     @property
     def rows(self) -> int:
         """Of dx: tokens, and hard ones once more, in whole tiles."""
-        return self.tokens + tiles_of(self.hard, TOKENS) * TOKENS
+        return self.tokens + tile_count(self.hard, TOKENS) * TOKENS
 
     @property
     def across(self) -> int:
@@ -78,7 +78,7 @@ def room(p: Any, rule: Rule) -> Room:
     """For a problem that these kernels serve."""
     width, vocab = p.h.shape[1], p.head.vocab
     most = min(MOST_COLUMNS, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
-    columns, tokens = max(most // COLUMNS, 1) * COLUMNS, tiles_of(p.n, TOKENS) * TOKENS
+    columns, tokens = max(most // COLUMNS, 1) * COLUMNS, tile_count(p.n, TOKENS) * TOKENS
     held = Room(columns, most_rows(p.n, p.head), tokens, count(vocab * width))
     # In rows of 8 by 256 for the copies; and of [H, V] no columns lie together, in whose place dx could stand.
     fits = p.head.axis == 0 and vocab * width % (8 * COLUMNS) == 0 and held.in_dw >= held.rows // TOKENS * held.across
@@ -123,7 +123,7 @@ def dhidden(f: Ordered, dx: Slots, part: Head, live: Live, both: Visits, held: R
     In halves, since in float32 that of all rows would be the largest array.
     """
     p, width = f.p, f.p.h.shape[1]
-    tiles, listed = tiles_of(held.rows // TOKENS, 2), both.by_tokens()
+    tiles, listed = tile_count(held.rows // TOKENS, 2), both.by_tokens()
     how = dict(right_deep=p.head.axis == 0, shape=(tiles * TOKENS, width), wide=True, interpret=p.call.interpret)
 
     def of(half: Array | int) -> tuple[Array, Array]:
@@ -139,7 +139,7 @@ def dhidden(f: Ordered, dx: Slots, part: Head, live: Live, both: Visits, held: R
 def _of_tokens(listed: Array, live: Live, held: Room, begin: Array | int, tiles: int) -> product.Lists:
     """What dH of each tile of tokens sums over, of so many tiles from ``begin`` on; hard rows, which are all in the
     second half, first, since that is most of all."""
-    tokens, hard = (tiles_of(x, TOKENS) for x in (live.tokens, live.hard))
+    tokens, hard = (tile_count(x, TOKENS) for x in (live.tokens, live.hard))
     hard = jnp.where(jnp.asarray(begin) > 0, hard, 0)
     place = jnp.arange(tiles, dtype=jnp.int32)
     place = jnp.where(place < hard, held.token_tiles + place, begin + place - hard)
@@ -149,7 +149,7 @@ def _of_tokens(listed: Array, live: Live, held: Room, begin: Array | int, tiles:
 
 def of_columns(live: Live, both: Visits) -> tuple[Array, Array]:
     """What dW of each block of columns sums over, and how many blocks there are."""
-    return both.by_columns(), jnp.where(live.tokens > 0, tiles_of(live.columns, COLUMNS), 0)
+    return both.by_columns(), jnp.where(live.tokens > 0, tile_count(live.columns, COLUMNS), 0)
 
 
 def dhead(

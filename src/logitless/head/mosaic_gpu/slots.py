@@ -54,6 +54,6 @@ def count(size: int) -> int:
     return size // (TOKENS * COLUMNS)
 
 
-def tiles_of(size: Any, tile: int) -> Any:
+def tile_count(size: Any, tile: int) -> Any:
     """Tiles that so many tokens or columns take."""
     return (size + (tile - 1)) // tile
