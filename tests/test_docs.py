@@ -134,6 +134,26 @@ def test_benchmark_page_is_current() -> None:
         assert path.read_text() == content, f"{path.name}: run `python benchmarks/tables.py`"
 
 
+RATIO = re.compile(r"(\d+\.\d+) \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\]")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/sparse-backward.md"])
+def test_a_ratio_with_its_interval_is_one_of_the_records(page: str) -> None:
+    """To the digits that the page gives: a record that is replaced leaves no old number behind."""
+    recorded = [tuple(map(float, m)) for m in RATIO.findall((ROOT / "docs" / "benchmarks.md").read_text())]
+
+    def is_recorded(told: tuple[str, ...]) -> bool:
+        halves = [0.5 * 10.0 ** -len(x.partition(".")[2]) + 1e-9 for x in told]
+        return any(
+            all(abs(a - float(b)) <= half for a, b, half in zip(found, told, halves, strict=True)) for found in recorded
+        )
+
+    told = RATIO.findall((ROOT / page).read_text())
+    assert told or page == "docs/performance.md"
+    for ratio in told:
+        assert is_recorded(ratio), f"{page}: no record has {ratio[0]} [{ratio[1]}, {ratio[2]}]"
+
+
 def test_maxtext_page_has_the_record() -> None:
     page = (ROOT / "docs" / "maxtext.md").read_text()
     record = json.loads((ROOT / "benchmarks" / "results" / "maxtext.json").read_text())
