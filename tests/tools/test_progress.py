@@ -64,12 +64,12 @@ FAKE_ARM = """
 import json, sys, time
 folder = sys.argv[1]
 print("compiling", file=sys.stderr, flush=True)
-time.sleep(1.5)
+time.sleep(1.0)
 for step in range(1, 5):
     record = {"step": step, "train/loss": 0.5, "train/reward": 0.25, "time/train/step_avg_last10_s": 2.0}
     with open(folder + "/metrics.jsonl", "a") as file:
         file.write(json.dumps(record) + "\\n")
-time.sleep(1.5)
+time.sleep(1.0)
 sys.exit(int(sys.argv[2]))
 """
 
@@ -91,7 +91,7 @@ def ab_config(folder: Path) -> Any:
     return load(None, ["ab.kernel=chunked", "ab.replay=false", "train.steps=4", f"run_dir={folder}"])
 
 
-@pytest.mark.slow  # 7 seconds of processes; without a terminal it is tested, too
+@pytest.mark.slow  # 4 seconds of processes; without a terminal it is tested, too
 def test_an_ab_has_one_bar_over_all_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_arms(monkeypatch)
     with terminal(monkeypatch) as seen:
@@ -103,7 +103,7 @@ def test_an_ab_has_one_bar_over_all_arms(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_ab_without_a_terminal_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_arms(monkeypatch)
-    monkeypatch.setattr(ab, "EVERY_S", 0.5)
+    monkeypatch.setattr(ab, "EVERY_S", 0.3)
     said: list[str] = []
     ab.run(ab_config(tmp_path), say=said.append)
     assert "baseline: compiling" in said
