@@ -362,18 +362,29 @@ class Front:
         return dataclasses.replace(p, live=None).rows(self.take)
 
 
-def order_by_rank(*classes: Array) -> Array:
-    """``[N]`` int32: the tokens of each of the ``classes`` ``[N]``, of which every token has one, after those of the
-    classes before it and in their own order. As a stable sort, by ranks and a scatter: a TPU's sort of 8,192 numbers is
-    a tenth of a megabyte of code for each of its operands."""
-    ids, place, before = jnp.arange(classes[0].size, dtype=jnp.int32), jnp.int32(0), jnp.int32(0)
+def places_by_rank(*classes: Array) -> Array:
+    """``[N]`` int32: where each token stands if those of each of the ``classes`` ``[N]``, of which every token has one,
+    come after those of the classes before it and in their own order."""
+    place, before = jnp.zeros(classes[0].shape, jnp.int32), jnp.int32(0)
     for own in classes:
         rank = jnp.cumsum(own.astype(jnp.int32))
         place = jnp.where(own, before + rank - 1, place)
         before = before + jnp.sum(own, dtype=jnp.int32)
+    return place
+
+
+def inverse(order: Array) -> Array:
+    """``[N]`` int32: of an order of ``N`` tokens the places of them, of their places the order."""
+    ids = jnp.arange(order.size, dtype=jnp.int32)
     # Apart: libtpu 0.0.50 ends in a failed check where a scatter's places and values have one source.
-    place, ids = lax.optimization_barrier((place, ids))
-    return jnp.zeros_like(ids).at[place].set(ids, mode="promise_in_bounds", unique_indices=True)
+    order, ids = lax.optimization_barrier((order, ids))
+    return jnp.zeros_like(ids).at[order].set(ids, mode="promise_in_bounds", unique_indices=True)
+
+
+def order_by_rank(*classes: Array) -> Array:
+    """``[N]`` int32: the tokens in the order of :func:`places_by_rank`. As a stable sort, by ranks and a scatter: a
+    TPU's sort of 8,192 numbers is a tenth of a megabyte of code for each of its operands."""
+    return inverse(places_by_rank(*classes))
 
 
 def front(chosen: Array | None, by_sort: bool = True) -> Front:

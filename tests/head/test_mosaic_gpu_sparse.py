@@ -190,8 +190,8 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
     sound = ~still & (np.arange(n) != lost)
     assert not np.isnan(got[sound]).any() and np.isnan(got[lost][np.isnan(want[lost])]).all()
     assert np.abs(want[sound]).max() > 0 and (got[:, ~np.asarray(counts)][sound] == 0).all()
-    # One rounding to bfloat16, which may go the other way.
-    np.testing.assert_allclose(got[sound], want[sound], rtol=2.0**-8, atol=1e-5 * np.abs(want[sound]).max())
+    # One rounding to bfloat16 may go the other way: one ulp, at most 2^-7 of the value.
+    np.testing.assert_allclose(got[sound], want[sound], rtol=2.0**-7, atol=1e-5 * np.abs(want[sound]).max())
     np.testing.assert_allclose(mass[sound], kept[sound], rtol=2e-5, atol=2e-6)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.problem import Problem
-from logitless.rows import Visit, order_by_rank
+from logitless.rows import Visit, inverse, places_by_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +90,11 @@ def in_order(
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     first = first & live
     if by is None:
-        order = order_by_rank(first, live & ~first, ~live)
+        place = places_by_rank(first, live & ~first, ~live)
+        order = inverse(place)
     else:
         order = _sorted(jnp.where(first, 0, jnp.where(live, 1, 2)), jnp.where(first, by, 0.0))
-    ids = jnp.arange(p.n, dtype=jnp.int32)
-    place = jnp.zeros_like(ids).at[order].set(ids, unique_indices=True)
+        place = inverse(order)
     order = jnp.pad(order, (0, -p.n % visit), mode="edge")
     numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
     alive = jnp.sum(live, dtype=jnp.int32)

@@ -221,8 +221,8 @@ def _product(
     ``form``, of ``lists``: by columns or not, tiles of a group, steps of a piece.
     """
     line = Pipeline(t, left, right, *deep, interpret)
-    dtype = jnp.float32 if wide else left.dtype
-    pieces = pipeline.way_out(t, dtype, narrow=adds and shape[1] % (2 * TILE_K) != 0)
+    dtype = jnp.dtype(jnp.float32) if wide else left.dtype
+    pieces = pipeline.way_out(t, dtype, narrow=adds and shape[1] * dtype.itemsize % pipeline.PIECE != 0)
 
     def kernel(left: Any, right: Any, live: Any, *refs: Any) -> None:
         listed, (out, pieces, *ring) = (None, refs) if form is None else (refs[0], refs[1:])
