@@ -18,7 +18,7 @@ import pytest
 
 import logitless
 from logitless import head
-from logitless.registry import BACKENDS
+from logitless.core.registry import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(logitless.__file__).parent

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
-from logitless import docs
+from logitless.lab import docs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))

@@ -14,8 +14,8 @@ import logitless
 from conftest import token_stats
 from interpreted import by_numpy
 from logitless import Objective
-from logitless.head import slabs
-from logitless.rows import live_sweep
+from logitless.core.row_passes import live_sweep
+from logitless.head.sparse import column_gather
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
 
@@ -64,7 +64,7 @@ def test_what_is_left_after_the_whole_chunks_is_at_most_two_quarters(chunk: int)
 
 def test_a_tolerance_counts_before_cotangents_are_known() -> None:
     zero = jnp.zeros((3,), jnp.float32)
-    miss = slabs.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
+    miss = column_gather.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
     assert miss(jnp.array([2.0**-9, 2.0**-7, jnp.nan])).tolist() == [False, True, True]
 
 

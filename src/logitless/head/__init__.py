@@ -17,5 +17,5 @@ M is one matmul over all tokens that count, K the active columns of a sparse bac
     expected.py  what is known of a logsumexp before the logits are; order.py: tokens with a gradient first
     report.py    what a sparse backward left out, as metrics
 
-A backend that is not asked for is not imported (``registry.py``).
+A backend that is not asked for is not imported (``core/registry.py``).
 """

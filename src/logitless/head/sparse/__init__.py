@@ -1,0 +1,1 @@
+"""The sparse backward in plain JAX: the algorithm that every sparse backend shares."""
