@@ -51,7 +51,7 @@ def files_of(**options: Any) -> list[str]:
     trace()
     with each_function(note):
         trace()
-    return [f for f in found if f != "pytree.py"]
+    return [f for f in found if f != "core/pytree.py"]
 
 
 @contextlib.contextmanager

@@ -120,8 +120,8 @@ def test_outputs_are_checked_before_the_work(
         raise AssertionError("work was done")
 
     benches = ("bench.gradcheck.run", "bench.microbench.run", "bench.suites.run", "bench.report.write")
-    for name in (*benches, "planning.command.run", "tpu.command.run"):
-        monkeypatch.setattr(f"logitless.{name}", no_work)
+    for name in (*benches, "plan.command.run", "tpu.command.run"):
+        monkeypatch.setattr(f"logitless.lab.{name}", no_work)
     monkeypatch.setattr(loop, "build_task", no_work)
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()

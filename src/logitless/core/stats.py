@@ -66,8 +66,8 @@ class TokenStats:
     max_logp: Array = None  # type: ignore[assignment]
     """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
     peak: Array = None  # type: ignore[assignment]
-    """``max_logit`` before its last factor (``u`` of ``logitless.core.transform``): what gradients are taken relative to
-    (float32)."""
+    """``max_logit`` before its last factor (``u`` of ``logitless.core.transform``): what gradients are taken relative
+    to (float32)."""
 
     def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
         """``f`` applied to every field."""

@@ -11,8 +11,8 @@ KINDS = {"train": "train and ab", "bench": "bench", "gradcheck": "gradcheck"}
 
 def folder() -> Path:
     """Inside the package where it was installed from a wheel, beside it in a checkout."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "configs"
+    inside = Path(__file__).parents[1] / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
 
 def names(kind: str) -> dict[str, Path]:

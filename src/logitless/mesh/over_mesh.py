@@ -1,9 +1,9 @@
 """A backend over a mesh: ``shard_map`` around each pass of another backend, at both levels and for every layout.
 
 ``custom_vjp`` stands outside (``core/vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP
-axes, flattens its own tokens, does what one device does (``vocabulary.py`` where it has a part of the columns only),
-and reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call; the TPU
-kernels take a large one in parts, gathered in both passes (``parts.py``).
+axes, flattens its own tokens, does what one device does (``vocab_parallel.py`` where it has a part of the columns
+only), and reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call;
+the TPU kernels take a large one in parts, gathered in both passes (``head_pieces.py``).
 
     collectives              forward                             backward
     tokens, head replicated  none                                all-reduce dW

@@ -1,9 +1,9 @@
 """The sparse backward on a Hopper GPU for what does not go at once: all tokens with a gradient, some columns at a time.
 
 First over the active columns, as many turns as they take. Rows that leave out more than the tolerance are hard; if they
-are few, ``hard.py`` takes them through the other columns. If they are many, or if the policy is not sparse at all, all
-tokens go through all columns, in the order of the vocabulary. Every turn is three matmuls, by the kernels with which
-columns go at once:
+are few, ``hard_rows.py`` takes them through the other columns. If they are many, or if the policy is not sparse at all,
+all tokens go through all columns, in the order of the vocabulary. Every turn is three matmuls, by the kernels with
+which columns go at once:
 
     dx      of all tokens and the chunk's columns                                                       M c / V
     dH      in float32, added up in two numbers of its own dtype, the sum and what it lacks             M c / V

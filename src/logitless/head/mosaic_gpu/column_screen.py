@@ -1,6 +1,7 @@
 """Which columns carry the gradient, found inside the forward matmul: a screen that no logits have to be kept for.
 
-The fused matmul (``matmul.py``) sees every logit once, before the row's logsumexp is known. With a guess ``b_t`` of it,
+The fused matmul (``kernels/stats_matmul.py``) sees every logit once, before the row's logsumexp is known. With a guess
+``b_t`` of it,
 
     z_tv > b_t + log e        the column v passes the screen of row t, at the threshold e on its probability
 

@@ -1,8 +1,8 @@
 """How much of the sparse backward goes at a time on a Hopper GPU, and where its arrays stand.
 
-dx stands in slots (``slots.py``): in the place of dW, as long as that is not written, or in memory of its own. The
-matmuls over it are the same kernels whether all active columns go at once (``at_once.py``) or a chunk of columns at a
-time (``in_chunks.py``): they are here.
+dx stands in slots (``dx_tiles.py``): in the place of dW, as long as that is not written, or in memory of its own. The
+matmuls over it are the same kernels whether all active columns go at once (``sparse_backward.py``) or a chunk of
+columns at a time (``column_chunks.py``): they are here.
 
     dH      dx [tokens and hard rows, K] times a part of the head
     dW_K    dx transposed times the hidden states of its rows

@@ -1,8 +1,9 @@
 """Hard rows on a Hopper GPU: through all columns that are not active, a group of them at a time.
 
-    dx      of the group, over the whole head as it lies there (``dx.py``); zero in the active columns      G H V
-    dH      one matmul in parts of the vocabulary, added to what the active columns gave                    G H V
-    dW      one matmul, *written* by the first group, so that nobody has to write zeros; the next ones add  G H V
+    dx      of the group, over the whole head as it lies there (``kernels/dlogits_matmul.py``); zero in the active
+    columns      G H V dH      one matmul in parts of the vocabulary, added to what the active columns gave
+          G H V dW      one matmul, *written* by the first group, so that nobody has to write zeros; the next ones add
+          G H V
 
 All by kernels that take their extents from the device. A group with no rows costs its launches.
 

@@ -2,9 +2,10 @@
 
 With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them:
 
-    screen     statistics, and a bit for each token and column (``screen.py``)                  M, no logits
-    backward   over the K columns, and for hard rows over the others: all at once (``at_once.py``), as most calls go,
-               or in chunks of columns (``in_chunks.py``)                          3 M K / V, and 3 M a hard row
+    screen     statistics, and a bit for each token and column (``column_screen.py``)                  M, no logits
+    backward   over the K columns, and for hard rows over the others: all at once (``sparse_backward.py``), as most
+    calls go,
+               or in chunks of columns (``column_chunks.py``)                          3 M K / V, and 3 M a hard row
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
@@ -12,7 +13,7 @@ What the easy rows leave out of dH is replaced by its mass times a mean row of t
 ``head/sparse/backend.py``, which serves where this cannot (:func:`not_screened_because`).
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
-    bytes      the bits of ``screen.py``; h in that order; then those of the two ways
+    bytes      the bits of ``column_screen.py``; h in that order; then those of the two ways
 """
 
 from __future__ import annotations

@@ -2,20 +2,21 @@
 
 Where the active columns fit the memory meant for them, with the tokens first that have a gradient:
 
-    dx      by one matmul that writes no logits (``dx.py``), over the tiles of tokens and columns that met
-            (``blocks.py``), with the mass that each row keeps; in the place of dW, which is not written yet:
+    dx      by one matmul that writes no logits (``kernels/dlogits_matmul.py``), over the tiles of tokens and columns
+    that met
+            (``tile_mask.py``), with the mass that each row keeps; in the place of dW, which is not written yet:
             a third of M K / V
     hard    now known. Their dx in all active columns: by the same kernel, as tiles of their own behind the tokens'
     dH      one matmul, with one column more for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
-    hard    in the columns that are not active (``hard.py``). Their dW there is *written*, not added to zeros
+    hard    in the columns that are not active (``hard_rows.py``). Their dW there is *written*, not added to zeros
     dW      dW_K in its place
 
-Every matmul here is a kernel that takes its extents from the device (``product.py``). So none of them waits for the
-host, and none is larger than it must be. What does not fit (more columns, more hard rows, a policy that is not sparse)
-goes a chunk of columns at a time, by the same kernels (``in_chunks.py``): whether it must is the one question, asked
-when the hard rows are known. It is a loop of one turn or none, over the gradients as they stand in memory: a
-conditional would copy them. After it, the extents of dW_K are zero where it has had its turn, and hard rows are those
+Every matmul here is a kernel that takes its extents from the device (``kernels/dynamic_matmul.py``). So none of them
+waits for the host, and none is larger than it must be. What does not fit (more columns, more hard rows, a policy that
+is not sparse) goes a chunk of columns at a time, by the same kernels (``column_chunks.py``). This is the only host
+synchronisation; it happens when the hard rows are known. It is a zero-or-one-trip loop over the gradients as they stand
+in memory, because a conditional would copy them. After it, the extents of dW_K are zero where it has had its turn, and hard rows are those
 that it has left.
 
     bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h

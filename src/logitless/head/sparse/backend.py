@@ -1,7 +1,7 @@
 """The head's backward over the vocabulary columns that carry the gradient: about 1.3 matmuls instead of three.
 
 A trained policy's softmax is nearly empty. Per chunk of C tokens, with M one ``C x H x V`` matmul and K active columns
-(``columns.py``; on real policies K is about 8 % of V):
+(``active_columns.py``; on real policies K is about 8 % of V):
 
     grad in forward   x = h W^T (M), statistics, active columns; dx, dh and dW over K columns (2 M K / V)
     by recompute      the forward sweep finds and keeps the columns; later x, dx, dh, dW over them (3 M K / V)

@@ -1,8 +1,7 @@
 """A worker process of a benchmark: ``python worker.py SRC [peers]`` answers questions from stdin (:mod:`.arm`).
 
 It is run as a file and not as a module, because ``SRC`` may be another tree: then ``logitless`` is that tree's, and
-only ``logitless.lab.bench`` and ``logitless.lab.tools`` are this one's, so that both trees are measured by the same
-code.
+only ``logitless.lab`` is this one's, so that both trees are measured by the same code.
 """
 
 from __future__ import annotations
@@ -11,29 +10,28 @@ import importlib.util
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 
 
 def graft(source: str) -> None:
-    """Make ``logitless`` the one in ``source``, with this tree's bench and tools in it."""
-    own = str(HERE / "bench")  # this file's folder, which Python has put there
+    """Make ``logitless`` the one in ``source``, with this tree's ``lab`` in it."""
+    own = str(HERE / "lab" / "bench")  # this file's folder, which Python has put there
     sys.path[:] = [source, *(p for p in sys.path if p != own)]
     import logitless
 
     if Path(logitless.__file__).parent == HERE:
         return
-    for name in ("tools", "bench"):
-        full = f"logitless.{name}"
-        for loaded in [m for m in sys.modules if m == full or m.startswith(f"{full}.")]:
-            del sys.modules[loaded]
-        spec = importlib.util.spec_from_file_location(
-            full, HERE / name / "__init__.py", submodule_search_locations=[str(HERE / name)]
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-        setattr(logitless, name, module)
+    full = "logitless.lab"
+    for loaded in [m for m in sys.modules if m == full or m.startswith(f"{full}.")]:
+        del sys.modules[loaded]
+    spec = importlib.util.spec_from_file_location(
+        full, HERE / "lab" / "__init__.py", submodule_search_locations=[str(HERE / "lab")]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full] = module
+    spec.loader.exec_module(module)
+    logitless.lab = module  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ class Shares:
 
 
 CALIBRATED = Shares(active_columns=0.05, hard_rows=0.06)
-"""About what the calibrated policy (``lab/bench/realistic.py``: Qwen2.5-Coder-1.5B on GSM8K, V=151936) has at a tolerance
-of 2^-8: 0.035 to 0.062 and 0.051 to 0.067 in chunks of 2048 tokens (benchmarks/results/gpu_h200_sparse.json)."""
+"""About what the calibrated policy (``lab/bench/realistic.py``: Qwen2.5-Coder-1.5B on GSM8K, V=151936) has at a
+tolerance of 2^-8: 0.035 to 0.062 and 0.051 to 0.067 in chunks of 2048 tokens
+(benchmarks/results/gpu_h200_sparse.json)."""
 
 CALIBRATED_TOLERANCE = 2.0**-8
 """Where :data:`CALIBRATED` holds: ``"auto"`` with bfloat16 operands."""

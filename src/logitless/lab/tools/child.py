@@ -22,7 +22,7 @@ from typing import Any
 OUT_OF_MEMORY = "out of memory"
 MARK = "@answer "
 """Before every answer: libraries print to stdout, too."""
-SOURCE = str(Path(__file__).parents[2])
+SOURCE = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 
 

@@ -2,6 +2,6 @@
 
 aot         compiled ahead of time by libtpu, the real compiler: what it refuses, bytes per chip
 cycles      time by the compiler's own cycle simulator
-programs    the programs that are compiled: loss and gradients at a named shape
+loss_program  the programs that are compiled: loss and gradients at a named shape
 command     ``logitless tpu``
 """

@@ -6,10 +6,10 @@ The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_l
 
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
 softcap. The epilogue computes that, rounds it once and writes it through shared memory, 128 columns at a time (64 under
-a softcap), into the tile's slot (``slots.py``). Columns that do not count, and rows without a cotangent, are written as
-zeros; a row that is NaN is so in all of them. The mass that a row has in the columns that count is summed beside it, in
-float32. Which tiles of tokens and columns are visited only the device may know (``blocks.py``); slots of the others are
-left as they are.
+a softcap), into the tile's slot (``dx_tiles.py``). Columns that do not count, and rows without a cotangent, are written
+as zeros; a row that is NaN is so in all of them. The mass that a row has in the columns that count is summed beside it,
+in float32. Which tiles of tokens and columns are visited only the device may know (``tile_mask.py``); slots of the
+others are left as they are.
 
     matmuls   one, N x H x K of those
     HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns

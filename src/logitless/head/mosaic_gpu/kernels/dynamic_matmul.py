@@ -6,12 +6,12 @@ serves dH and dW of the active columns, whose number the forward pass has found,
 would have the size of the most that there may be, or the host would have to choose one of several. Tiles of the result
 beyond the extents are left as they are.
 
-    out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]; either may be dx, in slots (``slots.py``)
+    out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]; either may be dx, in slots (``dx_tiles.py``)
     in parts        out [P, R, C] in float32: the depth is cut into so many parts that all blocks have a tile, for
                     products that are small and deep (dH of a few hard rows: D is the vocabulary)
     into            written over an array that is there, in its own memory
     by lists        the pieces of the depth that count are another set for each tile of rows, or of columns (dH and dW
-                    of the blocks that were visited: ``blocks.py``)
+                    of the blocks that were visited: ``tile_mask.py``)
 
     matmuls   one, R x D x C of the live extents
     HBM       both operands once per group of row tiles; the result once

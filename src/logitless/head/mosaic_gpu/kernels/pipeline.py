@@ -4,7 +4,7 @@ multiplied by two, over the tiles that a walk (``schedule.py``) gives each block
 Block = two computing warpgroups and one that copies. For each tile the copying warpgroup streams ``left [2 M, 64]``
 and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
 registers is for a kernel's own epilogue. Either operand may lie with its depth first, and one of them in slots
-(``slots.py``).
+(``dx_tiles.py``).
 
     HBM       the left one once per group of row tiles, the right one once per *group* (blocks that share a column tile
               run at the same time, and L2 serves all but the first)

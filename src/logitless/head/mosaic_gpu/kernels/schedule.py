@@ -209,8 +209,8 @@ def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
 class Listed(_Walk):
     """The walk over the tiles of a list."""
 
-    listed: Any  # int32 [3 + most], a reference: how many, and the slots of the result (``slots.py``); then row times
-    # columns of the tile, plus its column
+    listed: Any  # int32 [3 + most], a reference: how many, and the slots of the result (``dx_tiles.py``);
+    # then row times columns of the tile, plus its column
     columns: int
     t: Tiles
 

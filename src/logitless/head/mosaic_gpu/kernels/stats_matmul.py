@@ -1,14 +1,14 @@
 """Forward statistics of the head on a Hopper GPU: one matmul whose logits never leave the registers.
 
-The matmul is that of ``pipeline.py``. Its epilogue turns the accumulator into per-lane sums (``epilogue.py``); at the
-end of a run its ``RowSums`` are written, and ``stats.merge`` adds up a row's runs.
+The matmul is that of ``pipeline.py``. Its epilogue turns the accumulator into per-lane sums (``stats_epilogue.py``); at
+the end of a run its ``RowSums`` are written, and ``stats.merge`` adds up a row's runs.
 
     matmuls   one, N x H x V (only tokens before ``n_live``)
     HBM       what the matmul reads; 20 bytes per token and run written
     memory    [5, runs, N] float32: 5 MiB at N = 8192; no logits
 
-With a ``screen`` (``screen.py``) the epilogue also compares every logit with a number of its row and writes the result
-as a bit: N V / 8 bytes more, 148 MiB at N = 8192 and V = 151936.
+With a ``screen`` (``column_screen.py``) the epilogue also compares every logit with a number of its row and writes the
+result as a bit: N V / 8 bytes more, 148 MiB at N = 8192 and V = 151936.
 
 Its gradient is by recompute (``backend.py``): with float32 logits the order in which a sum was made is worth 1e-6.
 """
@@ -171,7 +171,7 @@ def screened_stats(
     p: Problem, screen: Array | None, n_live: Array | int | None = None, tiles: Tiles | None = None
 ) -> tuple[TokenStats, Array | None]:
     """:func:`token_stats`, to the bit, and which columns pass each row's ``screen [N]``: those whose swept logit (as
-    ``epilogue.py`` has it, before the temperature) is above it, the row's own target never.
+    ``stats_epilogue.py`` has it, before the temperature) is above it, the row's own target never.
 
     int32 ``[vocab tiles, N, 8]``: ``epilogue.bit_of`` says which bit is which column. From ``n_live`` on none is set.
     """
