@@ -16,8 +16,8 @@ Every matmul here is a kernel that takes its extents from the device (``kernels/
 waits for the host, and none is larger than it must be. What does not fit (more columns, more hard rows, a policy that
 is not sparse) goes a chunk of columns at a time, by the same kernels (``column_chunks.py``). This is the only host
 synchronisation; it happens when the hard rows are known. It is a zero-or-one-trip loop over the gradients as they stand
-in memory, because a conditional would copy them. After it, the extents of dW_K are zero where it has had its turn, and hard rows are those
-that it has left.
+in memory, because a conditional would copy them. After it, the extents of dW_K are zero where the loop has run, and the
+hard rows are those that the loop has left.
 
     bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
             and the gathered columns of the head (64 + 68); then these and dH in float32 (68 + 152), h and dW_K (76 +
