@@ -251,7 +251,7 @@ def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     assert last["time/train/step_avg_last10_s"] == pytest.approx(mean)
     for key in ("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "train/entropy"):
         assert last[key] >= 0
-    assert 0 < last["train/live_tokens"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
+    assert 0 < last["train/live_token_share"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
     # Another arm of an A/B finds this one's warm start, to the bit; another configuration does not take it.
     task = build_task(c)
     like = task.load_params()

@@ -125,7 +125,7 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
         worst = max(worst, error)
         print(f"{label}: relative difference {error:.1e}")
     values = metric_values(b["metrics"])
-    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_tokens", "ratio", "entropy", "ess")))
+    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_token_share", "ratio", "entropy", "ess")))
     print(f"memory: chunked needs {b['temp'] / a['temp']:.2f}x the temporaries of the dense loss")
     agree = worst < 1e-5 and abs(float(a["loss"]) - float(b["loss"])) < 1e-5
     print("the two agree" if agree else "THE TWO DISAGREE")

@@ -245,7 +245,7 @@ def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch,
             else:
                 known = found.sum
             out[name] = Metric(known, found.count + more)
-    out["live_tokens"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
+    out["live_token_share"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
     out["update_rows"] = Metric(jnp.sum(batch.learned, dtype=jnp.float32), jnp.float32(len(mask)))
     read = jnp.arange(rows.tokens.shape[0]) < batch.learning
     slots = jnp.sum(jnp.where(read[:, None, None], rows.segment_ids > 0, False), dtype=jnp.float32)
