@@ -52,7 +52,7 @@ def _missing(command: str) -> int:
     """2 with a word about what to install, or 0."""
     import importlib.util
 
-    needed = ("optax", "omegaconf", "orbax.checkpoint")
+    needed = ("optax", "omegaconf", "safetensors")
     for name in needed:
         try:
             found = importlib.util.find_spec(name) is not None
@@ -108,7 +108,8 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
     """A few lines for the terminal."""
 
     def number(key: str, form: str = ".3f") -> str:
-        return "-" if summary.get(key) is None else format(summary[key], form)
+        value = summary.get(key)
+        return format(value, form) if isinstance(value, (int, float)) else "-"
 
     return (
         f"{summary['name']}: {summary['steps']} steps, {number('time/train/step_avg_last10_s')} s a step\n"
