@@ -117,6 +117,8 @@ def backtracks(completion, problem):
     return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
 def texts(completion, problem):
     return "much"
+def large(completion, problem):
+    return 1e39
 """
 
 
@@ -126,7 +128,8 @@ def texts(completion, problem):
         ("raises", r"raises' raised KeyError: '12' \(completion '12', problem '1\+1='\)"),
         ("hangs", r"hangs' took longer than reward.timeout_s = 0.2 s \(completion '12'"),
         ("backtracks", r"backtracks' took longer than reward.timeout_s = 0.2 s"),
-        ("texts", r"texts' returned 'much', expected a finite number. \(completion '12'"),
+        ("texts", r"texts' returned 'much', expected a finite number of at most 1e\+09 in size. \(completion '12'"),
+        ("large", r"large' returned 1e\+39, expected a finite number .* \(completion '12', problem '1\+1='\)"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_its_sample(tmp_path: Path, name: str, message: str) -> None:

@@ -107,8 +107,8 @@ def test_folders_that_are_no_checkpoints_are_named_and_left_alone(tmp_path: Path
     strangers = [
         tmp_path / name for name in ("step_\N{SUPERSCRIPT TWO}", "step_7", "step_00000007.bak", "step_-0000001")
     ]
-    for folder in strangers:
-        folder.mkdir()
+    for stranger in strangers:
+        stranger.mkdir()
     said: list[str] = []
     found = checkpoints.restore(tmp_path, TREE, said.append)
     assert found is not None and found[0] == 2 and checkpoints.steps_in(tmp_path) == [2]

@@ -217,7 +217,7 @@ class Trainer:
             widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
             with self.timed("rollout"):
                 wanted = c.train.prompts_per_step * c.train.group_size
-                return load_rollouts(Path(c.rollout.replay), step, wanted, widths)
+                return load_rollouts(Path(c.rollout.replay), step, wanted, widths, self.task.model.vocab_size)
         return collect(self, state, frozen, step)
 
     def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
