@@ -94,6 +94,43 @@ def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -
     assert render("{{ messages[0].content }}!", CHAT, True, {}) == "hi!"
 
 
+WORDS = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        *(("generation_config.json", {"eos_token_id": i}) for i in (99999999999, 4000000000, 4, -1, True, "a")),
+        ("generation_config.json", {"eos_token_id": [0, -1]}),
+        ("generation_config.json", {"eos_token_id": [True]}),
+        ("tokenizer_config.json", {"unk_token": 5}),
+        ("tokenizer_config.json", {"unk_token": {"text": "<unk>"}}),
+        ("tokenizer_config.json", {"eos_token": "<nope>"}),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }}\ud800"}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": [5]}),
+        ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"<eos>": 0, "a": 1}, "unk_token": "<unk>"}}),
+        ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"<eos>": 4000000000}, "unk_token": "<eos>"}}),
+    ],
+)
+def test_strangers_tokenizers_are_refused(tmp_path: Path, file: str, change: dict[str, Any]) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=WORDS, merges=[("a", "b")])).save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def use() -> list[int]:
+        return tokenizer.load_tokenizer(tmp_path).encode_prompt("ab", chat=True)
+
+    assert use() == [3]
+    path = tmp_path / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | change))
+    with pytest.raises(ModelError, match=str(tmp_path)) as error:
+        use()
+    assert "\n" not in str(error.value)
+
+
 def test_a_time_limit_cannot_be_caught_by_what_it_cuts_short() -> None:
     def stubborn() -> None:
         while True:
