@@ -116,6 +116,15 @@ PAIRS = [
     (["kernel.enabled=false", "train.loss.backend=chunked"], "kernel.enabled: false means"),
     (["kernel.enabled=true", "train.loss.backend=reference"], "kernel.enabled: true, but"),
     (["train.microbatch=8", "train.objective.top_entropy=0.5"], "top_entropy"),
+    (
+        [
+            "train.preset=mllm-jax",
+            "train.objective={correction: token}",
+            "rollout.temperature=2",
+            "rollout.sampler=a:b",
+        ],
+        "rollout.sampler: its log-probabilities are of logits divided by the temperature",
+    ),
     (["train.schedule=linear", "train.warmup_steps=100"], "train.warmup_steps: 100 of 100"),
     (["train.loss.chunk_size=8", "train.loss.memory_budget=8"], "not both"),
     (["kernel.enabled=true", "train.loss.backend=naive"], "kernel.enabled: true, but train.loss.backend is 'naive'"),

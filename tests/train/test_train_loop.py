@@ -17,6 +17,7 @@ import pytest
 from conftest import CHILD_ENVIRONMENT
 from interpreted import by_numpy, in_numpy
 from logitless.lab import cli
+from logitless.objectives.metrics import metric_values
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of
@@ -139,6 +140,47 @@ def test_micro_batches_add_up_to_one_batch(objective: str) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
     for name in a["metrics"]:
         np.testing.assert_allclose(a["metrics"][name].sum, b["metrics"][name].sum, rtol=1e-4, atol=1e-6)
+
+
+BONUS = "{aggregation: dapo, entropy_coef: 0.3}"
+CASES = {
+    "top_entropy": ["train.objective={aggregation: grpo, entropy_coef: 0.3, top_entropy: 0.2}"],
+    "whole": [f"train.objective={BONUS}"],
+    "micro-batches": [f"train.objective={BONUS}", "train.microbatch=2"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_entropy_bonus_is_its_coefficient_times_the_mean_on_record(case: str) -> None:
+    """Of the tokens that it acts on: with ``top_entropy`` a fifth of the live ones."""
+    done = sampled()
+    batch = batch_of(done).with_logp(old_logp=done.logp)
+    _, info = updated(batch, *CASES[case])
+    values = metric_values(info["metrics"])
+    assert values["bonus_entropy"] > 0.5
+    expected = values["policy_loss"] - 0.3 * values["bonus_entropy"]
+    np.testing.assert_allclose(info["loss"], expected, rtol=1e-5)
+    live = int(done.mask.sum())
+    counted = int(info["metrics"]["bonus_entropy"].count)
+    assert counted < live // 3 if case == "top_entropy" else counted == live
+
+
+@pytest.mark.parametrize("preset", ["trl", "mllm-jax"])
+def test_what_the_policy_drew_is_on_policy(preset: str) -> None:
+    """Wherever the temperature divides: the ratio is 1 to the bit, and so is the weight of a correction but for
+    rounding."""
+    settings = [f"train.preset={preset}", "train.objective={correction: token, correction_max: 3.0}"]
+    c = load(None, [*SETTINGS, *settings])
+    done = sampled(temperature_on=objective_of(c).temperature_on)
+    assert np.all(done.tokens == sampled().tokens)
+    batch = batch_of(done).with_logp(rollout_logp=done.logp)
+    old = in_numpy(make_score(c, MICRO, objective_of(c)))(PARAMS, None, batch)
+    np.testing.assert_allclose(done.logp, old, atol=1e-4)
+    for given in (None, old):
+        _, info = updated(batch.with_logp(old_logp=given), *settings)
+        values = metric_values(info["metrics"])
+        assert values["ratio_min"] == values["ratio_max"] == 1.0
+        assert values["correction_weight"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:

@@ -315,3 +315,8 @@ def objective_of(c: TrainConfig) -> Objective:
             hint = f" Did you mean 'train.objective.{close[0]}'?" if close else ""
             raise ConfigError(f"train.objective.{unknown[0]} is not known.{hint}") from None
         raise ConfigError(f"train.objective: {error}") from None
+
+
+def needs_rollout(objective: Objective) -> bool:
+    """Whether the loss reads the sampler's log-probabilities."""
+    return objective.correction is not None or objective.off_policy_threshold is not None

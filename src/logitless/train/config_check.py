@@ -9,7 +9,7 @@ import re
 from logitless.lab.tools.command_config import ConfigError, check_common, check_fields, sparse_backward_of
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
-from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, objective_of, warm_start_fits
+from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, needs_rollout, objective_of, warm_start_fits
 
 
 def check(c: TrainConfig) -> None:
@@ -29,6 +29,12 @@ def check(c: TrainConfig) -> None:
     objective = objective_of(c)
     _check_naive(c, objective)
     _check_sparse(c)
+    divided = objective.temperature_on == "logp" and objective.temperature is not None
+    if c.rollout.sampler and divided and needs_rollout(objective):
+        raise ConfigError(
+            "rollout.sampler: its log-probabilities are of logits divided by the temperature, which no correction can "
+            "compare with those of temperature_on=logp; use temperature_on=logits, or rollout.temperature=1"
+        )
     if objective.top_entropy is not None and c.train.microbatch:
         raise ConfigError(
             "train.objective.top_entropy takes a quantile over the whole update, which micro-batches do not see; "

@@ -33,7 +33,7 @@ from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.train.config import TrainConfig
+from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, Parts, without_cache
 from logitless.train.update import (
@@ -43,7 +43,6 @@ from logitless.train.update import (
     apply_gradients,
     make_part_logp,
     make_part_loss,
-    needs_rollout,
     whole_batch_counts,
 )
 
