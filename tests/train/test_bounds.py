@@ -97,6 +97,20 @@ def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -
 WORDS = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
 
 
+def write_tokenizer(folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=WORDS, merges=[("a", "b")])).save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(("given", "stop"), [(None, (0,)), (2, (0, 2)), ([0, 2, 3, 2], (0, 2, 3))])
+def test_all_end_tokens_of_a_folder_end_a_completion(tmp_path: Path, given: Any, stop: tuple[int, ...]) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert tokenizer.load_tokenizer(tmp_path).stop_ids == stop
+
+
 @pytest.mark.parametrize(
     ("file", "change"),
     [
@@ -114,10 +128,7 @@ WORDS = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
     ],
 )
 def test_strangers_tokenizers_are_refused(tmp_path: Path, file: str, change: dict[str, Any]) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
-    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=WORDS, merges=[("a", "b")])).save(str(tmp_path / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(tmp_path)
 
     def use() -> list[int]:
         return tokenizer.load_tokenizer(tmp_path).encode_prompt("ab", chat=True)

@@ -103,10 +103,11 @@ class Returns:
         ([Sample([1, 2], [0.0]), Sample([1], [0.0])], "completion 0 has 2 tokens and 1 log-probabilities"),
         ([Sample([16], [0.0]), Sample([1], [0.0])], r"completion 0 has ids outside \[0, 16\)"),
         ([Sample([9, 1], [0.0, 0.0]), Sample([1], [0.0])], "completion 0 goes on after an end token"),
+        ([Sample([1], [0.0]), Sample([8, 9], [0.0, 0.0])], "completion 1 goes on after an end token"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(bad: list[Sample], message: str) -> None:
-    prompts, sampling = pad_left([[1, 2], [3]], 4, 0), Sampling(3, 1.0, 1.0, 1, (9,), 0)
+    prompts, sampling = pad_left([[1, 2], [3]], 4, 0), Sampling(3, 1.0, 1.0, 1, (9, 8), 0)
     with pytest.raises(SamplerError, match=message):
         sampled(Returns(bad), prompts, sampling, 0, vocab=16)
     good = sampled(Returns([Sample([1, 9], [-1.0, None]), Sample([2], [-0.5])]), prompts, sampling, 0, vocab=16)
@@ -155,8 +156,8 @@ def test_groups_without_a_spread_are_drawn_again(tmp_path: Path, micro: list[str
 
 
 def test_overlong_completions_lose_what_is_asked(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
-    lengths = np.array([1, 80, 81, 90, 100])
-    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])
+    lengths = np.array([1, 80, 81, 90, 100, 101, 500])
+    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5, -0.5, -0.5])
     plain, state, frozen = trainer_of(micro)
     shaped, *_ = trainer_of([*micro, "reward.overlong_buffer=2", "reward.overlong_penalty=0.5"])
     shaped.rollout_program = plain.rollout_program

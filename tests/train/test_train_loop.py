@@ -23,6 +23,7 @@ from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate, nucleus
+from logitless.train.run_records import ended
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
@@ -85,6 +86,16 @@ def test_a_row_ends_at_its_end_token_and_the_loop_when_all_rows_have() -> None:
         end = np.flatnonzero(row == EOS)
         length = end[0] + 1 if len(end) else len(row)
         assert live.sum() == length and live[:length].all() and (row[length:] == PAD).all()
+    # Each of several end tokens ends a row.
+    other = int(next(row[0] for row in tokens if row[0] != EOS and row.tolist().count(row[0]) == 1))
+    both = sampled(max_new=6, eos_ids=(EOS, other))
+    for row, live, plain in zip(both.tokens, both.mask, tokens, strict=True):
+        end = np.flatnonzero(np.isin(plain, (EOS, other)))
+        length = end[0] + 1 if len(end) else len(plain)
+        assert live.sum() == length and (row[:length] == plain[:length]).all()
+    assert both.mask.sum() < mask.sum()
+    found = ended(np.asarray(both.tokens), np.asarray(both.mask), (EOS, other))
+    assert found[tokens[:, 0] == other].all()
     # Every token ends a row: 200,000 steps would take minutes, one takes none.
     short = sampled(max_new=200_000, eos_ids=tuple(range(16)))
     assert np.asarray(short.mask).sum(axis=1).tolist() == [1] * 6
@@ -107,8 +118,10 @@ def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
     )
     np.testing.assert_array_equal(first.tokens[:, 0], np.argmax(every, axis=0))
     logp = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
-    kept = np.isfinite(nucleus(logp, 0.75))
-    assert kept.tolist() == [[True, True, False, False], [False, False, True, True]]
+    # The token with which the mass reaches top_p is the last one that is kept.
+    for top_p, count in ((0.01, 1), (0.45, 1), (0.55, 2), (0.75, 2), (0.85, 3), (0.94, 3), (0.96, 4), (0.999, 4)):
+        kept = np.isfinite(nucleus(logp, top_p)).tolist()
+        assert kept[0] == [i < count for i in range(4)] and kept[1] == kept[0][::-1], top_p
 
 
 @functools.cache
