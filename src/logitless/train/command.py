@@ -41,7 +41,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """What is wrong with a user's input, and not with the program."""
     from logitless.lab.tools.command_config import ConfigError
     from logitless.train.data import DataError
-    from logitless.train.fetch import FetchError
+    from logitless.train.hub import FetchError
     from logitless.train.model import ModelError
     from logitless.train.reward import RewardError
 

@@ -43,10 +43,10 @@ class Lora:
 class Model:
     """Which model, in which precision."""
 
-    weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name that can be fetched; empty: random
+    weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name of scripts/fetch.py; empty: random
     architecture: str = "tiny"  # shape of random weights
     tokenizer: str = ""  # a folder with tokenizer.json, a .gguf, or "char"; empty: the one that belongs to the weights
-    cache_dir: str = ""  # where fetched weights and data are kept; empty: ~/.cache/logitless
+    cache_dir: str = ""  # where scripts/fetch.py put weights and data; empty: ~/.cache/logitless
     master_dtype: str = one_of(*DTYPES)
     compute_dtype: str = one_of(*DTYPES)
     remat: bool = False
@@ -58,7 +58,7 @@ class Data:
     """Which problems."""
 
     kind: str = one_of("arithmetic", "gsm8k", "reasoning_gym")
-    path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: fetched
+    path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: that of scripts/fetch.py
     task: str = ""  # reasoning_gym: the name of the task
     limit: int = number(20, "[2, inf)")  # arithmetic: both numbers are below it
     form: str = one_of("bare", "chat")  # how a problem becomes a prompt: bare text, or a chat message

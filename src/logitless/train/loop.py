@@ -28,7 +28,7 @@ from logitless.lab.signals import held
 from logitless.lab.tools import timing
 from logitless.lab.tools.progress import Progress, of_step
 from logitless.lab.tools.tracking import Tracker
-from logitless.train import checkpoints, fetch, recorded
+from logitless.train import checkpoints, hub, recorded
 from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.folder import (
@@ -90,9 +90,9 @@ def steps_of(config: TrainConfig) -> int:
 def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     steps, weights, cache = progress.total, config.model.weights, config.model.cache_dir or None
-    if weights and fetch.missing(weights, cache):
+    if weights and hub.missing(weights, cache):
         progress.announce(f"fetching {weights}")
-        fetch.local_source(weights, cache)
+        hub.local_source(weights, cache)
     if weights:
         progress.announce(f"loading {weights}")
     task = build_task(config)

@@ -77,7 +77,7 @@ def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
         raise ConfigError(f"{file}: not readable as a recorded step ({type(error).__name__}: {detail})") from None
     sizes: dict[str, int] = {}
     for name, x in arrays.items():
-        kind, *axes = layout[name]
+        kind, axes = layout[name][0], layout[name][1:]
         fits = x.ndim == len(axes) and all(sizes.setdefault(a, n) == n for a, n in zip(axes, x.shape, strict=True))
         if x.dtype.kind != kind or not fits:
             raise ConfigError(f"{file}: {name} is {x.dtype}{[*x.shape]}, which is not what a step records")

@@ -184,10 +184,10 @@ class CharTokenizer:
 
 
 def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> TextTokenizer:
-    """The tokenizer at ``source``: a folder, a ``.gguf``, a name that can be fetched, or ``"char"``."""
+    """The tokenizer at ``source``: a folder, a ``.gguf``, a fetched name, or ``"char"``."""
     if str(source) == "char":
         return CharTokenizer()
-    from logitless.train.fetch import local_source
+    from logitless.train.hub import local_source
     from logitless.train.weights import untrusted
 
     path = local_source(source, cache_dir)
