@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from logitless.lab.bench.report_charts import own_tone
 from tables_before import ROOT, read
 
 from logitless.lab.bench.charts import Lines, Series, to_svg
-from logitless.lab.bench.report_charts import own_tone
 from logitless.train.ab_text import verdict
 from logitless.train.compare import agreements
 from logitless.train.config import load

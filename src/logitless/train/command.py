@@ -119,8 +119,8 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
     )
 
 
-def report_errors(command: str, run: Callable[[], int]) -> int:
-    """Run an A/B and turn what can go wrong with one into a message and an exit code."""
+def report_errors(command: str, run: Callable[[], int], again: str = "continue with --resume") -> int:
+    """Run an A/B and turn what can go wrong with one into a message and an exit code; ``again``: what continues it."""
     if code := _missing(command):
         return code
     from logitless.train import ab
@@ -131,7 +131,7 @@ def report_errors(command: str, run: Callable[[], int]) -> int:
         print(f"logitless {command}: {error}", file=sys.stderr)
         return exits.BAD_USAGE
     except ab.ArmFailed as error:
-        print(f"logitless {command}: {error}", file=sys.stderr)
+        print(f"logitless {command}: {error}{f'; {again}' if error.stopped else ''}", file=sys.stderr)
         return error.code
 
 
