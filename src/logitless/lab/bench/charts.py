@@ -159,7 +159,8 @@ class Lines:
             axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, ls=line, marker=marker, ms=4)
         if self.log:
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.set_yscale("log", subs=())
+            axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         else:
             axes.set_ylim(bottom=min([0.0, *(y for s in self.series for _, y in s.points)]))
         where = ", logarithmic" if self.log else ""
@@ -167,6 +168,7 @@ class Lines:
         axes.set_title(self.y_label + where, x=-50 / (WIDE - 74), loc="left", fontsize=12, color=LIGHT["muted"])
         for side in (axes.xaxis, axes.yaxis):
             side.set_major_formatter(lambda value, _: f"{value:,.6g}")
+            side.set_minor_formatter("")
         axes.grid(axis="y")
         figure.legend(loc="lower left", ncols=columns)
 
