@@ -149,6 +149,8 @@ class Lines:
         )
 
     def draw(self, figure: Figure) -> None:
+        from matplotlib.ticker import LogLocator
+
         legend = max(len(s.label) for s in self.series)
         columns = max(1, min(len(self.series), int(WIDE / (CHARACTER * legend + 60))))
         lines = -(-len(self.series) // columns)
@@ -159,8 +161,8 @@ class Lines:
             axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, ls=line, marker=marker, ms=4)
         if self.log:
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log", subs=())
-            axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         else:
             axes.set_ylim(bottom=min([0.0, *(y for s in self.series for _, y in s.points)]))
         where = ", logarithmic" if self.log else ""
