@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logitless.lab.plan.head import longest_context
 
 from logitless.lab import cli
 from logitless.lab.plan import scaling
 from logitless.lab.plan.chips import CHIPS, chip_of_kind
-from logitless.lab.plan.head import longest_context
 from logitless.lab.plan.mesh import MeshPlan, parse_mesh, plan_mesh
 from logitless.lab.tools.shapes import MODELS
 

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from logitless.lab.plan.head import longest_context
+from logitless.lab.plan.prediction import HeadPlan
+from logitless.lab.plan.sparse import CALIBRATED
 
 import logitless
 from logitless import Objective
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.head.sparse import active_columns as columns
 from logitless.lab import cli
-from logitless.lab.plan.head import longest_context
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
-from logitless.lab.plan.prediction import HeadPlan
-from logitless.lab.plan.sparse import CALIBRATED
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 T, H, V = 8192, 4096, 151936
