@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from logitless.objectives.checks import did_you_mean
 
@@ -65,16 +66,18 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)
 
 
-def device_of(chip: Chip) -> jax.sharding.AbstractDevice:
-    """The chip as a device that JAX chooses backends and tiles for, and that need not be there."""
-    return jax.sharding.AbstractDevice(chip.device_kind, chip.cores, chip.platform)
-
-
-def as_if_on(chip: Chip | None) -> contextlib.AbstractContextManager[Any]:
+def as_if_on(chip: Chip | None, like: AbstractMesh | Mesh | None = None) -> contextlib.AbstractContextManager[Any]:
     """Choose backends, chunks and tiles as they would be chosen on ``chip`` (``None``: as they are here)."""
-    if chip is None:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device_of(chip)))
+    return contextlib.nullcontext() if chip is None else jax.sharding.use_abstract_mesh(mesh_on(chip, like))
+
+
+def mesh_on(chip: Chip, like: AbstractMesh | Mesh | None = None) -> AbstractMesh:
+    """A mesh of one chip, or with the axes of ``like``, whose devices need not be there."""
+    device = jax.sharding.AbstractDevice(chip.device_kind, chip.cores, chip.platform)
+    if like is None:
+        return AbstractMesh((1,), ("chip",), abstract_device=device)
+    types = (AxisType.Auto,) * len(like.axis_names)
+    return AbstractMesh(like.axis_sizes, like.axis_names, axis_types=types, abstract_device=device)
 
 
 def roofline_seconds(chip: Chip, flops: float, moved: float) -> float:

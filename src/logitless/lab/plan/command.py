@@ -1,19 +1,20 @@
-"""``logitless plan``: bytes, FLOPs, tiles and a roofline time of a fused head call, on one chip or on a mesh."""
+"""``logitless plan``: memory, FLOPs, tiles and a roofline time of a fused head call, on one chip or on a mesh."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from logitless.lab.plan.chips import CHIPS
-from logitless.lab.plan.head import longest_context, plan
+from logitless.lab.plan.chips import CHIPS, CPU, chip_of
+from logitless.lab.plan.estimate import CALIBRATED
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
-from logitless.lab.plan.sparse import CALIBRATED
+from logitless.lab.plan.plan import Plan, longest_context, plan
 from logitless.lab.tools import result_files
 from logitless.lab.tools.shapes import MODELS
 from logitless.objectives.objective import Objective
@@ -26,8 +27,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--vocab", type=int, help="vocabulary size, in place of --model")
     p.add_argument("--tokens", type=int, default=8192, help="tokens of the step, all chips together (default 8192)")
     p.add_argument("--live-tokens", type=int, default=None, help="how many of them are not masked (default: all)")
-    p.add_argument("--chip", help=f"plan for this chip and give a roofline time: {', '.join(CHIPS)}")
-    p.add_argument("--mesh", help="data=8,fsdp=4,tensor=2: bytes, FLOPs and collectives of each chip; needs --chip")
+    p.add_argument("--chip", help=f"plan for this chip and give a roofline time: {', '.join(CHIPS)} (or cpu)")
+    p.add_argument("--mesh", help="data=8,fsdp=4,tensor=2: what each chip of a mesh needs; needs --chip")
     p.add_argument("--reserve-gb", type=float, default=0.0, help="memory of weights, optimiser state and activations")
     p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     p.add_argument("--logits-dtype", default="float32", choices=("bfloat16", "float32"))
@@ -42,6 +43,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--sparse-backward", default="off", help="off, auto, or the mass that a row may leave out")
     p.add_argument("--active-columns", type=float, default=None, help=_share_help("columns", CALIBRATED.active_columns))
     p.add_argument("--hard-rows", type=float, default=None, help=_share_help("rows", CALIBRATED.hard_rows))
+    p.add_argument("--no-compile", action="store_true", help="the estimate alone, at once")
     p.add_argument("--out", type=Path, default=None, help="append the plan to this file as a JSON line")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="any of these options: sparse_backward=auto")
 
@@ -100,16 +102,21 @@ def _here() -> str:
     return f"For this machine's {kind}, with no roofline time; --chip NAME plans for another: {', '.join(CHIPS)}"
 
 
-def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """``(what to print, what to write)``."""
+Planned = Callable[[bool | None], Plan]
+"""The plan of the command; ``False``: the estimate, ``None``: compiled where that can be."""
+
+
+def _asked(args: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
+    """The plan that is asked for, and what to write beside it."""
     width, vocab = _shape(args)
     for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
         if value < 1:
             raise ValueError(f"{name} {value}, expected at least 1")
     if not 0 <= args.reserve_gb < float("inf"):
         raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected at least 0, and finite")
-    if args.chip is None and (args.mesh is not None or args.reserve_gb):
-        raise ValueError("--mesh and --reserve-gb need --chip")
+    chip = None if args.chip is None else chip_of(args.chip)
+    if (chip is None or chip is CPU) and (args.mesh is not None or args.reserve_gb):
+        raise ValueError("--mesh and --reserve-gb need --chip, of an accelerator")
     options: dict[str, Any] = dict(
         objective=Objective(
             level="sequence" if args.sequence_level else "token", entropy_coef=0.01 if args.entropy_bonus else None
@@ -125,45 +132,61 @@ def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         active_columns=args.active_columns,
         hard_rows=args.hard_rows,
     )
-    config = {
-        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("command", "overrides")
-    }
+    left_out = ("command", "overrides", "no_compile")
+    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
     record: dict[str, Any] = dict(kind="plan", config=dict(config, hidden=width, vocab=vocab))
     if args.mesh is not None:
-        mesh = plan_mesh(
-            width, vocab, args.tokens, parse_mesh(args.mesh), chip=args.chip, dtype=args.dtype,
-            live_tokens=args.live_tokens, **options,
-        )  # fmt: skip
-        return str(mesh), dict(record, mesh=mesh.record())
-    lm_head = jax.ShapeDtypeStruct((vocab, width), args.dtype)
+        axes = parse_mesh(args.mesh)
+        return lambda compile: plan_mesh(
+            width, vocab, args.tokens, axes, chip=args.chip, dtype=args.dtype, live_tokens=args.live_tokens,
+            compile=compile, **options,
+        ), record  # fmt: skip
 
-    def at(tokens: int, live: int | None = None) -> Any:
+    def at(tokens: int, compile: bool | None, live: int | None = None) -> Plan:
         hidden = jax.ShapeDtypeStruct((1, tokens, width), args.dtype)
-        return plan(hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, **options)
+        lm_head = jax.ShapeDtypeStruct((vocab, width), args.dtype)
+        return plan(
+            hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, compile=compile, **options
+        )  # fmt: skip
 
-    one = at(args.tokens, args.live_tokens)
-    text = str(one) if args.chip is not None else f"{_here()}\n{one}"
-    record["plan"] = one.record()
-    if args.chip is not None:
+    contexts = [(n, at(n, False)) for n in (1 << k for k in range(12, 18))]
+    record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n, p in contexts]
+    if chip is not None and chip is not CPU:
         fused, dense = longest_context(
             width, vocab, chip=args.chip, dtype=args.dtype, reserved=args.reserve_gb * 1e9, **options
         )
-        left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
-        text += f"\n  longest context that fits{left}: {fused:,} tokens, dense {dense:,}"
         record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
-    lengths = [1 << k for k in range(12, 18)]
-    record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n in lengths for p in [at(n)]]
-    return text, record
+    return lambda compile: at(args.tokens, compile, args.live_tokens), record
+
+
+def _print(planned: Planned, args: argparse.Namespace, record: dict[str, Any]) -> Plan:
+    """The estimate and, where that compiler is at hand, the compiled program's plan, as each is known."""
+    found = planned(False)
+    print(found if args.chip is not None else f"{_here()}\n{found}", flush=True)
+    if "longest_context" in record:
+        longest = record["longest_context"]
+        left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
+        print(
+            f"  longest context that fits{left}: {longest['fused']:,} tokens, dense {longest['dense']:,} (estimate)",
+            flush=True,
+        )
+    if args.no_compile:
+        return found
+    print("compiling the real program (a CPU's takes seconds, a TPU's up to a minute) ...", file=sys.stderr, flush=True)
+    found = planned(None)
+    print(found.memory_line())
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 2 where it cannot be made."""
     try:
-        text, record = _record(_with_overrides(args))
+        planned, record = _asked(_with_overrides(args))
+        found = _print(planned, args, record)
     except (ValueError, NotImplementedError) as error:
         print(f"logitless plan: {error}", file=sys.stderr)
         return 2
-    print(text)
+    record["mesh" if args.mesh is not None else "plan"] = found.record()
     if args.out is not None:
         result_files.append(args.out, record)
     return 0

@@ -23,6 +23,7 @@ from typing import Any
 from logitless.core.chunk_size import MIB, column_tile, platform
 from logitless.core.registry import KERNELS
 from logitless.core.route import Route
+from logitless.mesh import head_pieces
 
 GEMM_WORKSPACE = 32 * MIB
 """What XLA sets aside for cuBLAS on a Hopper GPU."""
@@ -67,7 +68,7 @@ class Sizes:
     sum_item: int  # bytes of an element of dW while it is summed
     wants: tuple[str, ...]  # whose gradients are asked for
     masked: bool
-    gathered: bool  # the head, over FSDP axes
+    gathered: int  # devices that the head is gathered over
     summed: bool  # dW, over devices
 
     @property
@@ -126,7 +127,7 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
             s.item * (1 + s.gradients) if s.wants else 0
         )
         moved += s.live * s.vocab * plane
-    return _work(s, matmuls, s.live, moved, _temporaries(s, route, screened) + _of_mesh(s))
+    return _work(s, matmuls, s.live, moved, _temporaries(s, route, screened) + _of_mesh(s, route))
 
 
 def _matmuls(s: Sizes, route: Route) -> float:
@@ -183,8 +184,11 @@ def _of_tpu_kernels(s: Sizes, route: Route, wants_hidden: bool, wants_head: bool
     kept = route.static.kept * s.vocab * s.item if wants_head and route.static.kept > s.width else 0
     sparse = s.rows if route.way_taken.mass is not None and s.wants else 0
     if s.rank:
-        lanes = -(-s.rank // 128) * 128
-        return (4 + s.item) * s.vocab * lanes + (4 + 2 * s.item) * s.tokens * s.width
+        lanes, carries = -(-s.rank // 128) * 128, not route.way_taken.entropy
+        outer, last = s.vocab * lanes, wants_head or "lora" in s.wants
+        first = s.tokens * (s.width + lanes) * (8 + s.item * (not carries))
+        last = 4 * outer + s.tokens * s.width * ((4 + 2 * s.item) if carries else s.item) if last else 0
+        return s.item * outer + max(first if s.wants else 0, last) + 4 * s.tokens * s.width * (s.masked and carries)
     if route.way_taken.entropy and wants_hidden:
         return (8 + s.item) * s.tokens * s.width
     arrays = 3 if s.masked and wants_hidden else int(s.masked or bool(s.wants))
@@ -192,10 +196,18 @@ def _of_tpu_kernels(s: Sizes, route: Route, wants_hidden: bool, wants_head: bool
     return arrays * s.rows + kept + sparse
 
 
-def _of_mesh(s: Sizes) -> int:
-    """The whole head and dW where only parts of them are in- and outputs, and dW's sum over devices."""
-    whole = s.head * (1 + ("lm_head" in s.wants)) if s.gathered else 0
-    return whole + (s.vocab * s.width * s.sum_item if s.summed and "lm_head" in s.wants else 0)
+def _of_mesh(s: Sizes, route: Route) -> int:
+    """The head gathered over FSDP axes, and dW before it is reduced; TPU kernels have both in parts, if they are large.
+
+    A shard of the vocabulary has the direction and its sum over devices in float32, and the targets' rows.
+    """
+    dw = s.vocab * s.width * s.sum_item if "lm_head" in s.wants else 0
+    if route.backend != KERNELS["tpu"]:
+        return s.head * (1 + ("lm_head" in s.wants)) if s.gathered > 1 else 0
+    n = 1 if s.rank else head_pieces.number(s.vocab * s.width, s.vocab // s.gathered)
+    head = s.head // n if s.gathered > 1 else 0
+    rows = s.tokens * s.width * (8 + s.item) if route.way_taken.shards > 1 or (n > 1 and s.gathered > 1) else 0
+    return head + max(dw // n if s.summed else 0, rows)
 
 
 def shares_of(tolerance: float | None, active_columns: Any, hard_rows: Any) -> Shares | None:

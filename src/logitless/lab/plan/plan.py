@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from logitless import api
 from logitless.core.chunk_size import MIB
@@ -18,9 +17,9 @@ from logitless.core.explanation import call_arguments, route_of
 from logitless.core.registry import ANYWHERE
 from logitless.core.route import Route
 from logitless.lab.plan import estimate, program
-from logitless.lab.plan.chips import Chip, as_if_on, chip_of, device_of, roofline_seconds
+from logitless.lab.plan.chips import Chip, as_if_on, chip_of, mesh_on, roofline_seconds
 from logitless.lab.plan.estimate import Shares, Work
-from logitless.mesh import sharding as spec
+from logitless.mesh import sharding
 from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
 
@@ -105,9 +104,7 @@ class Plan:
             *([f"  {self.backend}, since {self.because}"] if self.chip and self.backend == ANYWHERE else []),
             *([f"  tiles {tiles}"] if tiles else []),
             f"  {self.flops / 1e12:.2f} TFLOP, {self.moved / 1e9:.1f} GB of memory traffic",
-            f"  peak {self.peak / MIB:,.0f} MiB (arguments {self.arguments / MIB:,.0f}, outputs "
-            f"{self.outputs / MIB:,.0f}, temporaries {self.temporaries / MIB:,.0f}): {self.source}",
-            *self._sent(),
+            self.memory_line(),
         ]
         if self.dense is not None and self.dense_peak is not None:
             lines.append(
@@ -123,12 +120,16 @@ class Plan:
             )
         return "\n".join([*lines, *([f"  {self.shares.in_words()}"] if self.shares is not None else [])])
 
-    def _sent(self) -> list[str]:
-        return [
-            f"  {c['kind']} of {c['bytes'] / MIB:,.1f} MiB in {c['dtype']}, {c['times']}x"
-            for c in self.collectives
-            if c["bytes"] >= MIB
+    def memory_line(self) -> str:
+        """The memory, where its numbers come from, and what is sent over a mesh."""
+        lines = [
+            f"  peak {self.peak / MIB:,.0f} MiB (arguments {self.arguments / MIB:,.0f}, outputs "
+            f"{self.outputs / MIB:,.0f}, temporaries {self.temporaries / MIB:,.0f}): {self.source}"
         ]
+        for c in self.collectives:
+            if c["bytes"] >= MIB:
+                lines.append(f"  {c['kind']} of {c['bytes'] / MIB:,.1f} MiB in {c['dtype']}, {c['times']}x")
+        return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -208,8 +209,12 @@ def plan(
     without_kernels = where is not None and where.platform == "gpu" and not where.kernels and given["backend"] is None
     if without_kernels:
         given["backend"] = ANYWHERE
-    with as_if_on(where):
-        route = route_of(call.__name__, _as_if_there(call.__name__, given, where))
+    there = None
+    if where is not None and given["sharding"] is not None:
+        there = mesh_on(where, sharding.mesh_of(call.__name__, given["sharding"]))
+        given["sharding"] = dataclasses.replace(given["sharding"], mesh=there)
+    with as_if_on(where, there):
+        route = route_of(call.__name__, given)
         shares = estimate.shares_of(route.way_taken.mass, active_columns, hard_rows)
         work, dense = _work(given, wanted, route, tokens if live_tokens is None else live_tokens, shares)
     arrays = program.arrays_of(given)
@@ -285,16 +290,6 @@ def _wanted(given: dict[str, Any], gradients: tuple[str, ...] | None) -> tuple[s
     return there if gradients is None else tuple(k for k in there if k in gradients)
 
 
-def _as_if_there(name: str, given: dict[str, Any], where: Chip | None) -> dict[str, Any]:
-    """The arguments with a mesh of chips that need not be there."""
-    sharding = given["sharding"]
-    if sharding is None or where is None:
-        return given
-    mesh = spec.mesh_of(name, sharding)
-    there = AbstractMesh(mesh.axis_sizes, mesh.axis_names, abstract_device=device_of(where))
-    return dict(given, sharding=dataclasses.replace(sharding, mesh=there))
-
-
 def _work(
     given: dict[str, Any], wanted: tuple[str, ...], route: Route, live: int, shares: Shares | None
 ) -> tuple[Work, Work | None]:
@@ -339,7 +334,7 @@ def _sizes(
         sum_item=item if given["head_grad_dtype"] == "param" else 4,
         wants=wanted,
         masked=given["mask"] is not None,
-        gathered=place is not None and bool(place.vocab_gathered or place.hidden_gathered),
+        gathered=1 if place is None else place.count((*place.vocab_gathered, *place.hidden_gathered)),
         summed=rows > 1,
     )
 
