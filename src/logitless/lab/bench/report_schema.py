@@ -47,7 +47,7 @@ _PLAN: dict[str, Any] = {
     "contexts": [{"tokens": NUMBER, "peak": NUMBER, "dense_peak": NUMBER}],
     "longest_context?": {"fused?": NUMBER, "dense?": NUMBER},
 }  # fmt: skip
-_MESH = {"config": {**_PLAN["config"], "mesh": TEXT}, "mesh": {"chip": TEXT, "efficiency": NUMBER}}
+_MESH = {"config": {**_PLAN["config"], "mesh": TEXT, "chip": TEXT}, "mesh": {"peak": NUMBER}}
 SCHEMA: dict[str, dict[str, Any] | Either] = {
     "bench": {
         "name": TEXT, "config": _HEAD, "arms": {"*": Either("error", _FAILED, _ARM)}, "busy?": NUMBER,

@@ -333,15 +333,14 @@ def _agreements(record: Record) -> dict[str, Record]:
 
 
 def plans(records: list[Record]) -> Section:
-    """Memory against context length, fused and dense; meshes."""
-    s = Section("Plans", "Predictions from shapes and public chip numbers; nothing ran.")
+    """Memory against context length, fused and dense; memory on meshes."""
+    s = Section("Plans", "From shapes, compilers and public chip numbers; nothing ran.")
     meshes: list[Bar] = []
     for r in records:
         c = r["config"]
         name = c.get("model") or f"H {c['hidden']}, V {c['vocab']}"
         if "mesh" in r:
-            m = r["mesh"]
-            meshes.append(Bar(f"{name}, {c['mesh']} {m['chip']}", (("efficiency", 100 * m["efficiency"]),), "ours"))
+            meshes.append(Bar(f"{name}, {c['mesh']} {c['chip']}", (("peak", r["mesh"]["peak"] / MIB),), "ours"))
             continue
         where = f" on {c['chip']}" if c.get("chip") else ""
         title = f"Memory against context length: {name}{where}"
@@ -361,8 +360,7 @@ def plans(records: list[Record]) -> Section:
         ]
         s.tables.append(Table(f"{name}{where}, {c['tokens']:,} tokens", rows))
     if meshes:
-        title = "Predicted efficiency on meshes, nothing overlapped"
-        s.charts.append(Bars("mesh-efficiency", title, "%", tuple(meshes), 100.0, "all of it"))
+        s.charts.append(Bars("mesh-peak", "Peak memory on each chip of a mesh", "MiB", tuple(meshes)))
     return s
 
 

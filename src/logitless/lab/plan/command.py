@@ -15,6 +15,7 @@ from logitless.lab.plan.chips import CHIPS, CPU, chip_of
 from logitless.lab.plan.estimate import CALIBRATED
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
 from logitless.lab.plan.plan import Plan, longest_context, plan
+from logitless.lab.plan.program import devices_for
 from logitless.lab.tools import result_files
 from logitless.lab.tools.shapes import MODELS
 from logitless.objectives.objective import Objective
@@ -172,6 +173,10 @@ def _print(planned: Planned, args: argparse.Namespace, record: dict[str, Any]) -
         )
     if args.no_compile:
         return found
+    _, why = devices_for(found.chip, found.devices)
+    if why:
+        print(f"  not compiled: {why}")
+        return found
     print("compiling the real program (a CPU's takes seconds, a TPU's up to a minute) ...", file=sys.stderr, flush=True)
     found = planned(None)
     print(found.memory_line())
@@ -179,13 +184,18 @@ def _print(planned: Planned, args: argparse.Namespace, record: dict[str, Any]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 2 where it cannot be made."""
+    """Print the plan: 0; 1 where the compiler refuses the program, 2 where the plan cannot be made."""
     try:
         planned, record = _asked(_with_overrides(args))
         found = _print(planned, args, record)
     except (ValueError, NotImplementedError) as error:
         print(f"logitless plan: {error}", file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        print(
+            f"logitless plan: the compiler refuses the program: {str(error).strip().splitlines()[0]}", file=sys.stderr
+        )
+        return 1
     record["mesh" if args.mesh is not None else "plan"] = found.record()
     if args.out is not None:
         result_files.append(args.out, record)

@@ -1,4 +1,4 @@
-"""``logitless.plan``: the route of a call, its memory by the compiler or by an estimate, its FLOPs and a roofline time."""
+"""``logitless.plan``: a call's route, its memory by the compiler or by an estimate, its FLOPs, a roofline time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logitless.core.explanation import call_arguments, route_of
 from logitless.core.registry import ANYWHERE
 from logitless.core.route import Route
 from logitless.lab.plan import estimate, program
-from logitless.lab.plan.chips import Chip, as_if_on, chip_of, mesh_on, roofline_seconds
+from logitless.lab.plan.chips import Chip, as_if_on, chip_of, mesh_on
 from logitless.lab.plan.estimate import Shares, Work
 from logitless.mesh import sharding
 from logitless.objectives.checks import did_you_mean
@@ -28,11 +28,11 @@ _DIFFERENTIABLE = ("logits", "hidden", "lm_head", "bias", "lora")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call needs on one device. Bytes are the compiler's own if ``compiled``, else estimated; ``flops`` counts
-    matmuls only (two per multiply-add), ``moved`` estimates the traffic to and from device memory.
+    """What a call needs on one device. Bytes are the compiler's own if ``compiled``, else estimated (``source`` says
+    by whom); ``work`` and ``dense`` (the dense loss in its strong form, for calls from hidden states) are estimates.
 
-    ``dense_*`` estimates the dense loss in its strong form, for calls from hidden states. ``shares`` is what the FLOPs
-    of a sparse backward assume of the policy. ``collectives`` are those of a program compiled for a TPU mesh.
+    ``shares`` is what the FLOPs of a sparse backward assume of the policy; ``collectives`` are those of a program that
+    was compiled for a TPU mesh.
     """
 
     route: Route
@@ -41,12 +41,11 @@ class Plan:
     outputs: int
     temporaries: int
     peak: int
-    compiled: bool
-    source: str
     work: Work
     dense: Work | None
     shares: Shares | None = None
-    because: str = ""
+    compiled: bool = False
+    source: str = "estimate"
     collectives: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -54,12 +53,9 @@ class Plan:
         return self.route.backend
 
     @property
-    def way(self) -> str:
-        return self.route.way
-
-    @property
-    def tiles(self) -> dict[str, Any]:
-        return self.route.tiles
+    def devices(self) -> int:
+        """Number of devices of the mesh; 1 without one."""
+        return 1 if self.route.placement is None else self.route.placement.mesh.size
 
     @property
     def matmuls(self) -> float:
@@ -68,90 +64,68 @@ class Plan:
 
     @property
     def flops(self) -> int:
+        """Of matmuls, two for each multiply-add."""
         return self.work.flops
 
     @property
-    def moved(self) -> int:
-        return self.work.moved
-
-    @property
     def seconds(self) -> float | None:
-        """The roofline's time on the chip: no kernel can take less for this way of doing it."""
-        return self._seconds(self.work)
+        """The roofline's time on the chip."""
+        return self.work.seconds(self.chip)
 
     @property
     def dense_peak(self) -> int | None:
+        """The peak of the dense loss (estimate)."""
         return None if self.dense is None else self.arguments + self.outputs + self.dense.temporaries
 
     @property
-    def dense_seconds(self) -> float | None:
-        return None if self.dense is None else self._seconds(self.dense)
-
-    @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the chip's memory; ``None`` without a chip."""
+        """Whether the peak is within the chip's memory; ``None`` without an accelerator."""
         return self.peak <= self.chip.hbm_bytes if self.chip is not None and self.chip.hbm_bytes else None
 
-    def _seconds(self, work: Work) -> float | None:
-        return (
-            roofline_seconds(self.chip, work.flops, work.moved) if self.chip is not None and self.chip.flops else None
-        )
-
     def __str__(self) -> str:
-        tiles = ", ".join(f"{k} {v}" for k, v in self.tiles.items() if k != "layout")
-        lines = [
-            f"{self.backend}, {self.matmuls:.3g} matmuls ({self.way})",
-            *([f"  {self.backend}, since {self.because}"] if self.chip and self.backend == ANYWHERE else []),
-            *([f"  tiles {tiles}"] if tiles else []),
-            f"  {self.flops / 1e12:.2f} TFLOP, {self.moved / 1e9:.1f} GB of memory traffic",
-            self.memory_line(),
-        ]
-        if self.dense is not None and self.dense_peak is not None:
-            lines.append(
-                f"  dense: peak {self.dense_peak / MIB:,.0f} MiB, temporaries {self.dense.temporaries / MIB:,.0f}, "
-                f"{self.dense.flops / 1e12:.2f} TFLOP (estimate)"
-            )
+        tiles = ", ".join(f"{k} {v}" for k, v in self.route.tiles.items() if k != "layout")
+        lines = [f"{self.backend}, {self.matmuls:.3g} matmuls ({self.route.way})"]
+        if self.chip is not None and self.backend == ANYWHERE:
+            lines.append(f"  {self.backend}, since {self.route.because}")
+        lines.append(f"  tiles {tiles or 'none'}")
+        lines.append(f"  {self.flops / 1e12:.2f} TFLOP, {self.work.moved / 1e9:.1f} GB of memory traffic (estimate)")
+        lines.append(self.memory_line())
+        if self.dense is not None:
+            peak, flops = (self.dense_peak or 0) / MIB, self.dense.flops / 1e12
+            lines.append(f"  dense: peak {peak:,.0f} MiB, {flops:.2f} TFLOP (estimate)")
         if self.chip is not None and self.seconds is not None:
-            bound = "compute" if self.flops / self.chip.flops >= self.moved / self.chip.hbm else "memory"
-            beside = "" if self.dense_seconds is None else f", dense {self.dense_seconds * 1e3:.2f} ms"
+            bound = "compute" if self.flops / self.chip.flops >= self.work.moved / self.chip.hbm else "memory"
+            beside = "" if self.dense is None else f", dense {(self.dense.seconds(self.chip) or 0) * 1e3:.2f} ms"
+            share = f"{self.peak / self.chip.hbm_bytes:.1%} of {self.chip.hbm_bytes / 1e9:.0f} GB"
+            lines.append(f"  {self.chip.name} roofline {self.seconds * 1e3:.2f} ms ({bound}){beside}; memory {share}")
+        if self.shares is not None:
             lines.append(
-                f"  {self.chip.name} roofline {self.seconds * 1e3:.2f} ms ({bound}){beside}; memory "
-                f"{self.peak / self.chip.hbm_bytes:.1%} of {self.chip.hbm_bytes / 1e9:.0f} GB"
+                f"  for a policy with active_columns {self.shares.active_columns:g} and hard_rows "
+                f"{self.shares.hard_rows:g}, which are assumed: a run's metrics of these names say the true ones"
             )
-        return "\n".join([*lines, *([f"  {self.shares.in_words()}"] if self.shares is not None else [])])
+        return "\n".join(lines)
 
     def memory_line(self) -> str:
         """The memory, where its numbers come from, and what is sent over a mesh."""
-        lines = [
-            f"  peak {self.peak / MIB:,.0f} MiB (arguments {self.arguments / MIB:,.0f}, outputs "
-            f"{self.outputs / MIB:,.0f}, temporaries {self.temporaries / MIB:,.0f}): {self.source}"
-        ]
-        for c in self.collectives:
-            if c["bytes"] >= MIB:
-                lines.append(f"  {c['kind']} of {c['bytes'] / MIB:,.1f} MiB in {c['dtype']}, {c['times']}x")
-        return "\n".join(lines)
+        sizes = (f"{k} {getattr(self, k) / MIB:,.0f}" for k in ("arguments", "outputs", "temporaries"))
+        sent = (f"\n  {c['kind']} of {c['bytes'] / MIB:,.1f} MiB, {c['times']}x" for c in self.collectives)
+        return f"  peak {self.peak / MIB:,.0f} MiB ({', '.join(sizes)}): {self.source}{''.join(sent)}"
 
     def record(self) -> dict[str, Any]:
         """Everything as JSON."""
-        names = ("arguments", "outputs", "temporaries", "peak", "compiled", "source", "because", "collectives")
-        more = (
-            "backend",
-            "way",
-            "tiles",
-            "matmuls",
-            "flops",
-            "moved",
-            "seconds",
-            "dense_peak",
-            "dense_seconds",
-            "fits",
-        )
-        dense = None if self.dense is None else self.dense
-        return {k: getattr(self, k) for k in (*names, *more)} | dict(
+        names = ("arguments", "outputs", "temporaries", "peak", "compiled", "source", "collectives", "backend",
+                 "matmuls", "flops", "seconds", "dense_peak", "fits")  # fmt: skip
+        dense = self.dense
+        return {k: getattr(self, k) for k in names} | dict(
             chip=None if self.chip is None else self.chip.name,
+            way=self.route.way,
+            because=self.route.because,
+            tiles=self.route.tiles,
+            moved=self.work.moved,
             shares=None if self.shares is None else dataclasses.asdict(self.shares),
             dense_flops=None if dense is None else dense.flops,
             dense_temporaries=None if dense is None else dense.temporaries,
+            dense_seconds=None if dense is None else dense.seconds(self.chip),
         )
 
 
@@ -217,22 +191,21 @@ def plan(
         route = route_of(call.__name__, given)
         shares = estimate.shares_of(route.way_taken.mass, active_columns, hard_rows)
         work, dense = _work(given, wanted, route, tokens if live_tokens is None else live_tokens, shares)
+    if without_kernels:
+        route = dataclasses.replace(route, because="no kernel of ours serves this chip")
     arrays = program.arrays_of(given)
     if route.placement is not None:
         arrays = program.on_mesh(arrays, program.specs_of(arrays, given, route.placement), route.placement.mesh)
-    size_in = program.bytes_of(arrays)
-    size_out = program.bytes_of([arrays[k] for k in wanted])
-    out = Plan(
-        route, where, size_in, size_out, work.temporaries, size_in + size_out + work.temporaries, False, "estimate",
-        work, dense, shares, "no kernel of ours serves this chip" if without_kernels else route.because,
-    )  # fmt: skip
+    size_in, size_out = program.bytes_of(arrays), program.bytes_of([arrays[k] for k in wanted])
+    peak = size_in + size_out + work.temporaries
+    out = Plan(route, where, size_in, size_out, work.temporaries, peak, work, dense, shares)
     return out if compile is False else _compiled(out, call, given, wanted, compile)
 
 
 def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: tuple[str, ...], must: Any) -> Plan:
     """The plan with the compiler's own numbers, where there is one."""
     place = p.route.placement
-    devices, why = program.devices_for(p.chip, 1 if place is None else place.mesh.size)
+    devices, why = program.devices_for(p.chip, p.devices)
     if why:
         if must:
             raise RuntimeError(f"plan: compile=True, but the program cannot be compiled here: {why}.")
@@ -263,9 +236,9 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
         known = {c.__name__: c for c in (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)}
         if call not in known.values():
             raise TypeError(f"plan: {getattr(call, '__name__', call)!r} is not one of {', '.join(known)}.")
-        return call, call_arguments(call, args, kwargs)
+        return call, call_arguments(call, args, kwargs, "plan")
     hidden, options = call, dict(kwargs)
-    lm_head = args[0] if args else options.get("lm_head")
+    lm_head: Any = args[0] if args else options.get("lm_head")
     rank, reference = options.pop("lora_rank", None), options.pop("reference", False)
     if rank is not None:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -276,7 +249,7 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
         options |= {"ref_hidden": hidden, "ref_lm_head": lm_head}
     objective = options.get("objective", Objective())
     chosen: Callable[..., Any] = api.linear_logprobs if objective is None else api.linear_grpo_loss
-    return chosen, call_arguments(chosen, (hidden, *args), options)
+    return chosen, call_arguments(chosen, (hidden, *args), options, "plan")
 
 
 def _wanted(given: dict[str, Any], gradients: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -293,50 +266,32 @@ def _wanted(given: dict[str, Any], gradients: tuple[str, ...] | None) -> tuple[s
 def _work(
     given: dict[str, Any], wanted: tuple[str, ...], route: Route, live: int, shares: Shares | None
 ) -> tuple[Work, Work | None]:
-    """``(by the route, dense)``, with that of the reference before it where the call computes one."""
+    """``(by the route, dense)``, after the log-probabilities of the reference where the call computes them."""
+    rows = shards = gathered = 1
+    if route.placement is not None:
+        at = route.placement
+        axes = at.token_axes, at.vocab, (*at.vocab_gathered, *at.hidden_gathered)
+        rows, shards, gathered = map(at.count, axes)
     if "logits" in given:
-        size = given["logits"].size * jnp.dtype(given["logits"].dtype).itemsize // _parts(route)
-        temporaries = size * (len(wanted) + 1) if route.dense else 0
-        return Work(0, 0, size * (3 if wanted else 1), temporaries), None
-    s = _sizes(given, wanted, route, live, "hidden", "lm_head")
-    both = [estimate.fused(s, route, shares), estimate.dense(s, route.way_taken.entropy)]
+        size = given["logits"].size * jnp.dtype(given["logits"].dtype).itemsize // (rows * shards)
+        return Work(0, 0, size * (3 if wanted else 1), size * (len(wanted) + 1) if route.dense else 0), None
+
+    def sizes(h: Any, w: Any, wanted: tuple[str, ...], rank: int) -> estimate.Sizes:
+        width, item = h.shape[-1], jnp.dtype(h.dtype).itemsize
+        vocab = w.shape[0 if given["head_layout"] == "vh" or w.shape[1] == width else 1]
+        logit, sum_item = jnp.dtype(given["logits_dtype"]).itemsize, item if given["head_grad_dtype"] == "param" else 4
+        return estimate.Sizes(
+            math.prod(h.shape[:-1]) // rows, -(-live // rows), width, vocab // shards, rank, item, logit, sum_item,
+            wanted, given["mask"] is not None, rows, gathered,
+        )  # fmt: skip
+
+    rank = 0 if given["lora"] is None else given["lora"][1].shape[0]
+    s = sizes(given["hidden"], given["lm_head"], wanted, rank)
+    work, dense = estimate.fused(s, route, shares), estimate.dense(s)
     if route.reference is not None:
-        first = _sizes(given, (), route, live, "ref_hidden", "ref_lm_head")
-        before = estimate.fused(first, route.reference, None), estimate.dense(first, False)
-        both = [
-            Work(a.matmuls + b.matmuls, a.flops + b.flops, a.moved + b.moved, max(a.temporaries, b.temporaries))
-            for a, b in zip(both, before, strict=True)
-        ]
-    return both[0], both[1]
-
-
-def _parts(route: Route) -> int:
-    place = route.placement
-    return 1 if place is None else place.count((*place.token_axes, *place.vocab))
-
-
-def _sizes(
-    given: dict[str, Any], wanted: tuple[str, ...], route: Route, live: int, hidden: str, head: str
-) -> estimate.Sizes:
-    h, w, place = given[hidden], given[head], route.placement
-    rows, shards = (1, 1) if place is None else (place.count(place.token_axes), place.count(place.vocab))
-    width, item = h.shape[-1], jnp.dtype(h.dtype).itemsize
-    vocab = w.shape[0 if given["head_layout"] == "vh" or w.shape[1] == width else 1]
-    lora = given["lora"] if hidden == "hidden" else None
-    return estimate.Sizes(
-        tokens=math.prod(h.shape[:-1]) // rows,
-        live=-(-live // rows),
-        width=width,
-        vocab=vocab // shards,
-        rank=0 if lora is None else lora[1].shape[0],
-        item=item,
-        logit=jnp.dtype(given["logits_dtype"]).itemsize,
-        sum_item=item if given["head_grad_dtype"] == "param" else 4,
-        wants=wanted,
-        masked=given["mask"] is not None,
-        gathered=1 if place is None else place.count((*place.vocab_gathered, *place.hidden_gathered)),
-        summed=rows > 1,
-    )
+        s = sizes(given["ref_hidden"], given["ref_lm_head"], (), 0)
+        work, dense = work + estimate.fused(s, route.reference, None), dense + estimate.dense(s)
+    return work, dense
 
 
 def longest_context(

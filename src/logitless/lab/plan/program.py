@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from logitless.core.problem import Head
+from logitless.core.problem import Head, Layout
 from logitless.lab.plan.chips import CPU, Chip
 from logitless.lab.tpu import aot
 from logitless.mesh.sharding import Placement, automatic
@@ -44,10 +44,10 @@ def specs_of(arrays: Shapes, given: dict[str, Any], place: Placement) -> dict[st
         axes = zip(place.tokens, tokens, x.shape, strict=False)
         return PartitionSpec(*(a or None if size == n else None for a, n, size in axes))
 
-    def head_at(weight: str, hidden: str, bias: str, lora: Any) -> Head:
+    def head_at(weight: str, hidden: str, bias: str, lora: tuple[Any, Any]) -> Head:
         width, shape = arrays[hidden].shape[-1], arrays[weight].shape
-        layout = given["head_layout"] or ("vh" if shape[1] == width else "hv")
-        return place.head_specs(Head(arrays[weight], arrays.get(bias), *lora, layout=layout))
+        layout: Layout = given["head_layout"] or ("vh" if shape[1] == width else "hv")
+        return place.head_specs(Head(arrays[weight], arrays.get(bias), lora[0], lora[1], layout=layout))
 
     specs = {k: jax.tree.map(like_tokens, v) for k, v in arrays.items()}
     if "logits" in arrays:
@@ -90,7 +90,10 @@ def devices_for(chip: Chip | None, count: int) -> tuple[Sequence[Any], str]:
         elif chip is CPU:
             found = jax.devices("cpu")
         else:
-            return [], aot.missing() or "" if chip.platform == "tpu" else f"its compiler needs a {chip.name} here"
+            return (
+                [],
+                aot.missing() or f"a program for {chip.name} is compiled where that GPU is, and there is none here",
+            )
     if len(found) < count:
         return [], f"the mesh has {count} devices, and there are {len(found)} here"
     return found[:count], ""

@@ -82,8 +82,8 @@ def slice_for(generation: str, count: int) -> str:
     """The name of the smallest slice of a generation with ``count`` chips: ``v6e:4x4`` for 9 to 16 of them."""
     sides = [2, 2] if generation in ("v2", "v3", "v5e", "v6e") else [2, 2, 1]
     while int(np.prod(sides)) < count:
-        sides[sides.index(min(sides))] *= 2
-    return f"{generation}:{'x'.join(map(str, sorted(sides) if len(sides) == 2 else sides))}"
+        sides[-1 - sides[::-1].index(min(sides))] *= 2
+    return f"{generation}:{'x'.join(map(str, sides))}"
 
 
 def mesh(name: str = "v6e:2x4", shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
