@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ import jax
 
 from logitless.lab.plan.chips import CHIPS, CPU, chip_of
 from logitless.lab.plan.estimate import CALIBRATED
-from logitless.lab.plan.mesh import parse_mesh, plan_mesh
-from logitless.lab.plan.plan import Plan, longest_context, plan
+from logitless.lab.plan.mesh import AXES, parse_mesh, plan_mesh
+from logitless.lab.plan.plan import Plan, longest_context
 from logitless.lab.plan.program import devices_for
 from logitless.lab.tools import result_files
 from logitless.lab.tools.shapes import MODELS
@@ -103,82 +104,56 @@ def _here() -> str:
     return f"For this machine's {kind}, with no roofline time; --chip NAME plans for another: {', '.join(CHIPS)}"
 
 
-Planned = Callable[[bool | None], Plan]
-"""The plan of the command; ``False``: the estimate, ``None``: compiled where that can be."""
-
-
-def _asked(args: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
-    """The plan that is asked for, and what to write beside it."""
+def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any]]:
+    """The plan of a number of tokens with these options, and what to write beside it."""
     width, vocab = _shape(args)
     for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
         if value < 1:
             raise ValueError(f"{name} {value}, expected at least 1")
     if not 0 <= args.reserve_gb < float("inf"):
         raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected at least 0, and finite")
-    chip = None if args.chip is None else chip_of(args.chip)
-    if (chip is None or chip is CPU) and (args.mesh is not None or args.reserve_gb):
+    chip = CPU if args.chip is None else chip_of(args.chip)
+    if chip is CPU and (args.mesh is not None or args.reserve_gb):
         raise ValueError("--mesh and --reserve-gb need --chip, of an accelerator")
-    options: dict[str, Any] = dict(
-        objective=Objective(
-            level="sequence" if args.sequence_level else "token", entropy_coef=0.01 if args.entropy_bonus else None
-        ),
+    same = ("chip", "dtype", "lora_rank", "logits_dtype", "head_grad_dtype", "chunk_size", "memory_budget", "backend",
+            "active_columns", "hard_rows")  # fmt: skip
+    entropy = 0.01 if args.entropy_bonus else None
+    options: dict[str, Any] = {k: getattr(args, k) for k in same} | dict(
+        objective=Objective(level="sequence" if args.sequence_level else "token", entropy_coef=entropy),
         gradients=("hidden",) + ("lm_head",) * (not args.frozen_head) + ("lora",) * (args.lora_rank is not None),
-        lora_rank=args.lora_rank,
-        logits_dtype=args.logits_dtype,
-        head_grad_dtype=args.head_grad_dtype,
-        chunk_size=args.chunk_size,
-        memory_budget=args.memory_budget,
-        backend=args.backend,
         sparse_backward=_sparse_backward(args.sparse_backward),
-        active_columns=args.active_columns,
-        hard_rows=args.hard_rows,
     )
     left_out = ("command", "overrides", "no_compile")
     config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
     record: dict[str, Any] = dict(kind="plan", config=dict(config, hidden=width, vocab=vocab))
-    if args.mesh is not None:
-        axes = parse_mesh(args.mesh)
-        return lambda compile: plan_mesh(
-            width, vocab, args.tokens, axes, chip=args.chip, dtype=args.dtype, live_tokens=args.live_tokens,
-            compile=compile, **options,
-        ), record  # fmt: skip
-
-    def at(tokens: int, compile: bool | None, live: int | None = None) -> Plan:
-        hidden = jax.ShapeDtypeStruct((1, tokens, width), args.dtype)
-        lm_head = jax.ShapeDtypeStruct((vocab, width), args.dtype)
-        return plan(
-            hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, compile=compile, **options
-        )  # fmt: skip
-
-    contexts = [(n, at(n, False)) for n in (1 << k for k in range(12, 18))]
-    record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n, p in contexts]
-    if chip is not None and chip is not CPU:
-        fused, dense = longest_context(
-            width, vocab, chip=args.chip, dtype=args.dtype, reserved=args.reserve_gb * 1e9, **options
-        )
-        record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
-    return lambda compile: at(args.tokens, compile, args.live_tokens), record
+    axes = dict.fromkeys(AXES, 1) if args.mesh is None else parse_mesh(args.mesh)
+    at = functools.partial(plan_mesh, width, vocab, axes=axes, **options)
+    if args.mesh is None:
+        plans = {n: at(tokens=n, compile=False) for n in (1 << k for k in range(12, 18))}
+        record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n, p in plans.items()]
+        if chip is not CPU:
+            fused, dense = longest_context(width, vocab, reserved=args.reserve_gb * 1e9, **options)
+            record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
+    return functools.partial(at, tokens=args.tokens, live_tokens=args.live_tokens), record
 
 
-def _print(planned: Planned, args: argparse.Namespace, record: dict[str, Any]) -> Plan:
-    """The estimate and, where that compiler is at hand, the compiled program's plan, as each is known."""
-    found = planned(False)
-    print(found if args.chip is not None else f"{_here()}\n{found}", flush=True)
+def _print(asked: Callable[..., Plan], args: argparse.Namespace, record: dict[str, Any]) -> Plan:
+    """The estimate and, where that compiler is at hand, the compiled program's memory, as each is known."""
+    found = asked(compile=False)
+    print(found if args.chip is not None else f"{_here()}\n{found}")
     if "longest_context" in record:
-        longest = record["longest_context"]
+        tokens = "{fused:,} tokens, dense {dense:,} (estimate)".format(**record["longest_context"])
         left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
-        print(
-            f"  longest context that fits{left}: {longest['fused']:,} tokens, dense {longest['dense']:,} (estimate)",
-            flush=True,
-        )
+        print(f"  longest context that fits{left}: {tokens}")
     if args.no_compile:
         return found
     _, why = devices_for(found.chip, found.devices)
     if why:
         print(f"  not compiled: {why}")
         return found
+    sys.stdout.flush()
     print("compiling the real program (a CPU's takes seconds, a TPU's up to a minute) ...", file=sys.stderr, flush=True)
-    found = planned(None)
+    found = asked(compile=None)
     print(found.memory_line())
     return found
 

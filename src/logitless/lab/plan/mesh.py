@@ -39,7 +39,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def plan_mesh(
-    width: int, vocab: int, tokens: int, axes: dict[str, int], *, chip: str, dtype: Any = "bfloat16", **options: Any
+    width: int,
+    vocab: int,
+    tokens: int,
+    axes: dict[str, int],
+    *,
+    chip: str | None = None,
+    dtype: Any = "bfloat16",
+    **options: Any,
 ) -> Plan:
     """One device's part of a step of ``tokens`` tokens in all on a mesh; ``options`` are those of
     :func:`logitless.plan`.

@@ -46,6 +46,8 @@ class Plan:
     shares: Shares | None = None
     compiled: bool = False
     source: str = "estimate"
+    refused: bool = False
+    """The compiler says that the program does not fit."""
     collectives: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -80,7 +82,9 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the chip's memory; ``None`` without an accelerator."""
-        return self.peak <= self.chip.hbm_bytes if self.chip is not None and self.chip.hbm_bytes else None
+        if self.chip is None or not self.chip.hbm_bytes:
+            return None
+        return self.peak <= self.chip.hbm_bytes and not self.refused
 
     def __str__(self) -> str:
         tiles = ", ".join(f"{k} {v}" for k, v in self.route.tiles.items() if k != "layout")
@@ -215,7 +219,8 @@ def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: 
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return dataclasses.replace(p, source=f"estimate; the compiler refuses: {str(error).strip().splitlines()[0]}")
+        why = str(error).strip().splitlines()[0]
+        return dataclasses.replace(p, refused=True, source=f"estimate; the compiler refuses: {why}")
     from logitless.lab.tpu.hlo_collectives import collectives_of
 
     return dataclasses.replace(

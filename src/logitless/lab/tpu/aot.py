@@ -115,7 +115,7 @@ def compile_for(
     executable = lowered.compile()
     m: Any = executable.memory_analysis()
     given, made, aliased = m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
-    on_tpu = chips is not None and chips.devices.flat[0].platform == "tpu"
+    on_tpu = (jax.default_backend() if chips is None else chips.devices.flat[0].platform) == "tpu"
     return Compiled(
         executable=executable,
         # XLA's CPU and GPU compilers leave the temporaries out of the peak that they report.
