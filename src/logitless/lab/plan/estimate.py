@@ -9,7 +9,7 @@ Inputs and gradients are exact. Beside them it counts the large buffers, and not
     over a mesh          the gathered head, dW before it is reduced
     a call from logits   nothing, but dense ones their dlogits
 
-tests/plan/test_estimate.py holds the peak to within 10 % of what compilers of GPUs and TPUs have said. It is not good
+tests/plan/test_estimate.py holds the peak to within 10 % of what compilers of GPUs and TPUs have said. It does not hold
 for a CPU, nor for the dense loss with an entropy bonus, which may take twice as much. The time is a roofline: FLOPs
 over the chip's rate, or bytes over its bandwidth.
 """
