@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "release_checks.json"
 CHECKS = ("test-slow", "test-tunix", "conformance", "dist", "matrix")
+WHAT = "when each of the checks that take long was last green, and on which commit"
 CODE = ("src", "tests", "scripts", "configs", "examples", "pyproject.toml")
 """What a check depends on: changes elsewhere, as in its own result file, do not matter."""
 
@@ -38,8 +39,8 @@ def _git(*arguments: str) -> str:
 
 
 def read() -> dict[str, Any]:
-    """The record as it is."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    """What is recorded of each check."""
+    return json.loads(RECORD.read_text())["checks"] if RECORD.exists() else {}
 
 
 def record(name: str, report: Path | None) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def record(name: str, report: Path | None) -> dict[str, Any]:
         **found,
     )
     checks = read() | {name: now}
-    RECORD.write_text(json.dumps({k: checks[k] for k in CHECKS if k in checks}, indent=1) + "\n")
+    whole = dict(what=WHAT, checks={k: checks[k] for k in CHECKS if k in checks})
+    RECORD.write_text(json.dumps(whole, indent=1) + "\n")
     return now
 
 
