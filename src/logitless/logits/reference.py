@@ -31,7 +31,7 @@ def token_stats(p: LogitsProblem) -> TokenStats:
         x = jnp.where(ids < vocab_size, x, zero)
     t = p.transform.column()
     u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
-    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), factor(p.transform))
+    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), p.transform)
     z = times(k, jnp.where(u == NEG_INF, 0.0, u))  # for its gradient: by k, none of a column that is not there
     entropy = _with_its_gradient(stats.entropy, z, *jax.lax.stop_gradient((u, k, is_target, stats)))
     return masked_stats(dataclasses.replace(stats, entropy=entropy), p.live)

@@ -140,7 +140,7 @@ class Arriving:
         start = (empty_sums((p.n,)), *zeros(like[1:]))
         # Every device goes round as often: the collectives in this loop meet.
         sums, x_y, expected, rows = lax.fori_loop(0, self.parts, add, start)
-        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), factor)
+        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), p.transform)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         if rows is None:
             return stats, None

@@ -76,7 +76,7 @@ LEAST = LANES
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
     """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
-    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size), factor(p.transform)), k.live)
+    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size), p.transform), k.live)
 
 
 def token_sums(
