@@ -1,7 +1,8 @@
 """Dense plain JAX for the head: logits ``[N, V]`` by one matmul, statistics by JAX's own differentiation.
 
 The baseline of every A/B. Three matmuls; ``[N, V]`` logits and dlogits live in memory. As in ordinary bf16 training
-the cotangent of the logits is rounded to the operands' dtype before the two backward matmuls.
+the cotangent of the logits is rounded to the operands' dtype before the two backward matmuls; the bias' is summed
+before that.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ def _dscale(dx: Array, h: Array, head: Head) -> Array:
 
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
     h, head = saved
-    dx = dx.astype(h.dtype)
     everything = Wanted(True, True, True, True)
     grads = in_parameter_dtypes(add_dhead(zero_grads(head, everything), dx, h, head), head)
     d_head = grads.as_head(head.layout, _dscale(dx, h, head))
-    return dhidden(dx, head).astype(h.dtype), d_head
+    return dhidden(dx.astype(h.dtype), head).astype(h.dtype), d_head
 
 
 dense_logits.defvjp(_forward, _backward)

@@ -38,7 +38,7 @@ from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import StatCotangents, TokenStats, blank_stats
-from logitless.head.chunked import Chunked, add_chunk, chunk_of, finished, logits_of, no_gradients
+from logitless.head.chunked import Chunked, add_chunk, chunk_of, dx_dtype_of, finished, logits_of, no_gradients
 from logitless.head.linear import raw_logits
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
@@ -311,9 +311,9 @@ def once_dense(
 
     def body(state: Any) -> Any:
         x, _, _, total = state
-        dtype = x.dtype if backend.in_place else p.h.dtype
+        dtype = x.dtype if backend.in_place else dx_dtype_of(x, p, total)
         stats, dx = backend.row_statistics_and_dx(x, p, loss, dtype)
-        total = add_chunk(visit, total, dx.astype(p.h.dtype), p)
+        total = add_chunk(visit, total, dx, p)
         # What a loop hands on must not be overwritten: if x were, the kernel would write dx over a copy of it.
         return (dx if dx.dtype == x.dtype else x), stats, loss.cotangents(stats), total
 
