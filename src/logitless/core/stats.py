@@ -194,7 +194,7 @@ def finish(
         log_sum_p2=known(log_sum_p2),
         is_top1=jnp.logical_and(u_y >= m, target_valid),
         max_logp=known(jnp.where(u_y >= m, logp, -gap)),
-        peak=known(jnp.maximum(m, u_y)),
+        peak=known(jnp.where(u_y >= m, u_y, m)),  # as in max_logp: a tie must not share its derivative out
     )
 
 

@@ -113,9 +113,14 @@ def slope(x: Array, transform: LogitTransform) -> Array | None:
 
 
 def pull_back(dz: Array, x: Array, transform: LogitTransform) -> Array:
-    """The cotangent of ``x`` from that of ``z``; exactly zero where ``dz`` is, even at infinite ``x``."""
+    """The cotangent of ``x`` from that of ``z``; exactly zero where ``dz`` is, even where ``x`` or the temperature of a
+    dead token is not finite."""
     d = slope(x, transform)
-    return dz if d is None else jnp.where(dz == 0, 0.0, dz * d)
+    if d is None:
+        return dz
+    if transform.softcap is None:  # a select by dz would lose the second derivative where dz is zero
+        return dz * jnp.where(jnp.abs(d) < jnp.inf, d, 0.0)
+    return jnp.where(dz == 0, 0.0, dz * d)
 
 
 def transform_of(temperature: object, softcap: object, scale: object) -> LogitTransform:

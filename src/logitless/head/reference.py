@@ -25,13 +25,18 @@ from logitless.logits import reference as logits_reference
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense_logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
     """All logits ``[N, V]``; its VJP rounds dlogits and accumulates in float32."""
+    return _logits(h, head, logits_dtype)
+
+
+def _logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
+    """:func:`dense_logits`, differentiated by JAX: what the VJP itself calls, for derivatives of it in both modes."""
     x = raw_logits(h, head, logits_dtype)
     # XLA would drop a rounding that is followed by an upcast, and with it the meaning of bfloat16 logits.
     return x if logits_dtype == jnp.float32 else jax.lax.optimization_barrier(x)
 
 
 def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Head]]:
-    return dense_logits(h, head, logits_dtype), (h, head)
+    return _logits(h, head, logits_dtype), (h, head)
 
 
 def _dscale(dx: Array, h: Array, head: Head) -> Array:
