@@ -1,5 +1,7 @@
-"""The dense reference keeps the entropy's gradient where a row has collapsed, as the contract asks of every backend;
-and its second derivatives are those of the float64 oracle's gradients."""
+"""The dense reference keeps the entropy's gradient where a row has collapsed, as the contract asks of every backend.
+
+Its second derivatives are those of the float64 oracle's gradients.
+"""
 
 from __future__ import annotations
 

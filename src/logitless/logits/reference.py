@@ -47,8 +47,8 @@ def _entropy(u: Array, k: Array | None, is_target: Array, stats: TokenStats) -> 
 
 @_entropy.defjvp
 def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """All of the entropy's dependence is that on ``z``: the tangents of ``stats`` are not looked at. The rule itself
-    can be differentiated, by every path through ``u``, ``k`` and ``stats``."""
+    """The entropy depends on ``z`` alone: the tangents of ``stats`` are not looked at. The rule itself can be
+    differentiated, by every path through ``u``, ``k`` and ``stats``."""
     u, k, is_target, stats = primals
     du, dk = tangents[:2]
     there = u > NEG_INF  # a column that is not has no gradient of any order, and no 0 * inf
