@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ import pytest
 import logitless
 from conftest import token_stats
 from interpreted import by_numpy
-from logitless import Objective
+from logitless import Objective, explain
 from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import column_gather
+from logitless.head.sparse.report import SparseReport
+from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
 
@@ -87,3 +90,92 @@ def test_the_objective_gives_log_probabilities_their_temperature() -> None:
     np.testing.assert_allclose(of_head, got, rtol=1e-6)
     with pytest.raises(ValueError, match="temperature and objective were both given"):
         logitless.logprobs(x, y, objective=o, temperature=0.9)
+
+
+@pytest.mark.parametrize("level", ["head", "logits"])
+def test_a_losss_cotangent_is_applied_in_float32(level: str) -> None:
+    """A third is no bfloat16 number: the gradient is rounded once, after the product with it."""
+    rng, y = np.random.default_rng(0), jnp.array([[1, 5, 2, 7, 0, 3]])
+    h, w, x = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((1, 6, 8), (16, 8), (1, 6, 16)))
+    common = dict(targets=y, advantages=jnp.array([1.0]), backend="chunked")
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        call = logitless.linear_grpo_loss if level == "head" else logitless.grpo_loss
+        return call(*arrays, **common)[0]
+
+    def pulled(g: jax.Array, *arrays: jax.Array) -> Any:
+        return jax.vjp(loss, *arrays)[1](g)
+
+    arrays = (h, w) if level == "head" else (x,)
+    unit, third = (by_numpy(pulled, np.float32(g), *arrays) for g in (1, 1 / 3))
+    for a, b in zip(unit, third, strict=True):
+        assert b.dtype == jnp.bfloat16 and np.any(b)
+        np.testing.assert_array_equal(b, (a.astype(np.float32) * np.float32(1 / 3)).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("call", ["statistics", "loss"])
+def test_dlogits_by_plain_jax_where_that_is_asked_for(call: str) -> None:
+    """One kernel, that of the statistics, and none for dlogits that cotangents wait for."""
+    x, y = jnp.zeros((1, 8, 256)), jnp.zeros((1, 8), jnp.int32)
+
+    def kernels(bwd_impl: str) -> int:
+        def total(x: jax.Array) -> jax.Array:
+            options = dict(bwd_impl=bwd_impl, backend="pallas_tpu", interpret=True)
+            if call == "statistics":
+                return jnp.sum(logitless.logprobs(x, y, **options).logp)
+            o = Objective(level="sequence")
+            return logitless.grpo_loss(x, y, advantages=jnp.ones(1), objective=o, **options)[0]
+
+        return str(jax.make_jaxpr(jax.grad(total))(x)).count("pallas_call[")
+
+    assert (kernels("jax"), kernels("pallas")) == (1, 2)
+
+
+def test_rows_without_a_gradient_leave_nothing_out() -> None:
+    """Of a sparse backward's report: neither masked tokens nor those without advantage count, though some of their mass
+    lies beside the active columns."""
+    case = calibrated(jnp.float32)
+    rest = loss_inputs(case)
+    rest["mask"][:, ::3], rest["advantages"][1::2] = False, 0
+    moving = rest["mask"] & (rest["advantages"] != 0)
+
+    def loss(h: jax.Array, w: jax.Array) -> Any:
+        options = dict(backend="chunked", chunk_size=CHUNK, sparse_backward=TOLERANCE)
+        return logitless.linear_grpo_loss(h, w, jnp.asarray(case.targets), **options, **rest)
+
+    own = SparseReport.metrics
+    with mock.patch.object(SparseReport, "metrics", lambda r, vocab: own(r, vocab) | {"report": r}):
+        metrics = by_numpy(jax.grad(loss, (0, 1), has_aux=True), *case.parameters())[1]
+    left_out = metrics["report"].left_out.reshape(moving.shape)
+    assert left_out[moving].max() > 0
+    np.testing.assert_array_equal(left_out[~moving], 0)
+    mass, rows = metrics["left_out_mass"].sum, metrics["left_out_mass"].count
+    np.testing.assert_allclose(mass / rows, left_out[moving].mean(), rtol=1e-6)
+
+
+def test_the_references_arrays_are_constants_in_both_modes() -> None:
+    """Nothing of the reference is differentiated, which forward mode could not be, through a hand-written gradient."""
+    rng = np.random.default_rng(0)
+    h, w, ref_h, ref_w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 3, 4), (8, 4)) * 2)
+    rest = dict(advantages=jnp.ones(1), objective=Objective(beta=0.1), head_layout="vh", backend="chunked")
+
+    def loss(ref_h: jax.Array, ref_w: jax.Array) -> jax.Array:
+        given = dict(ref_hidden=ref_h, ref_lm_head=ref_w, **rest)
+        return logitless.linear_grpo_loss(h, w, jnp.zeros((1, 3), jnp.int32), **given)[0]
+
+    arrays = ref_h, ref_w
+    assert by_numpy(lambda *x: jax.jvp(loss, x, x)[1], *arrays) == 0
+    assert not any(np.any(d) for d in by_numpy(jax.grad(loss, (0, 1)), *arrays))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_memory_budget_is_for_logits_and_dlogits(dtype: str, size: int) -> None:
+    """For exactly 12 tokens' rows of both; with a byte less, for fewer."""
+    h, w, y = jnp.zeros((2, 24, 8), jnp.bfloat16), jnp.zeros((64, 8), jnp.bfloat16), jnp.zeros((2, 24), jnp.int32)
+
+    def chunk(budget: int) -> int:
+        options = dict(advantages=jnp.ones(2), memory_budget=budget, logits_dtype=dtype, backend="chunked")
+        return explain(logitless.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
+
+    both = 2 * 64 * size * 12
+    assert chunk(both) == 12 > chunk(both - 1)

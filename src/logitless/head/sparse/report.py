@@ -58,7 +58,7 @@ def blank_report(n: int) -> SparseReport:
 def chunk_report(rule: Rule, head: Head, found: Columns, rows: Array, hard: Array) -> SparseReport:
     width = jnp.where(found.dense, head.vocab, rule.slabs(found.count) * rule.slab)
     return SparseReport(
-        left_out=jnp.where(hard | ~rows | found.dense, 0.0, found.left_out),
+        left_out=jnp.where(hard | found.dense, 0.0, found.left_out),
         rows=rows,
         hard=hard,
         chunks=jnp.int32(1),
