@@ -217,10 +217,9 @@ def _with_hard_rows(
 
 
 def group_of(p: Problem) -> int:
-    """Hard rows whose dH is made along with dW: whole token tiles."""
+    """Number of hard rows whose dH is made along with dW: whole token tiles, or all tokens where those are fewer."""
     tokens = _hard_tiles("dhead", p).tokens
-    some = min(GROUP, rows_beside(p, tokens), -(-p.n // tokens) * tokens)
-    return max(some // tokens * tokens, tokens)
+    return min(max(min(GROUP, rows_beside(p, tokens)) // tokens * tokens, tokens), p.n)
 
 
 def _hard_tiles(kernel: Kernel, p: Problem) -> Tiles:
