@@ -19,7 +19,7 @@ from logitless.core.transform import LogitTransform, factor
 from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
-from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.gather_columns import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from numerics import (
     STATS,

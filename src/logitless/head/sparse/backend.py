@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core import row_passes
-from logitless.core.backend import Cost, Way
+from logitless.core.backend import Cost, Split, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
@@ -121,6 +121,10 @@ class Sparse:
 
     def check(self, p: Any, columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
+
+    def supports(self, p: Problem, split: Split) -> str | None:
+        """It serves everything."""
+        return None
 
     def describe(self, p: Any, way: Way) -> Cost:
         """How much it saves depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""

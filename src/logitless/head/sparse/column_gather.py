@@ -6,7 +6,7 @@
     misses         which rows may not leave a mass out
     in_their_place what stands for the columns left out: their mass times a mean row of the head
 
-Shared by ``backend.py`` and ``pallas_tpu/sparse.py``.
+Shared by ``backend.py`` and ``pallas_tpu/sparse_backward.py``.
 """
 
 from __future__ import annotations
