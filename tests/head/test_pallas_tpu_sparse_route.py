@@ -4,6 +4,10 @@ that the exact kernels serve instead."""
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +22,7 @@ from logitless.head.dense_report import WithDenseReport
 from logitless.head.sparse.backend import Sparse
 from logitless.lab.bench import realistic
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
+from logitless.lab.tpu import aot
 from numerics import HeadCase, assert_same_bits
 from test_sparse_backward import assert_as_good
 
@@ -101,6 +106,35 @@ def test_token_counts_below_a_group_of_hard_rows_are_as_good_as_the_ordinary_pat
     )
     for name, got, off, true in zip(("dh", "dw"), grads, ordinary, truth, strict=True):
         assert_as_good(name, got, off, true)
+
+
+_COMPILE = """
+import jax, jax.numpy as jnp
+from logitless import linear_grpo_loss
+from logitless.lab.tpu import aot
+
+def f(h, w, y, a):
+    def loss(h, w):
+        return linear_grpo_loss(h, w, y, advantages=a, sparse_backward="auto")[0]
+
+    return jax.value_and_grad(loss, (0, 1))(h, w)
+
+for tokens, width, vocab in ((300, 256, 6000), (1000, 512, 20000)):
+    shapes = [((1, tokens, width), jnp.bfloat16), ((vocab, width), jnp.bfloat16)]
+    shapes += [((1, tokens), jnp.int32), ((1,), jnp.float32)]
+    text = aot.compile_for("v6e:2x4", f, *(jax.ShapeDtypeStruct(*s) for s in shapes)).executable.as_text()
+    assert "head_hard_" in text
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_token_counts_below_a_group_of_hard_rows_compile_for_v6e() -> None:
+    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(Path(__file__).parents[2] / "src"))
+    command = [sys.executable, "-c", _COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.stdout == "compiled\n", done.stderr[-3000:]
 
 
 # -- what it does not serve --------------------------------------------------------------------------------------------
