@@ -19,6 +19,7 @@ from logitless.core.stats import TokenStats
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
+from logitless.promotion import own_promotion
 
 BwdImpl = Literal["pallas", "jax"]
 HeadGradDtype = Literal["float32", "param"]
@@ -280,6 +281,7 @@ def linear_grpo_loss(
 # -- running a call --------------------------------------------------------------------------------------------------
 
 
+@own_promotion
 def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     if given["sharding"] is None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from logitless import api
 from logitless.core.arguments import bind, reference_call, with_reference
 from logitless.core.route import Route
+from logitless.promotion import own_promotion
 
 _CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
 
@@ -40,6 +41,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     return route_of(name, call_arguments(call, args, kwargs))
 
 
+@own_promotion
 def route_of(name: str, given: dict[str, Any]) -> Route:
     """The described route of the public call ``name``; arrays among ``given`` may be shapes."""
     found: list[Route] = []

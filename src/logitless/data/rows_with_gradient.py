@@ -14,8 +14,10 @@ from jaxtyping import Bool, Float, Int
 from logitless.core import validation
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
+from logitless.promotion import own_promotion
 
 
+@own_promotion
 def rows_with_gradient(
     objective: Objective,
     advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],

@@ -20,6 +20,7 @@ from logitless.core.problem import Head, LogitsProblem, Problem, Wanted
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
+from logitless.promotion import own_promotion
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -35,6 +36,7 @@ def _logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
     return x if logits_dtype == jnp.float32 else jax.lax.optimization_barrier(x)
 
 
+@own_promotion
 def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Head]]:
     return _logits(h, head, logits_dtype), (h, head)
 
@@ -49,6 +51,7 @@ def _dscale(dx: Array, h: Array, head: Head) -> Array:
     return jnp.sum(low * back).astype(like.dtype)
 
 
+@own_promotion
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
     h, head = saved
     everything = Wanted(True, True, True, True)

@@ -17,6 +17,7 @@ from logitless.core.problem import LogitsProblem, Loss
 from logitless.core.row_passes import column_ids, swept_columns
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 from logitless.core.transform import factor
+from logitless.promotion import own_promotion
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
@@ -46,6 +47,7 @@ def _entropy(u: Array, k: Array | None, is_target: Array, stats: TokenStats) -> 
 
 
 @_entropy.defjvp
+@own_promotion
 def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     """The entropy depends on ``z`` alone: the tangents of ``stats`` are not looked at. The rule itself can be
     differentiated, by every path through ``u``, ``k`` and ``stats``."""

@@ -24,6 +24,7 @@ from jax import Array
 from logitless.core import validation
 from logitless.core.pytree import register
 from logitless.objectives.objective import Objective
+from logitless.promotion import own_promotion
 
 
 @register
@@ -87,6 +88,7 @@ def default_denominator(objective: Objective, sequences: Sequences) -> Array:
     return count
 
 
+@own_promotion
 def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | None = None) -> Array:
     """What ``denominator=`` has to be where a batch is split: the count of the whole batch's ``mask [B, T]``.
 

@@ -19,6 +19,7 @@ from jax import Array
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import clip
+from logitless.promotion import own_promotion
 
 _VESPO_LOG_MIN = math.log(1e-8)
 _VESPO_LOG_MAX = 20.0
@@ -70,6 +71,7 @@ def off_policy_keep(
     return (advantage >= 0) | ~(drift > objective.off_policy_threshold)
 
 
+@own_promotion
 def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None = None) -> Array:
     """What ``entropy_denominator=`` has to be where a batch is split: the number of tokens that the entropy bonus acts
     on. These are the valid ones; with ``top_entropy``, those that it keeps of them, which follows from ``entropy``.

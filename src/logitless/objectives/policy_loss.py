@@ -11,8 +11,10 @@ from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import loss_inputs
 from logitless.objectives.metrics import Metrics, loss_of_stats
 from logitless.objectives.objective import Objective
+from logitless.promotion import own_promotion
 
 
+@own_promotion
 def policy_loss(
     stats: TokenStats,
     *,
