@@ -15,11 +15,11 @@ from jaxtyping import Float, Int
 from logitless.core import vjp
 from logitless.core.arguments import Bound, bind, reference_call, with_reference
 from logitless.core.problem import Layout, Loss, flat_tokens
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
-from logitless.promotion import own_promotion
 
 BwdImpl = Literal["pallas", "jax"]
 HeadGradDtype = Literal["float32", "param"]

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from logitless import api
 from logitless.core.arguments import bind, reference_call, with_reference
+from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
-from logitless.promotion import own_promotion
 
 _CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
 

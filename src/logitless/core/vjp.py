@@ -20,9 +20,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.core.backend import Backend
 from logitless.core.problem import Loss, perturbed
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, static
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.promotion import own_promotion
 
 
 @register

@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from logitless.core import validation
-from logitless.promotion import own_promotion
+from logitless.core.promotion import own_promotion
 
 
 @own_promotion

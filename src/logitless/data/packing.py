@@ -31,8 +31,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register
-from logitless.promotion import own_promotion
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
 

@@ -12,9 +12,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
-from logitless.promotion import own_promotion
 
 
 @own_promotion

@@ -17,10 +17,10 @@ from jax import Array
 
 from logitless.core.backend import Cost, Way
 from logitless.core.problem import Head, LogitsProblem, Problem, Wanted
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
-from logitless.promotion import own_promotion
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

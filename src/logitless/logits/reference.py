@@ -14,10 +14,10 @@ from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 from logitless.core.transform import factor
-from logitless.promotion import own_promotion
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register
 from logitless.objectives.objective import Objective
-from logitless.promotion import own_promotion
 
 
 @register

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.promotion import own_promotion
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import clip
-from logitless.promotion import own_promotion
 
 _VESPO_LOG_MIN = math.log(1e-8)
 _VESPO_LOG_MAX = 20.0

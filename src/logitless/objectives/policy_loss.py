@@ -7,11 +7,11 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import loss_inputs
 from logitless.objectives.metrics import Metrics, loss_of_stats
 from logitless.objectives.objective import Objective
-from logitless.promotion import own_promotion
 
 
 @own_promotion
