@@ -21,7 +21,7 @@ from logitless.core import registry
 from logitless.core.backend import Backend, Cost, Split, Way
 from logitless.core.problem import Call, Loss, Problem, Wanted
 from logitless.core.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
-from logitless.objectives.checks import did_you_mean
+from logitless.objectives.checks import did_you_mean, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _chunk(p: Any) -> int:
         raise ValueError(f"{name}: give chunk_size or memory_budget, not both.")
     for label, value in (("chunk_size", asked.chunk_size), ("memory_budget", asked.memory_budget)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}: {label}={value!r}, expected a positive Python int.")
+            raise ValueError(f"{name}: {label}={shown(value)}, expected a positive Python int.")
     if asked.chunk_size is not None:
         return min(asked.chunk_size, p.n)
     try:
