@@ -64,7 +64,7 @@ def rows_with_gradient(
     lean = objective.replace(beta=None)
     if old_logp is None or rollout_logp is None:
         lean = lean.replace(correction=None, correction_mode="truncate")
-    live = mask if mask.dtype == jnp.bool_ else mask != 0
+    live = validation.zero_or_one(name, given["mask"], mask)
     arrays = validation.loss_arrays(name, lean, mask.shape, given)
     x = prepare(lean, live, **jax.lax.stop_gradient(arrays))
     moving = x.advantage != 0  # NaN is not zero

@@ -100,7 +100,7 @@ def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | Non
     >>> float(loss_denominator(Objective(count_rows="non_empty"), mask))
     2.0
     """
-    live = jnp.asarray(mask) != 0
+    live = validation.zero_or_one("loss_denominator", mask, jnp.asarray(mask))
     if segment_ids is not None:
         segment_ids = validation.segment_array("loss_denominator", segment_ids, live.shape)
     return default_denominator(objective, sequences_of(live, segment_ids))

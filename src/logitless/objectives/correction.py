@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core import validation
 from logitless.core.promotion import own_promotion
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
@@ -86,7 +87,7 @@ def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None
     >>> float(entropy_denominator(Objective(entropy_coef=0.1, top_entropy=0.5), mask, entropy))
     2.0
     """
-    live = jnp.asarray(mask) != 0
+    live = validation.zero_or_one("entropy_denominator", mask, jnp.asarray(mask))
     if objective.top_entropy is not None:
         if entropy is None:
             raise ValueError(
