@@ -208,7 +208,10 @@ def warn_unused(call: str, objective: Objective, given: Mapping[str, Any]) -> No
         )
 
 
-_ENTRIES = {f"logitless.{m}" for m in ("api", "loss_stats", "objectives.api", "objectives.inputs", "validation")}
+_ENTRIES = {
+    f"logitless.{m}" for m in ("api", "loss_stats", "objectives.api", "objectives.inputs", "promotion", "validation")
+}
+"""Modules of this package that stand between a user's call and :func:`warn_unused`."""
 
 
 def _callers_level() -> int | None:

@@ -28,7 +28,6 @@ def check(c: TrainConfig) -> None:
     _check_arms(c)
     objective = objective_of(c)
     _check_naive(c, objective)
-    _check_sampler_logp(c, objective)
     _check_sparse(c)
     divided = objective.temperature_on == "logp" and objective.temperature is not None
     if c.rollout.sampler and divided and needs_rollout(objective):
@@ -152,19 +151,6 @@ def _check_kernel_switch(c: TrainConfig) -> None:
         raise ConfigError(f"kernel.enabled: false means train.loss.backend reference, but that is {backend!r}")
     if c.kernel.enabled and backend in ("reference", NAIVE):
         raise ConfigError(f"kernel.enabled: true, but train.loss.backend is {backend!r}; set one of them only")
-
-
-def _check_sampler_logp(c: TrainConfig, objective: Objective) -> None:
-    """A sampler's log-probabilities are those of logits at ``rollout.temperature``; nothing else compares with them."""
-    reads = objective.correction is not None or (
-        objective.off_policy_threshold is not None and objective.off_policy_from == "rollout"
-    )
-    if reads and objective.temperature_on == "logp" and objective.temperature is not None:
-        raise ConfigError(
-            f"train.objective.temperature_on: logp, but the sampler's log-probabilities are those of logits at "
-            f"rollout.temperature {c.rollout.temperature}, and correction and off_policy_threshold compare with them; "
-            "set it to logits, or rollout.temperature to 1, or leave those out"
-        )
 
 
 def _check_naive(c: TrainConfig, objective: Objective) -> None:
