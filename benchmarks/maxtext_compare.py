@@ -88,7 +88,7 @@ def compare(name: str) -> dict[str, Any]:
 
     def stock(parameters: Any, rest: Any) -> Any:
         logits = called(nnx.merge(graph, parameters, rest, copy=True))
-        return logitless.grpo_loss(logits, TARGETS, backend="reference", **LOSS)
+        return logitless.grpo_loss(logits, TARGETS, options=logitless.Options(backend="reference"), **LOSS)
 
     def ours(parameters: Any, rest: Any, norm: bool = True) -> Any:
         model = nnx.merge(tiled_graph, parameters, rest, copy=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.explanation import explain
+from logitless.core.options import Head, Options
 from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools.timing import wall_times
 from logitless.objectives.metrics import metric_values
@@ -53,7 +54,9 @@ def batch(tokens: int, hidden: int, vocab: int, seed: int) -> dict[str, Any]:
 
 def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str, Any]:
     def loss(hidden: jax.Array, lm_head: jax.Array, rest: dict[str, Any]) -> Any:
-        return linear_grpo_loss(hidden, lm_head, objective=objective, backend=backend, head_layout="vh", **rest)
+        return linear_grpo_loss(
+            hidden, Head(lm_head, layout="vh"), objective=objective, options=Options(backend=backend), **rest
+        )
 
     rest = {k: v for k, v in arrays.items() if k not in ("hidden", "lm_head")}
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -108,7 +111,7 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
     objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
     shape = arrays["targets"].shape
     print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
-    print(explain(linear_grpo_loss, arrays["hidden"], arrays["lm_head"], objective=objective, head_layout="vh"))
+    print(explain(linear_grpo_loss, arrays["hidden"], Head(arrays["lm_head"], layout="vh"), objective=objective))
     arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
     print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
     for name, arm in arms.items():

@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.core.options import Options
 from logitless.core.stats import TokenStats
 from logitless.lab.tools.baselines import naive_head_logp
 from logitless.objectives.inputs import divided
@@ -84,6 +85,8 @@ def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., t
     sparse = config.train.loss.sparse_backward
 
     def library(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
-        return linear_grpo_loss(hidden, head, targets, objective=objective, sparse_backward=sparse, **arrays, **options)
+        return linear_grpo_loss(
+            hidden, head, targets, objective=objective, options=Options(sparse_backward=sparse), **arrays, **options
+        )
 
     return library

@@ -18,6 +18,7 @@ import numpy as np
 
 from logitless.api import linear_grpo_loss
 from logitless.core.explanation import explain
+from logitless.core.options import Options
 from logitless.data.group_advantages import group_advantages
 from logitless.train import train_mesh
 from logitless.train.collect import collect
@@ -102,7 +103,7 @@ class Trainer:
                 jax.ShapeDtypeStruct((rows, width, m.hidden_size), dtype),
                 jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
                 objective=self.objective,
-                sparse_backward=c.train.loss.sparse_backward,
+                options=Options(sparse_backward=c.train.loss.sparse_backward),
                 **head_options(c),
             ).backend
         except (NotImplementedError, ValueError) as error:

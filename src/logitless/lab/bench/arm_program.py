@@ -63,7 +63,7 @@ def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
         if head:
             value, metrics = logitless.linear_grpo_loss(
-                x[0], x[1], objective=objective, head_layout="vh", **rest, **arm.options
+                x[0], logitless.Head(x[1], layout="vh"), objective=objective, **rest, **arm.options
             )
         else:
             value, metrics = logitless.grpo_loss(x[0], objective=objective, **rest, **arm.options)
@@ -80,7 +80,7 @@ def _logprobs(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     def forward(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
         if c["level"] == "head":
             stats = logitless.linear_logprobs(
-                x[0], x[1], rest["targets"], mask=rest["mask"], head_layout="vh", **arm.options
+                x[0], logitless.Head(x[1], layout="vh"), rest["targets"], mask=rest["mask"], **arm.options
             )
         else:
             stats = logitless.logprobs(x[0], rest["targets"], mask=rest["mask"], **arm.options)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.api import grpo_loss, linear_grpo_loss
+from logitless.core.options import Head
 from logitless.lab.tools import baselines
 from logitless.lab.tpu.hlo_collectives import collectives_of
 from logitless.mesh.sharding import Sharding
@@ -54,7 +55,7 @@ def program(
     def over_head(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
         o: dict[str, Any] = dict(advantages=a, old_logp=old, objective=objective, logits_dtype=logits_dtype)
         if form == "fused":
-            return linear_grpo_loss(h, w, y, head_layout="vh", sharding=sharding, **o)[0]
+            return linear_grpo_loss(h, Head(w, layout="vh"), y, sharding=sharding, **o)[0]
         return baselines.head_loss("strong", h, w, y, **o)
 
     if level == "logits":
