@@ -6,48 +6,37 @@ A test's case is then one dictionary. ``lm_head`` takes ``bias``, ``lora``, ``lo
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import logitless
-
-OPTIONS = {f.name for f in dataclasses.fields(logitless.Options)}
-HEAD = {"head_layout" if f.name == "layout" else f.name: f.name for f in dataclasses.fields(logitless.Head)}
-del HEAD["weight"]
+from logitless.core.options import grouped
 
 
-def grouped(call: Callable[..., Any], args: tuple[Any, ...], flat: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """``(args, kwargs)`` as ``call`` takes them."""
-    options = {k: v for k, v in flat.items() if k in OPTIONS}
-    rest = {k: v for k, v in flat.items() if k not in OPTIONS}
-    if options:
-        rest["options"] = logitless.Options(**options)
-    if call.__name__.startswith("linear_"):
-        head = {HEAD[k]: rest.pop(k) for k in list(rest) if k in HEAD}
-        if head and "lm_head" in rest:
-            rest["lm_head"] = logitless.Head(rest["lm_head"], **head)
-        elif head:
-            args = (args[0], logitless.Head(args[1], **head), *args[2:])
-        if (bias := rest.pop("ref_bias", None)) is not None:
-            rest["ref_lm_head"] = logitless.Head(rest["ref_lm_head"], bias=bias)
-    return args, rest
+def by_name(call: Callable[..., Any], args: tuple[Any, ...], flat: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as ``call`` takes them, by name."""
+    flat = dict(zip(inspect.signature(call).parameters, args, strict=False)) | flat
+    bias = flat.pop("ref_bias", None)
+    if call in (logitless.logprobs, logitless.grpo_loss):
+        return grouped(flat)
+    given = grouped(flat)
+    return given if bias is None else given | {"ref_lm_head": logitless.Head(given["ref_lm_head"], bias=bias)}
 
 
 def flat(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, a public call or ``with_stats`` of one, with flat keywords."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = grouped(call, args, kwargs)
-        return call(*args, **kwargs)
-
-    return called
+    """A public call, or ``with_stats`` of one, with flat keywords."""
+    return lambda *args, **kwargs: call(**by_name(call, args, kwargs))
 
 
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``logitless.explain`` with flat keywords."""
-    args, kwargs = grouped(call, args, kwargs)
-    return logitless.explain(call, *args, **kwargs)
+    return logitless.explain(call, **by_name(call, args, kwargs))
+
+
+def plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``logitless.plan`` with flat keywords."""
+    return logitless.plan(call, **by_name(call, args, kwargs))
 
 
 logprobs = flat(logitless.logprobs)

@@ -181,8 +181,8 @@ def linear_grpo_loss(
     """A GRPO-family loss from hidden states and the head, without ``[B, T, V]`` logits or dlogits: ``(loss, metrics)``.
 
     Objectives whose tokens are uncoupled take three matmuls per token that has a gradient (two with a frozen head),
-    the others four; on a TPU all take four (two with a frozen head; three with ``Options.memory_budget``), with an entropy
-    bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
+    the others four; on a TPU all take four (two with a frozen head; three with ``Options.memory_budget``), with an
+    entropy bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
     targets are the *next* tokens (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no
     gradient flows into them. One that the objective does not read is warned about
     (:class:`logitless.UnusedArgumentWarning`).

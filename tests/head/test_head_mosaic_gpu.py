@@ -235,7 +235,12 @@ def test_behind_the_public_call_with_and_without_a_gradient():
         return jnp.sum(weight[0] * s.logp + weight[1] * s.entropy), s
 
     call = functools.partial(f, backend="mosaic_gpu")
-    assert "no logits" in logitless.explain(logitless.linear_logprobs, hidden, head, options=logitless.Options(backend="mosaic_gpu", interpret=True)).bytes_moved  # fmt: skip
+    assert (
+        "no logits"
+        in logitless.explain(
+            logitless.linear_logprobs, hidden, head, options=logitless.Options(backend="mosaic_gpu", interpret=True)
+        ).bytes_moved
+    )
     alone = jax.jit(lambda *a: call(*a)[1])(hidden, head)
     (_, beside), (dh, dw) = jax.jit(jax.value_and_grad(call, argnums=(0, 1), has_aux=True))(hidden, head)
     for name in FIELDS:

@@ -131,9 +131,14 @@ def test_over_a_mesh(tokens: P, head: P) -> None:
     def f(h: Any, w: Any, a: Any, b: Any, sharding: Any = None) -> Any:
         h = jnp.where(mask[..., None], h, jnp.nan)
         return logitless.linear_grpo_loss(
-            h, logitless.Head(w, lora=(a, b), lora_scale=0.5), y, advantages=jnp.asarray([1.0, -0.5]), mask=mask, sharding=sharding,
+            h,
+            logitless.Head(w, lora=(a, b), lora_scale=0.5),
+            y,
+            advantages=jnp.asarray([1.0, -0.5]),
+            mask=mask,
+            sharding=sharding,
             options=logitless.Options(backend="pallas_tpu", interpret=True),
-        )[0]  # fmt: skip
+        )[0]
 
     sharding = Sharding(mesh, tokens=tokens, head=head)
     got, expected = (

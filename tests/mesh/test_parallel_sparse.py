@@ -313,5 +313,9 @@ def test_the_reference_refuses_it() -> None:
     case = calibrated()
     with pytest.raises(NotImplementedError, match="sparse backward"):
         linear_logprobs(
-            case.hidden, case.lm_head, case.targets, sharding=TENSOR.sharding(), options=Options(sparse_backward="auto", backend="reference"),
-        )  # fmt: skip
+            case.hidden,
+            case.lm_head,
+            case.targets,
+            sharding=TENSOR.sharding(),
+            options=Options(sparse_backward="auto", backend="reference"),
+        )

@@ -53,8 +53,11 @@ def test_what_a_kernel_cannot_serve_is_refused_even_in_the_interpreter() -> None
         )
     with pytest.raises(NotImplementedError, match=r"cannot serve this call.*LoRA of rank 0"):
         logitless.linear_logprobs(
-            jnp.zeros((4, 128)), logitless.Head(jnp.zeros((256, 128)), lora=(jnp.zeros((256, 0)), jnp.zeros((0, 128)))), jnp.zeros(4, jnp.int32), options=logitless.Options(backend="pallas_tpu", interpret=True),
-        )  # fmt: skip
+            jnp.zeros((4, 128)),
+            logitless.Head(jnp.zeros((256, 128)), lora=(jnp.zeros((256, 0)), jnp.zeros((0, 128)))),
+            jnp.zeros(4, jnp.int32),
+            options=logitless.Options(backend="pallas_tpu", interpret=True),
+        )
 
 
 def test_a_kernel_whose_modules_do_not_import_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 
 from logitless.core import validation
-from logitless.core.problem import Call, Head, Layout, LogitsProblem, Loss, Problem, flat_tokens
+from logitless.core.options import HEAD_NAMES, Head, head_by_name
+from logitless.core.problem import Call, HeadArrays, Layout, LogitsProblem, Loss, Problem, flat_tokens
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
@@ -191,7 +192,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
         )
     targets = validation.target_array(name, given["targets"], shape, "hidden without its last dimension")
     live = validation.mask_array(name, given["mask"], shape)
-    head = Head(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
+    head = HeadArrays(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
     if given["bias"] is not None:
         bias = validation.float_array(name, "bias", given["bias"])
         validation.same_shape(name, "bias", bias, (head.vocab,), "the vocabulary")

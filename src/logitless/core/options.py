@@ -5,6 +5,7 @@ the call is carried out. :func:`by_name` lays both open, one entry for each fiel
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,8 +14,6 @@ from jaxtyping import Float
 
 from logitless.core.problem import Layout
 
-HeadGradDtype = Literal["float32", "param"]
-BwdImpl = Literal["pallas", "jax"]
 SparseBackward = Literal["off", "auto"] | float | Array
 Number = Array | float | None
 
@@ -90,9 +89,9 @@ class Options:
     chunk_size: int | None = None
     memory_budget: int | None = None
     logits_dtype: Any = "float32"
-    head_grad_dtype: HeadGradDtype = "float32"
+    head_grad_dtype: str = "float32"
     sparse_backward: SparseBackward = "off"
-    bwd_impl: BwdImpl = "pallas"
+    bwd_impl: str = "pallas"
     donate_logits: bool = False
     interpret: bool = False
     validate: bool = False
@@ -117,6 +116,8 @@ def head_by_name(head: Head | Array) -> dict[str, Any]:
 
 def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the public call ``name`` with its ``options`` and its ``lm_head`` laid open."""
+    if "options" not in given:
+        return given  # open already
     options, rest = given["options"], {k: v for k, v in given.items() if k != "options"}
     if not isinstance(options, Options):
         raise TypeError(f"{name}: options is {type(options).__name__}, expected logitless.Options(...).")
@@ -127,6 +128,19 @@ def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}: Options.{field} is for calls from {what}, not from {level}; leave it out.")
     own = {f: getattr(options, f) for f in _OPTIONS if f not in _ONE_LEVEL[level]}
     return rest | own | (head_by_name(given["lm_head"]) if level == "hidden" else {})
+
+
+def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a public call, by name, from one table in which fields of :class:`Head` and :class:`Options` stand
+    beside the arrays, as in a configuration file. A ``Head`` in it stays as it is."""
+    options = {k: v for k, v in flat.items() if k in _OPTIONS}
+    rest = {k: v for k, v in flat.items() if k not in _OPTIONS}
+    if options:
+        rest["options"] = Options(**options)
+    if "lm_head" in rest and not isinstance(rest["lm_head"], Head):
+        head = {field: rest.pop(name) for field, name in HEAD_NAMES.items() if name in rest}
+        rest["lm_head"] = Head(**head) if len(head) > 1 else head["weight"]
+    return rest
 
 
 def _flatten(head: Head) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ..
 def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
     """The quick comparison: print it; 1 if the two disagree."""
     arrays = batch(tokens, hidden, vocab, seed)
-    stats = jax.jit(partial(linear_logprobs, head_layout="vh"))(arrays["hidden"], arrays["lm_head"], arrays["targets"])
+    stats = jax.jit(linear_logprobs)(arrays["hidden"], Head(arrays["lm_head"], layout="vh"), arrays["targets"])
     noise = np.random.default_rng(seed + 1).standard_normal(stats.logp.shape).astype(np.float32)
     arrays["old_logp"] = np.asarray(stats.logp) + 0.1 * noise
     objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from logitless import api
 from logitless.core.problem import HeadArrays, Layout
 from logitless.lab.plan.chips import CPU, Chip
 from logitless.lab.tpu import aot
@@ -120,11 +121,11 @@ def compiled(
     cotangent = jax.ShapeDtypeStruct(given["targets"].shape, jnp.float32, sharding=arrays["targets"].sharding)
 
     def value(moving: Any, fixed: Any, g_logp: jax.Array) -> tuple[jax.Array, Any]:
-        out = call(**moving, **fixed, **static)
+        out = api.run(call.__name__, {**moving, **fixed, **static})
         return out if "advantages" in given else (jnp.sum(out.logp * g_logp), out)
 
     def statistics(moving: Any, fixed: Any) -> Any:
-        return call(**moving, **fixed, **static)
+        return api.run(call.__name__, {**moving, **fixed, **static})
 
     moving = {k: arrays.pop(k) for k in wanted}
     donate = (0,) if given.get("donate_logits") else ()
