@@ -6,6 +6,7 @@ A test's case is then one dictionary. ``lm_head`` takes ``bias``, ``lora``, ``lo
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,28 +19,40 @@ def by_name(call: Callable[..., Any], args: tuple[Any, ...], flat: dict[str, Any
     """The arguments as ``call`` takes them, by name."""
     flat = dict(zip(inspect.signature(call).parameters, args, strict=False)) | flat
     bias = flat.pop("ref_bias", None)
-    if call in (logitless.logprobs, logitless.grpo_loss):
-        return grouped(flat)
     given = grouped(flat)
     return given if bias is None else given | {"ref_lm_head": logitless.Head(given["ref_lm_head"], bias=bias)}
 
 
 def flat(call: Callable[..., Any]) -> Callable[..., Any]:
     """A public call, or ``with_stats`` of one, with flat keywords."""
-    return lambda *args, **kwargs: call(**by_name(call, args, kwargs))
+    return functools.wraps(call)(lambda *args, **kwargs: call(**by_name(call, args, kwargs)))
+
+
+def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(logitless, call.__name__)
+
+
+def with_stats(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``logitless.with_stats`` with flat keywords."""
+    return flat(logitless.with_stats(_plain(call)))
 
 
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``logitless.explain`` with flat keywords."""
-    return logitless.explain(call, **by_name(call, args, kwargs))
+    return logitless.explain(_plain(call), **by_name(call, args, kwargs))
 
 
 def plan(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``logitless.plan`` with flat keywords."""
-    return logitless.plan(call, **by_name(call, args, kwargs))
+    return logitless.plan(_plain(call), **by_name(call, args, kwargs))
 
 
 logprobs = flat(logitless.logprobs)
 grpo_loss = flat(logitless.grpo_loss)
 linear_logprobs = flat(logitless.linear_logprobs)
 linear_grpo_loss = flat(logitless.linear_grpo_loss)
+
+
+def __getattr__(name: str) -> Any:
+    """What has no choices to flatten is the library's own."""
+    return getattr(logitless, name)

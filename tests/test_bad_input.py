@@ -5,6 +5,7 @@ Every case is run twice, eagerly and while tracing (``jax.eval_shape``: nothing 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -132,9 +133,14 @@ CASES: list[Case] = [
     # -- the vocabulary
     (ON_HEAD, {"lm_head": zeros(V, 5)}, ValueError, ("lm_head has shape (7, 5)", "H = 4", "expected [V, 4]")),
     (ON_HEAD, {"lm_head": zeros(V)}, ValueError, ("lm_head has shape (7,)", "expected [V, H] or [H, V]")),
-    (ON_HEAD, {"lm_head": zeros(H, H)}, ValueError, ("lm_head has shape (4, 4)", "both layouts fit", "head_layout")),
-    (ON_HEAD, {"head_layout": "hv"}, ValueError, ("lm_head has shape (7, 4)", "head_layout='hv'", "expected")),
-    (ON_HEAD, {"head_layout": "vocab"}, ValueError, ("head_layout='vocab'", "expected 'vh'")),
+    (
+        ON_HEAD,
+        {"lm_head": zeros(H, H)},
+        ValueError,
+        ("lm_head has shape (4, 4)", "both layouts fit", "Head(lm_head, layout='vh')"),
+    ),
+    (ON_HEAD, {"head_layout": "hv"}, ValueError, ("lm_head has shape (7, 4)", "Head.layout='hv'", "expected")),
+    (ON_HEAD, {"head_layout": "vocab"}, ValueError, ("Head.layout='vocab'", "expected 'vh'")),
     (ON_HEAD, {"bias": zeros(6)}, ValueError, ("bias has shape (6,)", "expected (7,)")),
     (FOUR, {"vocab_size": 8}, ValueError, ("vocab_size=8", "expected 1 to 7")),
     (FOUR, {"vocab_size": 0}, ValueError, ("vocab_size=0", "expected 1 to 7")),
@@ -208,7 +214,7 @@ CASES: list[Case] = [
         ON_HEAD,
         {"hidden": zeros(B, T, V), "lm_head": zeros(V, H)},
         ValueError,
-        ("lm_head has shape (7, 4)", "Is hidden the logits?", "grpo_loss or logprobs", "head_layout='hv'"),
+        ("lm_head has shape (7, 4)", "Is hidden the logits?", "grpo_loss or logprobs", "layout='hv'"),
     ),
     # -- the objective and what it needs
     (LOSSES, {"objective": "trl"}, TypeError, ("objective='trl' is a string", "Objective.preset('trl')")),
@@ -253,7 +259,7 @@ def _id(value: Any) -> str:
 def test_bad_input(call: str, change: dict[str, Any], error: type[Exception], fragments: tuple[str, ...]) -> None:
     arguments = {**GOOD[call], **change}
     with pytest.raises(error) as eager:
-        getattr(logitless, call)(**arguments)
+        getattr(flat_calls, call)(**arguments)
 
     def is_traced(value: Any) -> bool:
         return isinstance(value, (np.ndarray, jax.Array, logitless.TokenStats))
@@ -261,7 +267,7 @@ def test_bad_input(call: str, change: dict[str, Any], error: type[Exception], fr
     constant = {k: v for k, v in arguments.items() if not is_traced(v)}
     arrays = {k: v for k, v in arguments.items() if is_traced(v)}
     with pytest.raises(error) as traced:
-        jax.eval_shape(lambda a: getattr(logitless, call)(**a, **constant), arrays)
+        jax.eval_shape(lambda a: getattr(flat_calls, call)(**a, **constant), arrays)
     for info in (eager, traced):
         message = str(info.value)
         assert message.startswith(f"{call}: ")
@@ -274,7 +280,7 @@ def test_bad_input(call: str, change: dict[str, Any], error: type[Exception], fr
 @pytest.mark.parametrize("call", GOOD)
 def test_the_good_arguments_are_good(call: str) -> None:
     """So that each case above fails for its own reason."""
-    jax.eval_shape(lambda a: getattr(logitless, call)(**a), GOOD[call])
+    jax.eval_shape(lambda a: getattr(flat_calls, call)(**a), GOOD[call])
 
 
 def test_nested_lists_are_arrays() -> None:
@@ -316,7 +322,7 @@ UNKNOWN: list[tuple[tuple[str, ...], str, str]] = [
 )
 def test_an_unknown_argument_is_answered_with_ours(call: str, name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"^{call}: there is no argument '{name}'\..*{hint}"):
-        getattr(logitless, call)(**GOOD[call], **{name: TOKENS})
+        getattr(flat_calls, call)(**GOOD[call], **{name: TOKENS})
 
 
 def test_calls_over_the_calls_answer_alike() -> None:
@@ -327,11 +333,12 @@ def test_calls_over_the_calls_answer_alike() -> None:
     with pytest.raises(TypeError, match=r"^plan(\(linear_grpo_loss\))?" + hint):
         logitless.plan(*shapes, beta=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="^grpo_loss" + hint):
-        logitless.with_stats(flat_calls.grpo_loss)(**GOOD["grpo_loss"], beta=0.1)
+        logitless.with_stats(logitless.grpo_loss)(**GOOD["grpo_loss"], beta=0.1)
 
 
 def test_hints_name_arguments_that_exist() -> None:
     arguments = {n for call in ALL for n in inspect.signature(getattr(logitless, call)).parameters}
+    arguments |= {f.name for f in dataclasses.fields(logitless.Head)} - {"weight"}
     for name, hint in checks.THEIR_ARGUMENTS.items():
         ours = hint.partition(",")[0].partition(" ")[0]
         assert name not in arguments and (ours in arguments or ours == "nothing"), name
@@ -359,7 +366,7 @@ def test_no_message_prints_an_array(call: str) -> None:
     for name in inspect.signature(getattr(logitless, call)).parameters:
         for value in (array, jnp.asarray(array), token_stats(array, array), [array.tolist()] * 2, {"a": array}):
             try:
-                jax.eval_shape(lambda n=name, v=value: getattr(logitless, call)(**{**GOOD[call], n: v}))
+                jax.eval_shape(lambda n=name, v=value: getattr(flat_calls, call)(**{**GOOD[call], n: v}))
             except (TypeError, ValueError, NotImplementedError) as error:
                 message = str(error)
                 assert "0.123" not in message and len(message) < 600, (name, type(value))
@@ -377,12 +384,12 @@ def test_a_mask_is_zero_or_one_where_it_can_be_seen(call: str, value: float) -> 
         with pytest.raises(
             ValueError, match=rf"^{call}: mask is {value}.* at \(1, 2\), expected 0 or 1.*token_weights="
         ):
-            getattr(logitless, call)(**GOOD[call], mask=seen)
+            getattr(flat_calls, call)(**GOOD[call], mask=seen)
         with pytest.raises(ValueError, match=rf"^{call}: mask is {value}"):  # a constant of the program
-            jax.eval_shape(lambda a, m=seen: getattr(logitless, call)(**a, mask=m), GOOD[call])
-    jax.eval_shape(lambda a, m: getattr(logitless, call)(**a, mask=m), GOOD[call], mask)
+            jax.eval_shape(lambda a, m=seen: getattr(flat_calls, call)(**a, mask=m), GOOD[call])
+    jax.eval_shape(lambda a, m: getattr(flat_calls, call)(**a, mask=m), GOOD[call], mask)
     for good in (mask > 0, np.trunc(np.nan_to_num(mask) > 0), (mask > 0).astype(np.int8)):
-        jax.eval_shape(lambda a, m=good: getattr(logitless, call)(**a, mask=m), GOOD[call])
+        jax.eval_shape(lambda a, m=good: getattr(flat_calls, call)(**a, mask=m), GOOD[call])
 
 
 def test_other_masks_are_zero_or_one() -> None:
@@ -413,14 +420,14 @@ def test_a_small_vocabulary_is_taken_where_the_layout_is_said() -> None:
 @pytest.mark.parametrize("call", LOSSES)
 def test_a_missing_ref_with_a_traced_beta(call: str) -> None:
     """A zero needs no reference. Inside jit nobody knows that it is one: if it is not, the loss is NaN."""
-    loss = jax.jit(lambda o: getattr(logitless, call)(**GOOD[call], objective=o)[0])
-    plain = jax.jit(lambda: getattr(logitless, call)(**GOOD[call])[0])()
+    loss = jax.jit(lambda o: getattr(flat_calls, call)(**GOOD[call], objective=o)[0])
+    plain = jax.jit(lambda: getattr(flat_calls, call)(**GOOD[call])[0])()
     assert float(loss(Objective(beta=0.0))) == float(plain)
     assert np.isnan(loss(Objective(beta=0.1)))
     for zero in (0.0, np.float32(0.0), jnp.float32(0.0)):
-        jax.eval_shape(lambda a, zero=zero: getattr(logitless, call)(**a, objective=Objective(beta=zero)), GOOD[call])
+        jax.eval_shape(lambda a, zero=zero: getattr(flat_calls, call)(**a, objective=Objective(beta=zero)), GOOD[call])
     with pytest.raises(ValueError, match=r"objective.beta=0.5 asks for a KL term but ref_logp is missing"):
-        getattr(logitless, call)(**GOOD[call], objective=Objective(beta=jnp.float32(0.5)))
+        getattr(flat_calls, call)(**GOOD[call], objective=Objective(beta=jnp.float32(0.5)))
 
 
 @pytest.mark.parametrize("call", FOUR)
@@ -428,11 +435,11 @@ def test_validate_finds_targets_on_the_host(call: str) -> None:
     targets = np.array([[0, 1, 9], [-1, 6, 7]])
     arguments = {**GOOD[call], "targets": targets, "validate": True}
     with pytest.raises(ValueError, match=r"3 live tokens lie outside \[0, 7\): 9 at \(0, 2\) and 2 more"):
-        getattr(logitless, call)(**arguments)
+        getattr(flat_calls, call)(**arguments)
     with without_metrics():
-        getattr(logitless, call)(**arguments, mask=(targets >= 0) & (targets < 7))
+        getattr(flat_calls, call)(**arguments, mask=(targets >= 0) & (targets < 7))
     with pytest.raises(TypeError, match="validate_targets: got traced arrays; call it outside jit"):
-        jax.eval_shape(lambda y: getattr(logitless, call)(**{**arguments, "targets": y}), targets)
+        jax.eval_shape(lambda y: getattr(flat_calls, call)(**{**arguments, "targets": y}), targets)
 
 
 def test_validate_targets() -> None:
@@ -483,3 +490,35 @@ def test_kernel_backends_say_where_they_run() -> None:
     for backend in ("pallas_tpu", "mosaic_gpu"):
         with pytest.raises(NotImplementedError, match=rf"logprobs: backend='{backend}' runs on a .*'chunked'"):
             flat_calls.logprobs(**LOGITS, backend=backend)
+
+
+def test_keywords_that_moved_name_their_new_home() -> None:
+    assert set(checks.OPTION_FIELDS) == {f.name for f in dataclasses.fields(logitless.Options)}
+    assert set(checks.HEAD_FIELDS.values()) == {f.name for f in dataclasses.fields(logitless.Head)} - {"weight"}
+    good = GOOD["linear_grpo_loss"]
+    for name in checks.OPTION_FIELDS:
+        with pytest.raises(TypeError, match=rf"{name}.*options=logitless\.Options\({name}=\.\.\.\)"):
+            logitless.linear_grpo_loss(**good, **{name: 1})
+    for name, field in checks.HEAD_FIELDS.items():
+        with pytest.raises(TypeError, match=rf"{name}.*logitless\.Head\(lm_head, {field}=\.\.\.\)"):
+            logitless.linear_grpo_loss(**good, **{name: 1})
+    with pytest.raises(TypeError, match=r"ref_bias.*ref_lm_head=logitless\.Head\(ref_lm_head, bias"):
+        logitless.linear_grpo_loss(**good, ref_bias=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "fragment"),
+    [
+        (
+            "linear_logprobs",
+            dict(donate_logits=True),
+            r"Options\.donate_logits is for calls from logits, not from hidden",
+        ),
+        ("grpo_loss", dict(chunk_size=8), r"Options\.chunk_size is for calls from hidden states, not from logits"),
+    ],
+)
+def test_options_of_the_other_level_are_refused(call: str, options: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{call}: {fragment}"):
+        getattr(logitless, call)(**GOOD[call], options=logitless.Options(**options))
+    with pytest.raises(TypeError, match=rf"^{call}: options is dict, expected logitless\.Options"):
+        getattr(logitless, call)(**GOOD[call], options=options)

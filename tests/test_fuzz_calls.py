@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from conftest import AGGREGATIONS, POLICY_LEVELS, objective_of
 from interpreted import in_numpy
@@ -260,7 +261,7 @@ def called(case: Case) -> tuple[dict[str, np.ndarray], dict[str, float]]:
             given = dict(primals)
             if "lora_a" in given:
                 given["lora"] = given.pop("lora_a"), given.pop("lora_b")
-            call = getattr(logitless, case.call)
+            call = getattr(flat_calls, case.call)
             if case.objective is not None:
                 return call(**given, **rest, **case.options, objective=case.objective)
             stats = call(**given, **rest, **case.options)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import evaluate, random_batch, token_stats
 from interpreted import by_numpy
@@ -139,7 +140,7 @@ def test_float8_is_refused_by_name(call: str, arguments: dict[str, Any], names: 
     """dlogits rounded to float8 are zeros: a finite loss without a gradient."""
     coarse = {n: jax.tree.map(lambda x: jnp.asarray(x).astype(F8), arguments[n]) for n in names.split()}
     with pytest.raises(TypeError, match=rf"{names.split()[0]}.* is float8_e4m3fn, .* float32"):
-        getattr(logitless, call)(**arguments | coarse)
+        getattr(flat_calls, call)(**arguments | coarse)
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------

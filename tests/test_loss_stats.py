@@ -38,7 +38,7 @@ def batch() -> dict[str, Any]:
 
 def loss_and_aux(hidden: Any, lm_head: Any, **options: Any) -> Any:
     data = {k: v for k, v in batch().items() if k not in ("hidden", "lm_head")}
-    return logitless.with_stats(flat_calls.linear_grpo_loss)(hidden, lm_head, **data, **options)
+    return flat_calls.with_stats(flat_calls.linear_grpo_loss)(hidden, lm_head, **data, **options)
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_statistics_from_logits() -> None:
     d = batch()
     logits = d["hidden"] @ d["lm_head"].T
     rest = {k: d[k] for k in ("targets", "mask", "advantages")}
-    _, (_, stats) = by_numpy(lambda x: logitless.with_stats(flat_calls.grpo_loss)(x, **rest), logits)
+    _, (_, stats) = by_numpy(lambda x: flat_calls.with_stats(flat_calls.grpo_loss)(x, **rest), logits)
     assert_same(stats, by_numpy(lambda x: logitless.logprobs(x, d["targets"], mask=d["mask"]), logits))
 
 

@@ -77,7 +77,7 @@ def traced_loss(call: str, backend: str, coupled: bool) -> Any:
     o = Objective(**(COUPLED if coupled else UNCOUPLED))
 
     def loss(differentiated: list[jax.Array], targets: jax.Array, inputs: dict[str, Any]) -> jax.Array:
-        return getattr(logitless, call)(*differentiated, targets, objective=o, backend=backend, **inputs)[0]
+        return getattr(flat_calls, call)(*differentiated, targets, objective=o, backend=backend, **inputs)[0]
 
     step = in_numpy(jax.value_and_grad(loss))
     return lambda arrays, inputs: step([arrays[n] for n in names], arrays["targets"], inputs)

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs
 from logitless.core.options import Head
 from matmuls import matmul_flops
@@ -94,7 +95,7 @@ def test_explain_says_what_the_program_does(seed: int) -> None:
     primals, options = arguments(call, rng)
     targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
     public = linear_logprobs if call["objective"] is None else linear_grpo_loss
-    route = explain(public, **primals, targets=targets, **options)
+    route = flat_calls.explain(public, **primals, targets=targets, **options)
     assert route.backend == call["backend"]
 
     constants = {"lm_head": primals["lm_head"]} if call["frozen"] else {}
@@ -102,7 +103,7 @@ def test_explain_says_what_the_program_does(seed: int) -> None:
     constants |= {k: v for k, v in primals.items() if k not in moving}
 
     def value(moving: dict[str, Any]) -> Any:
-        out = public(**moving, **constants, targets=targets, **options)
+        out = flat_calls.flat(public)(**moving, **constants, targets=targets, **options)
         return out[0] if call["objective"] else jnp.sum(out.logp)
 
     f = jax.grad(value) if call["gradient"] else value

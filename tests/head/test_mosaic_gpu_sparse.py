@@ -18,7 +18,7 @@ import pytest
 
 import flat_calls
 from interpreted import in_numpy
-from logitless import Objective, explain, metric_values, oracle
+from logitless import Objective, metric_values, oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import Problem
 from logitless.core.row_passes import probabilities as row_probabilities
@@ -949,14 +949,18 @@ def test_where_logits_are_stored() -> None:
 
 def test_it_says_what_it_does_and_where_it_cannot() -> None:
     h, w, y = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
-    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)
+    e = flat_calls.explain(flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)
     assert e.backend == "mosaic_gpu" and "screen" in e.way and e.fused_statistics
-    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED)
+    e = flat_calls.explain(
+        flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED
+    )
     assert "logits are stored: rounded logits" in e.way
     room = dict(memory_budget=4 * 512 * 8, advantages=jnp.ones(8))
-    e = explain(flat_calls.linear_grpo_loss, h[:, None], w, y[:, None], sparse_backward="auto", **room, **SCREENED)
+    e = flat_calls.explain(
+        flat_calls.linear_grpo_loss, h[:, None], w, y[:, None], sparse_backward="auto", **room, **SCREENED
+    )
     assert "exact path" in e.way and e.tiles["chunk_if_flat"] == 4
-    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward=2.0**-13, **SCREENED)
+    e = flat_calls.explain(flat_calls.linear_logprobs, h, w, y, sparse_backward=2.0**-13, **SCREENED)
     assert "logits are stored: a tolerance of" in e.way
 
 

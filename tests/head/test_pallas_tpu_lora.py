@@ -154,7 +154,7 @@ def test_explain_prices_it() -> None:
     h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 1024, 4096), (151936, 4096)))
     lora = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((151936, 16), (16, 4096)))
     given = dict(backend="pallas_tpu", interpret=True)
-    with_lora, without = (logitless.explain(flat_calls.linear_grpo_loss, h, w, lora=x, **given) for x in (lora, None))
+    with_lora, without = (flat_calls.explain(flat_calls.linear_grpo_loss, h, w, lora=x, **given) for x in (lora, None))
     assert with_lora.matmuls == "4 (3 with LoRA trained and the head frozen, 2 with both frozen, 1 without a gradient)"
     assert "no merged head" in with_lora.way and "LoRA" not in without.way
     assert with_lora.described.counts == without.described.counts

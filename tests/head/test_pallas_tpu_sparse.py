@@ -26,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import flat_calls
 from interpreted import in_numpy
-from logitless import Objective, Sharding, explain, metric_values, oracle
+from logitless import Objective, Sharding, metric_values, oracle
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import column_choice, kernels
 from logitless.head.pallas_tpu import sparse_backward as slabs
@@ -562,10 +562,10 @@ def test_tokens_over_a_mesh(late: bool) -> None:
 def test_explain_says_what_it_does() -> None:
     h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 8192, 4096), (151936, 4096)))
     call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
-    route = explain(flat_calls.linear_grpo_loss, h, w, **call)
+    route = flat_calls.explain(flat_calls.linear_grpo_loss, h, w, **call)
     assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
     assert route.tiles["slab"] == column_rule(151936).slab == 1024
-    assert "1 + 4 K/V" in explain(flat_calls.linear_logprobs, h, w, **call).matmuls
+    assert "1 + 4 K/V" in flat_calls.explain(flat_calls.linear_logprobs, h, w, **call).matmuls
 
 
 # -- ahead of time -----------------------------------------------------------------------------------------------------

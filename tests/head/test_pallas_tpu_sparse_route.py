@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flat_calls
-from logitless import Objective, Sharding, explain, metric_values, oracle
+from logitless import Objective, Sharding, metric_values, oracle
 from logitless.head.dense_report import WithDenseReport
 from logitless.head.sparse.backend import Sparse
 from logitless.lab.bench import realistic
@@ -169,7 +169,7 @@ def explained(shape: tuple[int, int], options: dict[str, Any]) -> Any:
     w = struct((vocab, width) if vh else (width, vocab), jnp.bfloat16)
     if options.pop("lora", False):
         options["lora"] = struct((w.shape[0], 4), jnp.bfloat16), struct((4, w.shape[1]), jnp.bfloat16)
-    return explain(flat_calls.linear_grpo_loss, struct((8, 64, width), jnp.bfloat16), w, **options)
+    return flat_calls.explain(flat_calls.linear_grpo_loss, struct((8, 64, width), jnp.bfloat16), w, **options)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

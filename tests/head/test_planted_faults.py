@@ -15,7 +15,7 @@ import flat_calls
 import logitless
 from conftest import token_stats
 from interpreted import by_numpy
-from logitless import Objective, explain
+from logitless import Objective
 from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import column_gather
 from logitless.head.sparse.report import SparseReport
@@ -180,7 +180,7 @@ def test_a_memory_budget_is_for_logits_and_dlogits(dtype: str, size: int) -> Non
 
     def chunk(budget: int) -> int:
         options = dict(advantages=jnp.ones(2), memory_budget=budget, logits_dtype=dtype, backend="chunked")
-        return explain(flat_calls.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
+        return flat_calls.explain(flat_calls.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
 
     both = 2 * 64 * size * 12
     assert chunk(both) == 12 > chunk(both - 1)

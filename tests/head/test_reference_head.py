@@ -12,7 +12,7 @@ import pytest
 
 import flat_calls
 from interpreted import by_numpy
-from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, oracle, plan
+from logitless import Objective, Sharding, linear_grpo_loss, linear_logprobs, oracle, plan
 from logitless.core.options import Head
 from matmuls import matmul_flops
 
@@ -125,7 +125,7 @@ def test_one_matmul_more_for_each_live_token_as_explain_and_plan_say() -> None:
 
     assert flops() == 4.0
     assert flops(ref_hidden=None, ref_lm_head=None, ref_logp=np.zeros((B, T), np.float32)) == 3.0
-    route = explain(flat_calls.linear_grpo_loss, **p, **options)
+    route = flat_calls.explain(flat_calls.linear_grpo_loss, **p, **options)
     assert route.reference is not None and route.reference.backend == route.backend
     assert route.matmuls.endswith("and 1 per live token for the reference") and "of the reference" in str(route)
     own, both = (plan(p["hidden"], p["lm_head"], **options, reference=r, compile=False) for r in (False, True))

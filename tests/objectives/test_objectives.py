@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import (
     AGGREGATIONS,
@@ -731,7 +732,7 @@ def test_changing_a_number_of_a_full_loss_does_not_recompile(call: str) -> None:
         nonlocal count
         count += 1
         args = (logits,) if call == "grpo_loss" else (hidden, head)
-        return getattr(logitless, call)(
+        return getattr(flat_calls, call)(
             *args,
             targets,
             advantages=np.float32([1.0, -1.0]),

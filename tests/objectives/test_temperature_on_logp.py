@@ -63,11 +63,11 @@ def test_on_policy_the_ratio_is_one_to_the_bit(level: str, way: str, kind: str) 
     arrays = {**d["arrays"], **d["ref"]}
 
     def statistics(objective: Objective, x: Any) -> Any:
-        call = getattr(logitless, stats_name)
+        call = getattr(flat_calls, stats_name)
         return call(*x, d["targets"], mask=d["arrays"]["mask"], objective=objective, backend="chunked")
 
     def loss(objective: Objective, x: Any, old: Any) -> Any:
-        call = logitless.with_stats(getattr(logitless, loss_name))
+        call = flat_calls.flat(logitless.with_stats(getattr(logitless, loss_name)))
         return call(*x, d["targets"], **arrays, old_logp=old, objective=objective, backend="chunked")
 
     run, run_loss = (jax.jit(f) for f in (statistics, loss))
@@ -94,7 +94,7 @@ def test_loss_and_gradient_are_those_of_float64(level: str, way: str, kind: str)
     truth = temperature if kind == "a number" else np.where(live, temperature, 1.0)
     o = OBJECTIVES[way].replace(temperature=own)
     arrays = {**d["arrays"], **d["ref"], **d["old"]}
-    f = getattr(logitless, CALLS[level][0])
+    f = getattr(flat_calls, CALLS[level][0])
     number = tuple(range(len(d[level])))
     with without_metrics():
         loss, gradients = by_numpy(
@@ -111,7 +111,7 @@ def test_loss_and_gradient_are_those_of_float64(level: str, way: str, kind: str)
 @pytest.mark.parametrize("level", list(CALLS))
 def test_statistics_divide_logp_alone_and_their_gradient(level: str) -> None:
     d = batch()
-    call = functools.partial(getattr(logitless, CALLS[level][1]), targets=d["targets"], mask=d["arrays"]["mask"])
+    call = functools.partial(getattr(flat_calls, CALLS[level][1]), targets=d["targets"], mask=d["arrays"]["mask"])
     o = Objective(temperature=0.5, temperature_on="logp")
 
     def total(x: Any, **options: Any) -> Any:

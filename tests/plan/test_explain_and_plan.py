@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from logitless import Objective, Sharding
 from logitless.core import registry
@@ -29,7 +30,7 @@ def test_a_named_kernel_that_cannot_run_here_says_why(call: Any, backend: str) -
     logits, targets = jnp.zeros((1, 4, 256)), jnp.zeros((1, 4), jnp.int32)
     extra = {"advantages": jnp.ones(1)} if call is logitless.grpo_loss else {}
     with pytest.raises(NotImplementedError, match=rf"backend='{backend}'.*default device here is a CPU"):
-        call(logits, targets, backend=backend, **extra)
+        call(logits, targets, options=logitless.Options(backend=backend), **extra)
 
 
 @pytest.mark.parametrize("backend", ["pallas_tpu", "mosaic_gpu"])
@@ -145,12 +146,12 @@ def test_the_plan_takes_the_route_that_explain_says(call: Any, chip: str, option
     if chip == "a100":  # the kernels that a Hopper GPU would take do not run there
         options = {"backend": "chunked", **options}
     h, w = struct(4, 512, 512, dtype=BF16), struct(4096, 512, dtype=BF16)
-    p = logitless.plan(call, h, w, chip=chip, compile=False, **options)
+    p = flat_calls.plan(call, h, w, chip=chip, compile=False, **options)
     assert p.chip is not None
     mesh = mesh_on(p.chip, SHARDED.mesh)
     own = options | ({"sharding": dataclasses.replace(SHARDED, mesh=mesh)} if "sharding" in options else {})
     with as_if_on(p.chip, mesh if "sharding" in options else None):
-        assert p.route == logitless.explain(call, h, w, **own)
+        assert p.route == flat_calls.explain(call, h, w, **own)
 
 
 @pytest.mark.parametrize("call", [logitless.logprobs, logitless.grpo_loss])

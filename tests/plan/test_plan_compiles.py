@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {  # where a formula was up to half or twice 
 def test_the_plan_of_a_loss_is_what_the_compiler_says(name: str) -> None:
     options = dict(CASES[name])
     moving = {"hidden": struct(B, T, H), "lm_head": struct(V, H)} | {k: v for k, v in options.items() if k == "lora"}
-    p = logitless.plan(logitless.linear_grpo_loss, **moving | options)
+    p = flat_calls.plan(logitless.linear_grpo_loss, **moving | options)
     gradients = options.pop("gradients", None)
     fixed = {k: options.pop(k) for k in [*options] if k.startswith("ref_")}
     fixed |= {k: moving.pop(k) for k in [*moving] if gradients is not None and k not in gradients}
