@@ -1,0 +1,83 @@
+"""What training promises at the edges: nucleus, end tokens, penalties, recorded steps, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from interpreted import by_numpy
+from logitless.train import checkpoints, recorded
+from logitless.train.config import ConfigError
+from logitless.train.records import Rollouts
+from logitless.train.reward import overlong_penalty
+from logitless.train.rollout import Completions, Sampling, generate, nucleus, sample
+from logitless.train.task import Prompts, pad_left
+from train_micro import MICRO, micro_params
+
+
+def sampling(**options: Any) -> Sampling:
+    return Sampling(**{**dict(max_new=6, temperature=1.0, top_p=1.0, group_size=1, eos_ids=(), pad_id=0), **options})
+
+
+@pytest.mark.parametrize("top_p, kept", [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)])
+def test_a_nucleus_that_holds_the_mass_takes_no_further_token(top_p: float, kept: int) -> None:
+    """Two tokens of an eighth are equal: neither is taken without the other."""
+    logp = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
+    assert np.isfinite(nucleus(logp, top_p)).sum() == kept
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_token_of_the_nucleus_is_recorded_with_its_probability_in_the_whole_vocabulary(temperature: float) -> None:
+    z = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]] * 2))
+    token, logp = sample(
+        z * temperature, jax.random.split(jax.random.key(0), 2), sampling(top_p=0.4, temperature=temperature)
+    )
+    assert token.tolist() == [0, 0]
+    np.testing.assert_allclose(logp, np.log(0.5), rtol=1e-6)
+
+
+def test_every_end_token_ends_a_row() -> None:
+    """Whichever of several it is: what follows is padding."""
+    prompts, ends = pad_left([[1, 2, 3], [4], [5, 6]], 4, 15), (3, 7, 11)
+    s = sampling(max_new=12, group_size=4, eos_ids=ends, pad_id=15)
+    done = by_numpy(
+        lambda t, v: generate(micro_params(1), None, t, v, jax.random.key(5), config=MICRO, sampling=s),
+        prompts.tokens, prompts.valid,
+    )  # fmt: skip
+    last = [row[live][-1] for row, live in zip(done.tokens, done.mask, strict=True)]
+    assert set(ends) <= set(last)
+    for row, live in zip(done.tokens, done.mask, strict=True):
+        assert not np.isin(row[live][:-1], ends).any() and (row[~live] == 15).all()
+
+
+def test_the_overlong_penalty_is_nothing_before_its_buffer_and_no_more_beyond_its_limit() -> None:
+    lengths = np.array([0, 79, 80, 90, 100, 130])
+    assert overlong_penalty(lengths, limit=100, buffer=20, penalty=0.5).tolist() == [0, 0, 0, -0.25, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("rows, widths", [(3, (4, 5)), (2, (5, 5)), (2, (4, 6))])
+def test_recorded_rollouts_are_taken_by_the_shapes_that_recorded_them_alone(
+    rows: int, widths: tuple[int, int], tmp_path: Path
+) -> None:
+    prompts = Prompts(np.ones((2, 4), np.int32), np.ones((2, 4), bool))
+    done = Completions(np.ones((2, 5), np.int32), np.ones((2, 5), bool), np.zeros((2, 5), np.float32))  # type: ignore[arg-type]
+    recorded.save_rollouts(tmp_path, 1, Rollouts(prompts, done, np.array([1.0, 0.0]), {"exact": 0.5}, []))
+    same = recorded.load_rollouts(tmp_path, 1, 2, (4, 5))
+    assert same.rewards.tolist() == [1.0, 0.0] and same.parts == {"exact": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"rollout.replay: .*_00000001.npz has prompts and completions of \(2, 4\)"
+    ):
+        recorded.load_rollouts(tmp_path, 1, rows, widths)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_checkpoint_of_weights_that_are_not_finite_is_not_written(bad: float, tmp_path: Path) -> None:
+    tree = {"w": jnp.array([0.0, bad], jnp.bfloat16), "n": jnp.int32(3)}
+    with pytest.raises(checkpoints.CheckpointError, match=r"not written, because .*w.* holds NaN or infinity"):
+        checkpoints.save(tmp_path, 4, tree, {}, keep=1)
+    assert not any(tmp_path.iterdir())
