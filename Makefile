@@ -77,7 +77,7 @@ conformance: $(CONFORMANCE)/.installed
 	$(CONFORMANCE)/bin/python tests/conformance benchmarks/results/conformance.json docs/conformance.md
 
 docs: $(STAMP)
-	$(BIN)/python -m logitless.docs docs/api.md
+	$(BIN)/python -m logitless.lab.docs docs/api.md
 
 site: $(STAMP)  # the pages as a website, in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

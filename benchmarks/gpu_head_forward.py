@@ -64,7 +64,7 @@ def arrays(n: int, h: int, v: int, seed: int = 0) -> tuple[jax.Array, jax.Array,
 
 
 def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
-    from logitless.head.mosaic_gpu.schedule import tiles_for
+    from logitless.head.mosaic_gpu.kernels.schedule import tiles_for
 
     rule = tiles_for(n, h, v)
     if "rows" in changes:  # a token tile is twice as large
@@ -76,9 +76,9 @@ def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
 def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest errors of the float statistics against float64, in units of max(1, |value|)."""
     from logitless import oracle
-    from logitless.head.mosaic_gpu import matmul
-    from logitless.problem import Call, Head, Problem
-    from logitless.transform import LogitTransform
+    from logitless.core.problem import Call, Head, Problem
+    from logitless.core.transform import LogitTransform
+    from logitless.head.mosaic_gpu.kernels import stats_matmul
 
     n, h, v, vocab, o = CHECKS[name]
     rng = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array, live: Any) -> Any:
         p = Problem(hidden, Head(head, bias, layout=layout), y, t, call=Call("benchmark", vocab))
-        return matmul.token_stats(p, live, tiles(n, h, vocab, changes))
+        return stats_matmul.token_stats(p, live, tiles(n, h, vocab, changes))
 
     weight = head if layout == "vh" else jnp.asarray(np.asarray(head).T)
     got = jax.jit(f)(hidden, weight, y, None if live is None else jnp.int32(live))
@@ -122,7 +122,7 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
 
 
 def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
-    from logitless.tools import timing
+    from logitless.lab.tools import timing
 
     jitted = jax.jit(f)
     memory = timing.compiled_memory(jitted.lower(*args).compile())
@@ -131,15 +131,15 @@ def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str = "float32", **numbers: Any) -> Any:
-    from logitless.head.mosaic_gpu import matmul
-    from logitless.problem import Call, Head, Problem
-    from logitless.transform import LogitTransform
+    from logitless.core.problem import Call, Head, Problem
+    from logitless.core.transform import LogitTransform
+    from logitless.head.mosaic_gpu.kernels import stats_matmul
 
     t = LogitTransform(**{k: jnp.float32(x) for k, x in numbers.items()})
     call = Call("benchmark", shape[2], logits_dtype=jnp.dtype(logits_dtype))
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array) -> Any:
-        return matmul.token_stats(Problem(hidden, Head(head), y, t, call=call), tiles=tiles(*shape, changes))
+        return stats_matmul.token_stats(Problem(hidden, Head(head), y, t, call=call), tiles=tiles(*shape, changes))
 
     return f
 

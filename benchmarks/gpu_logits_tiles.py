@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from logitless.logits.mosaic_gpu_layout import Tiles
 
 from logitless import Objective
-from logitless.bench.data import Data
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
+from logitless.lab.bench.case_arrays import Data
+from logitless.lab.tools import timing
 from logitless.logits import chunked, mosaic_gpu
-from logitless.objectives.api import flat_inputs, loss_inputs
+from logitless.objectives.policy_loss import flat_inputs, loss_inputs
 from logitless.objectives.token_program import token_program
-from logitless.stats import StatCotangents
-from logitless.tools import timing
-from logitless.transform import LogitTransform
 
 CASE = dict(
     level="logits", tokens=4096, rows=1, hidden=0, vocab=151936, dtype="bfloat16", inputs="flat", seed=0,

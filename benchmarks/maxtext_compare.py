@@ -26,7 +26,7 @@ from maxtext.integration.tunix import tunix_adapter
 from maxtext.utils import maxtext_utils, model_creation_utils
 
 import logitless
-from logitless.integrations.tunix.model import take_head
+from logitless.integrations.tunix.tunix_model import take_head
 
 RECORD = Path(__file__).parent / "results" / "maxtext.json"
 B, T, V = 4, 16, 160

@@ -60,8 +60,8 @@ def cases() -> list[Case]:
     """The library's programs in the suites, as what a child needs; one that is there twice has both names."""
     import numpy as np
 
-    from logitless.bench import case, data, suites
-    from logitless.tools.shapes import MODELS
+    from logitless.lab.bench import case, case_arrays, suites
+    from logitless.lab.tools.shapes import MODELS
 
     found: dict[str, Case] = {}
     every: list[Any] = [c for name in ("gpu-head", "gpu-logits", "h200") for c in suites.suites()[name]]
@@ -79,7 +79,7 @@ def cases() -> list[Case]:
             if arm.kind != "library":
                 continue
             fields = {**vars(c), **arm.batch}
-            tokens = data.tokens_of(fields, np.random.default_rng(0))
+            tokens = case_arrays.tokens_of(fields, np.random.default_rng(0))
             at = tokens["targets"].shape
             x = [(*at, c.vocab)] if c.level == "logits" else [(*at, c.hidden), (c.vocab, c.hidden)]
             rest = {k: (v.shape, str(v.dtype)) for k, v in tokens.items()} | {"old_logp": (at, "float32")}

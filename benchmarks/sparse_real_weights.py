@@ -5,10 +5,10 @@
     python benchmarks/sparse_real_weights.py --states own.npz --model qwen.gguf --rollouts runs/gsm8k/dense
     python benchmarks/sparse_real_weights.py --real benchmarks/results/sparse_real_weights.json NAME=qwen.npz...
 
-The first records the table of ``logitless.bench.realistic`` at the full vocabulary; the second runs a model over GSM8K
-questions with their solutions and keeps ``h`` (final hidden states that predict the solutions' tokens), ``y`` (those
-tokens) and ``head``; the third takes a run's recorded completions of its first step instead, which this model itself
-has sampled; the fourth records the same table for such states, and the errors of dH and dW with cotangent 1 at
+The first records the table of ``logitless.lab.bench.realistic`` at the full vocabulary; the second runs a model over
+GSM8K questions with their solutions and keeps ``h`` (final hidden states that predict the solutions' tokens), ``y``
+(those tokens) and ``head``; the third takes a run's recorded completions of its first step instead, which this model
+itself has sampled; the fourth records the same table for such states, and the errors of dH and dW with cotangent 1 at
 every log-probability: of the ordinary path (float32 logits, bfloat16 operands and dlogits), and with all but the K
 columns of largest column maximum left out, once plainly and once with the mean head row in their place, as the library
 does. Rows that would leave out more than 2^-8 go through all columns. Truth is float32 from the same bfloat16 inputs.
@@ -25,8 +25,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.bench import realistic
-from logitless.tools import timing
+from logitless.lab.bench import realistic
+from logitless.lab.tools import timing
 
 TOLERANCE = 2.0**-8
 

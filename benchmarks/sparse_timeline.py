@@ -53,7 +53,7 @@ def measured(inputs: str, calls: int) -> dict[str, Any]:
     import jax
 
     import logitless
-    from logitless.bench.data import Data
+    from logitless.lab.bench.case_arrays import Data
 
     x, rest = Data().of({**CASE, **BATCH, "inputs": inputs}, {})
     how: dict[str, Any] = dict(objective=logitless.Objective.dapo(), head_layout="vh", sparse_backward="auto")

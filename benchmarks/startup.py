@@ -111,7 +111,7 @@ def child(path: str, threads: int, compiles: bool, overrides: list[str], begin: 
     process was started (seconds of the clock)."""
     import jax
 
-    from logitless.tools import compiled, timing
+    from logitless.lab.tools import compiled, timing
     from logitless.train import gguf, weights
     from logitless.train.config import load
     from logitless.train.task import build_task
@@ -202,7 +202,7 @@ def main() -> int:
     overrides = args.overrides
     if not any(given.startswith(("data.path=", "data.kind=")) for given in overrides):
         overrides = ["data.kind=arithmetic", *overrides]  # nothing has to be fetched; no shape depends on it
-    from logitless.tools import records
+    from logitless.lab.tools import result_files
 
     with tempfile.TemporaryDirectory(prefix="logitless-startup-") as folder:
         path, cache = args.weights, Path(folder, "cache")
@@ -210,7 +210,7 @@ def main() -> int:
             path = Path(folder, "made-up.gguf")
             write_gguf(path, args.layers, args.vocab)
         found: dict[str, Any] = {
-            "kind": "startup", **records.provenance(), "command": " ".join(map(without_folders, sys.argv)),
+            "kind": "startup", **result_files.provenance(), "command": " ".join(map(without_folders, sys.argv)),
             "weights": path.name, "file_bytes": path.stat().st_size, "cores": len(os.sched_getaffinity(0)),
             "overrides": [without_folders(given) for given in overrides],
         }  # fmt: skip

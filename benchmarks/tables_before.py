@@ -121,7 +121,7 @@ def sparse_tables() -> list[str]:
     out = [
         "## The sparse backward on one GPU",
         "",
-        f"{e['device']}, jax {e['jax']}; inputs of a trained policy's kind (`logitless.bench.realistic`),",
+        f"{e['device']}, jax {e['jax']}; inputs of a trained policy's kind (`logitless.lab.bench.realistic`),",
         'tolerance "auto". `exact` is the fused head without it, `flat` flat random logits, `rl` a real RL batch.',
         f"Note: {result['note']}",
         "",

@@ -14,8 +14,8 @@ from typing import Any
 
 from tables_before import ROOT, read
 
-from logitless.bench.charts import Lines, Series, to_svg
-from logitless.bench.report_charts import own_tone
+from logitless.lab.bench.charts import Lines, Series, to_svg
+from logitless.lab.bench.report_charts import own_tone
 from logitless.train.ab_text import verdict
 from logitless.train.compare import agreements
 from logitless.train.config import load

@@ -5,8 +5,8 @@
 
 T=8192 H=4096 V=151936, and the two other shapes of ``SHAPES``, bfloat16.
 
-Method. The simulator of the compiler (``logitless.tpu.cycles``) runs a few grid steps of each kernel, with the tiles
-that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
+Method. The simulator of the compiler (``logitless.lab.tpu.cycles``) runs a few grid steps of each kernel, with the
+tiles that the full shape gets. Cycles are linear in the steps from two on (a loop of one step is compiled differently):
 
     forward   per step    = cycles(3 vocabulary tiles) - cycles(2)                           of one token tile
               per tile    = cycles(2) - 2 per step                         exposed fetch of h, the writing of E
@@ -29,10 +29,10 @@ what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced b
 those without ``kept``. At H=1536 and H=896 it does not get through a forward sweep that keeps (a copy that it finds no
 start of), and the one that does not is taken: at H=4096 they differ by 0.1 %. ``estimated_ms`` mixes the two by
 tokens: those that have room in dW's place, and all of them.
-``dense`` is the strong dense form (tools/baselines.py), plain XLA, with logits of the dtype behind it: all operations
-of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler counts for the
-program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other way round,
-which flatters it.
+``dense`` is the strong dense form (lab/tools/baselines.py), plain XLA, with logits of the dtype behind it: all
+operations of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler
+counts for the program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other
+way round, which flatters it.
 The vocabulary is swept over part of a head that is too large for VMEM, so that it is read from HBM as in the real
 program. ``compile`` compiles the whole programs and records their HBM beside the times.
 An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
@@ -52,18 +52,18 @@ import jax
 import jax.numpy as jnp
 
 from logitless import Objective, linear_grpo_loss
+from logitless.core.problem import Call, Head, Problem
+from logitless.core.row_passes import rows_in_parts
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kept as kept_module
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.backend import front
 from logitless.head.pallas_tpu.backward import coefficients
 from logitless.head.pallas_tpu.kept import Kept
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
-from logitless.problem import Call, Head, Problem
-from logitless.rows import rows_in_parts
-from logitless.stats import StatCotangents, TokenStats
-from logitless.tools.baselines import strong_head_logp
-from logitless.tpu import aot, cycles
-from logitless.transform import LogitTransform
+from logitless.lab.tools.baselines import strong_head_logp
+from logitless.lab.tpu import aot, cycles
 
 V = 151936
 SHAPES = {"": (8192, 4096), "H=1536": (8192, 1536), "H=896": (32768, 896)}

@@ -2,9 +2,9 @@
 
     python benchmarks/tpu_logits_estimate.py        (10 minutes; needs libtpu; cases as arguments: only these)
 
-Method. The simulator of the compiler (``logitless.tpu.cycles``) runs each program at two small numbers of rows and the
-full vocabulary; the slope gives the cycles of 4096 rows. Memory peaks, and the bytes that XLA says its program moves,
-come from a compile at the full shape. Kernels and baselines are treated alike:
+Method. The simulator of the compiler (``logitless.lab.tpu.cycles``) runs each program at two small numbers of rows and
+the full vocabulary; the slope gives the cycles of 4096 rows. Memory peaks, and the bytes that XLA says its program
+moves, come from a compile at the full shape. Kernels and baselines are treated alike:
 
     time = max(cycles of all operations / 1.75 GHz, HBM bytes / 1.64 TB/s)        the simulator's DMAs are too fast
 
@@ -25,15 +25,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.problem import Call, LogitsProblem
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
+from logitless.lab.tpu import aot, cycles
 from logitless.logits.pallas_tpu import backend as pallas_tpu
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import token_program
-from logitless.problem import Call, LogitsProblem
-from logitless.stats import StatCotangents, TokenStats
-from logitless.tpu import aot, cycles
-from logitless.transform import LogitTransform
 
 N, V = 4096, 151936
 LOGITS_BYTES = N * V * 2

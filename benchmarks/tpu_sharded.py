@@ -30,9 +30,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
-from logitless.tools import baselines
-from logitless.tpu import aot
-from logitless.tpu.collectives import collectives_of
+from logitless.lab.tools import baselines
+from logitless.lab.tpu import aot
+from logitless.lab.tpu.hlo_collectives import collectives_of
 
 HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_sharded.json"

@@ -12,7 +12,7 @@ columns     How many columns are active and how many rows hard on 8192 tokens of
             recorded beside it). For a policy's own completions, with log-probabilities of the rollout 0.05 nats off
             and without any, and for others' text.
 compile     The whole program by libtpu, sparse and exact: peak HBM, and whether there are logits in it.
-simulate    Cycles of its parts by the compiler's simulator (``logitless.tpu.cycles``), at small sizes, scaled:
+simulate    Cycles of its parts by the compiler's simulator (``logitless.lab.tpu.cycles``), at small sizes, scaled:
               forward     per step and per token tile, with and without maxima (as benchmarks/tpu_head_estimate.py)
               slab        one backward step of 2048 tokens x 1024 columns, times the number of such steps
               gather      per row of a [V, H] array
@@ -45,7 +45,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless import Objective, linear_grpo_loss
-from logitless.bench import realistic
+from logitless.core.problem import Call, Head, Problem, Wanted
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep
 from logitless.head.pallas_tpu.look import SAMPLE, sampled
@@ -54,11 +56,9 @@ from logitless.head.pallas_tpu.ordered_slabs import CHUNK, GROUP, HARD_TILES, ov
 from logitless.head.pallas_tpu.ready import PART, Ready
 from logitless.head.pallas_tpu.sparse_columns import FEW, Active
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
-from logitless.head.slabs import Known
-from logitless.problem import Call, Head, Problem, Wanted
-from logitless.stats import StatCotangents, TokenStats
-from logitless.tpu import aot, cycles
-from logitless.transform import LogitTransform
+from logitless.head.sparse.column_gather import Known
+from logitless.lab.bench import realistic
+from logitless.lab.tpu import aot, cycles
 
 N, H, V = 8192, 4096, 151936
 V6E_VMEM = 128 * MIB

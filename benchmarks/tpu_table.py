@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import logitless
 from logitless import Objective, Sharding
-from logitless.tpu import aot
+from logitless.lab.tpu import aot
 
 HERE = Path(__file__).resolve()
 RESULT = HERE.parent / "results" / "tpu_table.json"

@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
-from logitless.tools import baselines
-from logitless.tpu import aot
+from logitless.lab.tools import baselines
+from logitless.lab.tpu import aot
 from logitless.train.architectures import preset
 from logitless.train.model import hidden_states, lm_head, param_shapes, positions_of
 

@@ -39,14 +39,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.objectives.advantages import group_advantages
-from logitless.tools import timing
+from logitless.data.group_advantages import group_advantages
+from logitless.lab.tools import timing
 from logitless.train import ab, recorded
 from logitless.train.architectures import preset
 from logitless.train.config import TrainConfig, load, save
 from logitless.train.random_rollouts import random_rollouts
-from logitless.train.records import Rollouts
 from logitless.train.rollout import Sampling, generate
+from logitless.train.run_records import Rollouts
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy

@@ -2,7 +2,7 @@
 docs/architecture.md.
 
 ``jax.value_and_grad(linear_grpo_loss)`` is traced once to load what it needs and once more under ``sys.monitoring``
-(``sys.setprofile`` where Python has no such thing, in several times the time). Left out is ``pytree.py``, whose
+(``sys.setprofile`` where Python has no such thing, in several times the time). Left out is ``core/pytree.py``, whose
 functions JAX calls to flatten arguments.
 """
 
@@ -51,7 +51,7 @@ def files_of(**options: Any) -> list[str]:
     trace()
     with each_function(note):
         trace()
-    return [f for f in found if f != "pytree.py"]
+    return [f for f in found if f != "core/pytree.py"]
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from logitless.bench import arm, turns
-from logitless.tools import child
+from logitless.lab.bench import arm, turns
+from logitless.lab.tools import child
 
 ENVIRONMENT = dict(jax="0", jaxlib="0", device="testchip", platform="cpu")
 MEMORY = dict(arguments=4000, outputs=2000, temporaries=1000, aliased=0, peak=7000)

@@ -22,9 +22,9 @@ import numpy as np
 from jax import Array
 
 from logitless import linear_logprobs, logprobs, oracle
-from logitless.problem import Call, Head, LogitsProblem, Problem
-from logitless.stats import TokenStats
-from logitless.transform import LogitTransform
+from logitless.core.problem import Call, Head, LogitsProblem, Problem
+from logitless.core.stats import TokenStats
+from logitless.core.transform import LogitTransform
 
 FACTOR = 1.5
 FLOOR_ULP = 4

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless import oracle
-from logitless.bench import realistic
-from logitless.head import columns
+from logitless.head.sparse import active_columns
+from logitless.lab.bench import realistic
 from numerics import EPS, f64
 from numerics import HeadCase as Case
 
@@ -68,7 +68,7 @@ def adversarial(dtype: Any) -> Case:
     for t in range(N):
         levels[t, t % 8] = 0.0
         spread = rng.choice(np.arange(8, 36), rng.integers(0, 17), replace=False)
-        threshold = TOLERANCE * columns.chunk_rule(VOCAB).thresholds[t % 3]
+        threshold = TOLERANCE * active_columns.chunk_rule(VOCAB).thresholds[t % 3]
         levels[t, spread] = np.log(0.999 * threshold)
         rest = 1 - np.exp(levels[t, spread]).sum() * (VOCAB // 32)
         levels[t] -= np.where(np.arange(len(sizes)) == t % 8, -np.log(rest), 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import logitless
-from logitless.cli import main
+from logitless.lab.cli import main
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
-from logitless import docs
+from logitless.lab import docs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -81,7 +81,7 @@ def test_settings_in_the_table_of_names_are_known_to_the_readers() -> None:
     text = (ROOT / "docs" / "losses.md").read_text()
     (table,) = re.findall(r"^\| here \| TRL, Liger .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     readers = {1: "trl", 2: "verl", 4: "tunix"}
-    sources = {i: (ROOT / f"src/logitless/objectives/frameworks/{n}.py").read_text() for i, n in readers.items()}
+    sources = {i: (ROOT / f"src/logitless/settings/from_{n}.py").read_text() for i, n in readers.items()}
     checked = 0
     for line in table.splitlines():
         cells = line.strip("|").split("|")

@@ -10,7 +10,7 @@ import pytest
 
 import logitless
 
-OPTIONAL = ("logitless.train", "logitless.bench", "logitless.__main__")
+OPTIONAL = ("logitless.train", "logitless.lab.bench", "logitless.__main__")
 """Need an extra, or run something when imported."""
 
 MODULES = sorted(

@@ -133,7 +133,7 @@ def test_the_two_that_were_wrong() -> None:
     assert explain(linear_grpo_loss, h, w, objective=o, rollout_logp=logp).matmuls.startswith("4")
     assert explain(linear_grpo_loss, h, w, objective=o, rollout_logp=logp, old_logp=logp).matmuls.startswith("3")
     lora = (jax.ShapeDtypeStruct((V, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, H), jnp.bfloat16))
-    from logitless.planning.chips import as_if_on, chip_of
+    from logitless.lab.plan.chips import as_if_on, chip_of
 
     with as_if_on(chip_of("v6e")):
         assert explain(linear_grpo_loss, h, w).backend == "pallas_tpu"

@@ -7,31 +7,31 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitless` imports all this before its command
-    from logitless import signals
+    from logitless.lab import signals
 
     sys.excepthook = signals.one_line
 
 from logitless._version import __version__
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
-from logitless.causal import next_tokens
-from logitless.loss_stats import with_stats
-from logitless.mesh.spec import Sharding
+from logitless.core.loss_stats import with_stats
+from logitless.core.stats import TokenStats
+from logitless.core.validation import validate_targets
+from logitless.data.group_advantages import group_advantages
+from logitless.data.next_tokens import next_tokens
+from logitless.data.packing import Packed, pack, unpack
+from logitless.data.rows_with_gradient import rows_with_gradient
+from logitless.mesh.sharding import Sharding
 from logitless.objectives.adaptive_entropy import AdaptiveEntropy
-from logitless.objectives.advantages import group_advantages
 from logitless.objectives.aggregate import dapo_denominator, loss_denominator
-from logitless.objectives.api import policy_loss
 from logitless.objectives.correction import entropy_denominator
-from logitless.objectives.gradient_rows import rows_with_gradient
 from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.packing import Packed, pack, unpack
-from logitless.stats import TokenStats
-from logitless.validation import validate_targets
+from logitless.objectives.policy_loss import policy_loss
 
 if TYPE_CHECKING:
     from logitless import oracle
-    from logitless.explanation import explain
-    from logitless.planning.head import plan
+    from logitless.core.explanation import explain
+    from logitless.lab.plan.head import plan
 
 __all__ = [
     "AdaptiveEntropy",
@@ -64,7 +64,7 @@ __all__ = [
     "with_stats",
 ]
 
-_LATER = {"explain": "logitless.explanation", "plan": "logitless.planning.head", "oracle": "logitless.oracle"}
+_LATER = {"explain": "logitless.core.explanation", "plan": "logitless.lab.plan.head", "oracle": "logitless.oracle"}
 """What a training step does not need is loaded when it is first asked for."""
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from logitless.cli import main
+from logitless.lab.cli import main
 
 sys.excepthook = sys.__excepthook__  # what the package has set while it was imported
 

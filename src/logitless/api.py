@@ -1,6 +1,7 @@
 """The public calls: :func:`logprobs`, :func:`grpo_loss`, :func:`linear_logprobs` and :func:`linear_grpo_loss`.
 
-Each binds its arguments (``arguments.py``), which decides its route (``route.py``), and runs it (:func:`run`).
+Each binds its arguments (``core/arguments.py``), which decides its route (``core/route.py``), and runs it
+(:func:`run`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int
 
-from logitless import vjp
-from logitless.arguments import Bound, bind, reference_call, with_reference
-from logitless.mesh.spec import Sharding
+from logitless.core import vjp
+from logitless.core.arguments import Bound, bind, reference_call, with_reference
+from logitless.core.problem import Layout, Loss, flat_tokens
+from logitless.core.stats import TokenStats
+from logitless.mesh.sharding import Sharding
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
-from logitless.problem import Layout, Loss, flat_tokens
-from logitless.stats import TokenStats
 
 BwdImpl = Literal["pallas", "jax"]
 HeadGradDtype = Literal["float32", "param"]
@@ -283,9 +284,9 @@ def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     if given["sharding"] is None:
         return _bind_and_run(name, given, with_stats)
-    from logitless.mesh import context
+    from logitless.mesh import ambient
 
-    return context.over_mesh(name, lambda arguments: _bind_and_run(name, arguments, with_stats), given, with_stats)
+    return ambient.over_mesh(name, lambda arguments: _bind_and_run(name, arguments, with_stats), given, with_stats)
 
 
 def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> Any:

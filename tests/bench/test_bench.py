@@ -11,13 +11,14 @@ import pytest
 
 import logitless
 from bench_fakes import in_this_process, prepared, scripted, turn
-from logitless import cli, rows
-from logitless.bench import arm, case, microbench, results, suites, verification
-from logitless.bench.case import BenchConfig, Kernel
-from logitless.bench.gradcheck_config import GradcheckConfig
-from logitless.head.report import blank_report
-from logitless.tools import shapes
-from logitless.tools.config import ConfigError, load
+from logitless.core import row_passes
+from logitless.head.sparse.report import blank_report
+from logitless.lab import cli
+from logitless.lab.bench import arm, case, microbench, suites, text_table, verification
+from logitless.lab.bench.case import BenchConfig, Kernel
+from logitless.lab.bench.gradcheck_config import GradcheckConfig
+from logitless.lab.tools import shapes
+from logitless.lab.tools.command_config import ConfigError, load
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "rounds=2", "warmup=1", "dtype=float32"]
@@ -57,7 +58,7 @@ def test_two_trees_in_real_processes(tmp_path: Path, capsys: pytest.CaptureFixtu
     for file in package.rglob("*.py"):
         text = file.read_text()
         text = text.replace("from logitless import registry", "from logitless import table as registry")
-        file.write_text(text.replace("from logitless.registry import", "from logitless.table import"))
+        file.write_text(text.replace("from logitless.core.registry import", "from logitless.table import"))
     init = package / "__init__.py"
     init.write_text(
         init.read_text()
@@ -96,8 +97,8 @@ def test_wrong_rows_at_the_true_shape_are_seen(monkeypatch: pytest.MonkeyPatch) 
     record = microbench.run(c)
     assert record["gates"]["rows"]["state"] == "met"
     assert all(arm["rows"]["norm"] < 1e-5 for arm in record["arms"].values())  # the truth divides by live tokens
-    right = rows.pull_back
-    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.0001))
+    right = row_passes.pull_back
+    monkeypatch.setattr(row_passes, "pull_back", lambda *a: right(*a) * jnp.float32(1.0001))
     record = microbench.run(c)
     assert record["gates"]["rows"]["state"] == "missed" and not record["passed"]
 
@@ -190,8 +191,8 @@ def test_a_kernel_that_does_not_verify_fails_the_run(monkeypatch: pytest.MonkeyP
     in_this_process(monkeypatch)
     c = load(BenchConfig, None, [*TINY, "level=logits", "baselines=[]"])
     assert microbench.run(c)["passed"]
-    right = rows.pull_back
-    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
+    right = row_passes.pull_back
+    monkeypatch.setattr(row_passes, "pull_back", lambda *a: right(*a) * jnp.float32(1.1))
     record = microbench.run(c)
     assert not record["verify"]["passed"] and not record["passed"]
 
@@ -298,7 +299,7 @@ def test_every_case_of_every_suite_can_be_run() -> None:
         assert len({c.name for c in cases}) == len(cases)
         for c in cases:
             if isinstance(c, GradcheckConfig):
-                from logitless.bench import gradcheck
+                from logitless.lab.bench import gradcheck
 
                 gradcheck.check(c)
                 gradcheck.objective_of(c)
@@ -368,7 +369,7 @@ def test_compare_is_b_over_a(tmp_path: Path) -> None:
         path.write_text(json.dumps(dict(kind="bench", name="n", config={}, arms={"kernel": row, name: row})))
         return path
 
-    text = results.compare(file("a", 10.0, 400), file("b", 5.0, 100))
+    text = text_table.compare(file("a", 10.0, 400), file("b", 5.0, 100))
     assert text.splitlines()[2].split() == ["n", "/", "kernel", "0.500", "0.250"]
     assert "n / a" in text and "only in A" in text and "only in B" in text and "Two runs" in text
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from logitless import Objective, oracle
-from logitless.bench import arm, data, peers, programs
-from logitless.bench.case import PEERS, Arm, BenchConfig, arms
-from logitless.tools import timing
+from logitless.lab.bench import arm, arm_program, case_arrays, peers
+from logitless.lab.bench.case import PEERS, Arm, BenchConfig, arms
+from logitless.lab.tools import timing
 
 HEAD = BenchConfig(tokens=32, rows=4, hidden=16, vocab=50, dtype="float32", live=0.8, moving=0.9)
 CASES = {"head": HEAD, "logits": dataclasses.replace(HEAD, level="logits")}
 
 
-def truth(c: BenchConfig, inputs: data.Inputs) -> tuple[float, list[np.ndarray]]:
+def truth(c: BenchConfig, inputs: case_arrays.Inputs) -> tuple[float, list[np.ndarray]]:
     x, rest = ([np.asarray(a) for a in inputs[0]], {k: np.asarray(v) for k, v in inputs[1].items()})
     objective = Objective(aggregation="dapo")
     if c.level == "logits":
@@ -43,10 +43,10 @@ def test_every_arm_has_the_loss_and_the_gradients_of_float64(level: str) -> None
         c = dataclasses.replace(c, baselines=["naive", "strong", "checkpointed"], arms=more)
     found = arms(c)
     assert set(FORMS[level]) == set(found)
-    inputs = data.Data().of(dataclasses.asdict(c), {})
+    inputs = case_arrays.Data().of(dataclasses.asdict(c), {})
     loss, grads = truth(c, inputs)
     for name, own in found.items():
-        out = programs.program(dataclasses.asdict(c), own)(*inputs)
+        out = arm_program.program(dataclasses.asdict(c), own)(*inputs)
         assert float(out["loss"]) == pytest.approx(loss, abs=1e-5), name
         assert len(out["grads"]) == (1 if own.frozen_head else len(grads)), name
         for got, want in zip(out["grads"], grads, strict=False):
@@ -65,7 +65,7 @@ def test_what_is_timed_is_the_loss_with_its_gradients(monkeypatch: pytest.Monkey
     own = dataclasses.asdict(Arm("baseline", "strong"))
     said = bench.prepare(c, "strong", own)
     assert bench.turn(c, "strong")["wall_ms"] == [1.0] * HEAD.repeats
-    _, grads = truth(HEAD, data.Data().of(c, {}))
+    _, grads = truth(HEAD, case_arrays.Data().of(c, {}))
     norms = [float(jnp.linalg.norm(g)) for g in timed[0]["grads"]]
     assert norms == pytest.approx([float(np.linalg.norm(g)) for g in grads], rel=1e-4)
     assert said["grad_norms"] == pytest.approx(norms, rel=1e-5)
@@ -73,24 +73,24 @@ def test_what_is_timed_is_the_loss_with_its_gradients(monkeypatch: pytest.Monkey
 
 def test_other_calls_of_an_arm() -> None:
     c = dataclasses.asdict(HEAD)
-    x, rest = data.Data().of(c, {})
-    alone = programs.program(c, Arm("library", call="loss"))(x, rest)
+    x, rest = case_arrays.Data().of(c, {})
+    alone = arm_program.program(c, Arm("library", call="loss"))(x, rest)
     assert set(alone) == {"loss", "metrics"}
     assert float(alone["loss"]) == pytest.approx(truth(HEAD, (x, rest))[0], abs=1e-5)
-    stats = programs.program(c, Arm("library", call="logprobs"))(x, rest)["stats"]
+    stats = arm_program.program(c, Arm("library", call="logprobs"))(x, rest)["stats"]
     want = oracle.linear_token_stats(*(np.asarray(a) for a in x), np.asarray(rest["targets"]), head_layout="vh").logp
     np.testing.assert_allclose(stats.logp, np.where(rest["mask"], want, 0.0), atol=1e-5)
-    np.testing.assert_array_equal(programs.program(c, Arm("copy"))(x, rest)["copy"], x[0] + 1)
+    np.testing.assert_array_equal(arm_program.program(c, Arm("copy"))(x, rest)["copy"], x[0] + 1)
     with pytest.raises(ValueError, match="a baseline has call: loss"):
-        programs.program(c, Arm("baseline", "strong", call="logprobs"))
-    gspo = programs.program(c, Arm("library", objective=dict(level="sequence", aggregation="grpo")))(x, rest)
+        arm_program.program(c, Arm("baseline", "strong", call="logprobs"))
+    gspo = arm_program.program(c, Arm("library", objective=dict(level="sequence", aggregation="grpo")))(x, rest)
     assert float(gspo["loss"]) != pytest.approx(float(alone["loss"]), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["flat", "realistic", "logits"])
 def test_inputs_are_near_the_policy_that_they_come_from(kind: str) -> None:
     c = dataclasses.replace(HEAD, hidden=64, vocab=512, inputs=kind) if kind != "logits" else CASES["logits"]
-    made = data.Data()
+    made = case_arrays.Data()
     x, rest = made.of(dataclasses.asdict(c), {})
     z = np.asarray(x[0], np.float64) if kind == "logits" else np.asarray(x[0], np.float64) @ np.asarray(x[1]).T
     logp = oracle.token_stats(z, np.asarray(rest["targets"])).logp
@@ -99,7 +99,7 @@ def test_inputs_are_near_the_policy_that_they_come_from(kind: str) -> None:
     np.testing.assert_array_equal(np.asarray(few[0]).reshape(-1), np.asarray(x[0]).reshape(-1))
     assert other["mask"].shape == (8, 4) and np.mean(other["mask"]) < 0.6
     np.testing.assert_array_equal(np.asarray(other["targets"]).reshape(-1), np.asarray(rest["targets"]).reshape(-1))
-    blank, blank_rest = data.blank(dataclasses.asdict(c), {})
+    blank, blank_rest = case_arrays.blank(dataclasses.asdict(c), {})
     assert [a.shape for a in blank] == [a.shape for a in x] and [a.dtype for a in blank] == [a.dtype for a in x]
     assert {k: (v.shape, v.dtype) for k, v in blank_rest.items()} == {k: (v.shape, v.dtype) for k, v in rest.items()}
 

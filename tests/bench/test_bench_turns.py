@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bench_fakes import prepared, scripted, turn
-from logitless.bench import microbench, ratios, results
-from logitless.bench.case import Arm, BenchConfig, arms, reference_of, twin
-from logitless.tools.config import ConfigError
+from logitless.lab.bench import microbench, ratios, text_table
+from logitless.lab.bench.case import Arm, BenchConfig, arms, reference_of, twin
+from logitless.lab.tools.command_config import ConfigError
 
 CASE = dict(tokens=16, rows=2, hidden=16, vocab=64, dtype="float32", verify=False)
 
@@ -44,7 +44,7 @@ def test_arms_take_turns_and_every_round_counts(monkeypatch: pytest.MonkeyPatch)
     assert row["ratios"]["strong"]["back_to_back_ms"]["ratio"] == pytest.approx(
         np.exp(np.mean(np.log([5 / 10, 11 / 20, 18 / 40])))
     )
-    text = results.table(record)
+    text = text_table.table(record)
     assert f"{found['ratio']:.3f}x [{found['low']:.3f}, {found['high']:.3f}] of strong" in text
 
 
@@ -62,7 +62,7 @@ def test_the_devices_clock_comes_first_where_there_is_one(monkeypatch: pytest.Mo
     assert list(row["ratios"]["strong"]) == ["device_ms", "wall_ms", "back_to_back_ms"]
     assert row["ratios"]["strong"]["device_ms"]["ratio"] == pytest.approx(0.5)
     assert row["ratios"]["strong"]["wall_ms"]["verdict"] == "no difference"
-    assert row["kernels"] == [["gemm", 1.5], ["rows", 0.5]] and "wall 9.00" in results.table(record)
+    assert row["kernels"] == [["gemm", 1.5], ["rows", 0.5]] and "wall 9.00" in text_table.table(record)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, lambda job: turn(1.0) if job["do"] == "turn" else prepared())
     for load, said in ((0.2, False), (6.3, True)):
         monkeypatch.setattr(microbench.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        text = results.table(microbench.run(BenchConfig(**CASE, rounds=1)))
+        text = text_table.table(microbench.run(BenchConfig(**CASE, rounds=1)))
         assert ("not alone: 6.3 cores were busy" in text) == said
 
 
@@ -161,7 +161,7 @@ def test_a_missed_gate_fails_the_run_and_one_without_its_arm_does_not(monkeypatc
     c.gates["bad"] = ("time", "default", "strong", 1.5)
     found = microbench.run(c)
     assert found["gates"]["bad"]["state"] == "missed" and not found["passed"]
-    assert "missed       bad" in results.table(found)
+    assert "missed       bad" in text_table.table(found)
 
 
 @pytest.mark.parametrize("loss, passed", [(1.00005, True), (1.2, False), (math.nan, False)])
@@ -223,7 +223,7 @@ def test_what_can_never_fit_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
     record = microbench.run(BenchConfig(**CASE, rounds=1))
     assert [j["do"] for j in asked].count("open") == 1
     assert record["arms"]["naive"] == {"error": "out of memory"} and record["passed"]
-    assert "out of memory" in results.table(record) and "median_ms" in record["arms"]["default"]
+    assert "out of memory" in text_table.table(record) and "median_ms" in record["arms"]["default"]
 
 
 def test_a_process_that_is_killed_takes_only_its_arm_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_takes_only_its_arm_with_it(monkeypatch: pytest
 def test_an_arm_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, lambda job: dict(error="ValueError: boom") if job["do"] == "prepare" else turn(1.0))
     record = microbench.run(BenchConfig(**CASE, rounds=1))
-    assert not record["passed"] and "boom" in results.table(record) and "not verified" in results.table(record)
+    assert not record["passed"] and "boom" in text_table.table(record) and "not verified" in text_table.table(record)
 
 
 def test_the_devices_peak_is_asked_of_a_process_that_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_the_devices_peak_is_asked_of_a_process_that_compiles_nothing(monkeypatc
     assert record["arms"]["default"]["mem/device"] == seen
     assert record["arms"]["default"]["mem/peak_bytes_in_use_max"] == 90
     assert record["arms"]["strong"]["mem/device"] is None
-    assert "seen 0.0 MiB" in results.table(record) and "plan 0.0 MiB" in results.table(record)
+    assert "seen 0.0 MiB" in text_table.table(record) and "plan 0.0 MiB" in text_table.table(record)
     microbench.run(BenchConfig(**CASE, baselines=["strong"], rounds=1, peaks=False))
     assert [j["do"] for j in asked].count("peak") == 2
 

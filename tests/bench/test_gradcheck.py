@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from conftest import CHILD_ENVIRONMENT
-from logitless import cli, rows
-from logitless.bench import gradcheck
-from logitless.bench import gradcheck_runs as runs
-from logitless.tools import tracking
-from logitless.tools.config import ConfigError, load
+from logitless.core import row_passes
+from logitless.lab import cli
+from logitless.lab.bench import gradcheck
+from logitless.lab.bench import gradcheck_runs as runs
+from logitless.lab.tools import tracking
+from logitless.lab.tools.command_config import ConfigError, load
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gradcheck"
 SMALL = ["batch=2", "tokens=6", "hidden=16", "vocab=60"]
@@ -54,7 +55,7 @@ def test_weights_from_a_folder_are_the_models_own(tmp_path: Path) -> None:
     import jax
     import numpy as np
 
-    from logitless.bench import model_inputs
+    from logitless.lab.bench import model_inputs
     from logitless.train import model as models
     from logitless.train.architectures import preset
     from logitless.train.weights import save_safetensors
@@ -102,8 +103,8 @@ def test_is_deterministic(tmp_path: Path) -> None:
 def test_a_wrong_gradient_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = rows.pull_back
-    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1.05))
+    right = row_passes.pull_back
+    monkeypatch.setattr(row_passes, "pull_back", lambda *a: right(*a) * jnp.float32(1.05))
     assert run("level=logits", f"out={tmp_path / 'log.jsonl'}", *SMALL) == 1
     assert "FAIL dlogits difference" in capsys.readouterr().out
 
@@ -155,8 +156,8 @@ def test_statistics_padding_transforms_and_the_loss_alone(monkeypatch: pytest.Mo
 
 
 def test_a_small_loss_of_accuracy_fails_the_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = rows.pull_back
-    monkeypatch.setattr(rows, "pull_back", lambda *a: right(*a) * jnp.float32(1 + 2e-6))
+    right = row_passes.pull_back
+    monkeypatch.setattr(row_passes, "pull_back", lambda *a: right(*a) * jnp.float32(1 + 2e-6))
     record = gradcheck.run(load(gradcheck.GradcheckConfig, None, ["level=logits", *SMALL]))
     assert record["gates"]["dlogits difference"]["ok"]
     assert not record["gates"]["dlogits error / reference's (norm)"]["ok"]

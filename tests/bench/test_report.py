@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from logitless import cli
-from logitless.bench import charts, report, report_charts
-from logitless.tools import records
+from logitless.lab import cli
+from logitless.lab.bench import charts, report, report_charts
+from logitless.lab.tools import result_files
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell"))), None
@@ -291,11 +291,11 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 
 
 def test_kinds() -> None:
-    assert records.kind_of(ab_record()) == "ab"
-    assert records.kind_of(bench_record("x")) == "bench"
-    assert records.kind_of({"train/loss": 1.0}) == "train"
-    assert records.kind_of({"gates": {}, "config/name": "g"}) == "gradcheck"
-    assert records.kind_of([]) is None and records.kind_of({}) is None
+    assert result_files.kind_of(ab_record()) == "ab"
+    assert result_files.kind_of(bench_record("x")) == "bench"
+    assert result_files.kind_of({"train/loss": 1.0}) == "train"
+    assert result_files.kind_of({"gates": {}, "config/name": "g"}) == "gradcheck"
+    assert result_files.kind_of([]) is None and result_files.kind_of({}) is None
 
 
 def _browse(page: Path, profile: Path, *options: str, width: int = 900) -> subprocess.CompletedProcess[str]:

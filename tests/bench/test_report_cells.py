@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from logitless.bench import charts, report
+from logitless.lab.bench import charts, report
 from report_records import MIB, ab_record, bench_record, bench_row, gradcheck_record, plan_record
 
 Rows = list[dict[str, str]]
@@ -231,7 +231,7 @@ def test_the_verdict_is_on_top(tmp_path: Path) -> None:
 
 
 def test_the_page_says_how_it_came_about(tmp_path: Path) -> None:
-    from logitless.tools import records
+    from logitless.lab.tools import result_files as records
 
     made = records.provenance()
     assert made["date"].endswith("UTC") and made["command"] and made["version"]
@@ -262,7 +262,7 @@ def test_the_flat_memory_curve_looks_flat_beside_the_dense_one(tmp_path: Path) -
                 r["arms"][arm]["mem/compiler"]["temporaries"] = mib * MIB
         return r
 
-    from logitless.bench import report_bench
+    from logitless.lab.bench import report_bench
 
     section = report_bench.bench([record(32768, 1787, 28488), record(131072, 1790, None)])
     (chart,) = [c for c in section.charts if c.title.startswith("Temporaries against tokens")]

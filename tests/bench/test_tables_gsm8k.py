@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from logitless.bench import report
+from logitless.lab.bench import report
 from logitless.train import compare
 from logitless.train.config import load
-from logitless.train.records import run_numbers
+from logitless.train.run_records import run_numbers
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"

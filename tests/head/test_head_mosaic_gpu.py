@@ -11,16 +11,17 @@ import pytest
 import logitless
 from interpreted import by_numpy
 from logitless import oracle
-from logitless.backend import Way
-from logitless.compat import mosaic_gpu_reason
-from logitless.head.mosaic_gpu import backend, limits, matmul
-from logitless.head.mosaic_gpu.epilogue import FIELDS as SUMS
-from logitless.head.mosaic_gpu.epilogue import LOG2E, LOW, merged
-from logitless.head.mosaic_gpu.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
-from logitless.problem import Head
-from logitless.registry import backend_of
-from logitless.stats import finish
-from logitless.transform import LogitTransform
+from logitless.core.backend import Way
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.problem import Head
+from logitless.core.registry import backend_of
+from logitless.core.stats import finish
+from logitless.core.transform import LogitTransform
+from logitless.head.mosaic_gpu import backend, limits
+from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
+from logitless.head.mosaic_gpu.kernels.stats_epilogue import FIELDS as SUMS
+from logitless.head.mosaic_gpu.kernels.stats_epilogue import LOG2E, LOW, merged
 from numerics import f64, head_problem
 
 needs_mosaic = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
@@ -64,7 +65,7 @@ CASES = {
 }  # fmt: skip
 
 
-token_stats = jax.jit(matmul.token_stats, static_argnames="tiles")  # one program in place of a hundred operations
+token_stats = jax.jit(stats_matmul.token_stats, static_argnames="tiles")  # one program in place of a hundred operations
 
 
 @needs_mosaic
@@ -88,7 +89,7 @@ def test_live_tokens_bad_targets_bias_and_the_other_layout():
     bias = jnp.asarray(np.random.default_rng(1).normal(size=v), jnp.float32).at[7].set(-jnp.inf)
     y = y.at[0].set(8)
     p = head_problem(hidden, head.T, y, layout="hv", bias=bias, transform=LogitTransform(), interpret=True)
-    got = jax.jit(lambda k: matmul.token_stats(p, k, SMALL))(jnp.int32(live))
+    got = jax.jit(lambda k: stats_matmul.token_stats(p, k, SMALL))(jnp.int32(live))
     y_safe = jnp.where((y < 0) | (y >= v) | (y == 7), 0, y)
     want = truth(hidden[:live], head, y_safe[:live], LogitTransform(), bias=np.asarray(bias))
     rows = np.flatnonzero(np.asarray((y_safe == y)[:live]))
@@ -214,7 +215,7 @@ def test_it_lowers_for_cuda(ragged):
     hidden, head = jax.ShapeDtypeStruct((n, h), jnp.bfloat16), jax.ShapeDtypeStruct((v, h), jnp.bfloat16)
     y, t = jax.ShapeDtypeStruct((n,), jnp.int32), LogitTransform(jax.ShapeDtypeStruct((n,), jnp.float32))
     p = head_problem(hidden, head, y, transform=t)
-    lowered = jax.jit(matmul.token_stats).trace(p).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(stats_matmul.token_stats).trace(p).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from logitless.core.problem import Problem, Wanted
+from logitless.core.row_passes import front
+from logitless.core.stats import StatCotangents, TokenStats, finish, masked_stats, merge
+from logitless.core.transform import LogitTransform, factor
 from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.columns_at import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
-from logitless.problem import Problem, Wanted
-from logitless.rows import front
-from logitless.stats import StatCotangents, TokenStats, finish, masked_stats, merge
-from logitless.transform import LogitTransform, factor
 from numerics import (
     STATS,
     HeadStatics,

@@ -14,12 +14,12 @@ import logitless
 from conftest import token_stats
 from interpreted import by_numpy, in_numpy
 from logitless import Objective
-from logitless.head import slabs
-from logitless.head.columns import Columns, Rule
-from logitless.head.report import chunk_report
-from logitless.problem import Head
-from logitless.rows import live_sweep
-from logitless.tiles import head_chunk
+from logitless.core.chunk_size import head_chunk
+from logitless.core.problem import Head
+from logitless.core.row_passes import live_sweep
+from logitless.head.sparse import column_gather
+from logitless.head.sparse.active_columns import Columns, Rule
+from logitless.head.sparse.report import chunk_report
 from matmuls import matmul_flops
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
@@ -69,7 +69,7 @@ def test_what_is_left_after_the_whole_chunks_is_at_most_two_quarters(chunk: int)
 
 def test_a_tolerance_counts_before_cotangents_are_known() -> None:
     zero = jnp.zeros((3,), jnp.float32)
-    miss = slabs.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
+    miss = column_gather.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
     assert miss(jnp.array([2.0**-9, 2.0**-7, jnp.nan])).tolist() == [False, True, True]
 
 

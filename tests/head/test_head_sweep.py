@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from interpreted import by_numpy, in_numpy
 from logitless import linear_grpo_loss, linear_logprobs
+from logitless.core.row_passes import Sweep, Visit, front, live_sweep, order_by_rank, split_sweep, sweep_over
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
-from logitless.rows import Sweep, Visit, front, live_sweep, order_by_rank, split_sweep, sweep_over
 from numerics import assert_same_bits, f64, head_case
 
 SHAPE, WIDTH, VOCAB, CHUNK = (4, 16), 24, 211, 8

@@ -13,15 +13,15 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import logitless
-from logitless import compat
+from logitless.core import compat
+from logitless.core.problem import Wanted
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
-from logitless.planning.chips import as_if_on, chip_of
-from logitless.problem import Wanted
-from logitless.stats import StatCotangents
-from logitless.transform import LogitTransform
+from logitless.lab.plan.chips import as_if_on, chip_of
 from numerics import (
     HeadStatics,
     assert_contract,

@@ -18,22 +18,31 @@ import pytest
 
 from interpreted import in_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, plan
-from logitless.compat import mosaic_gpu_reason
-from logitless.head.columns import chunk_rule
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.problem import Problem
+from logitless.core.row_passes import probabilities as row_probabilities
+from logitless.core.row_passes import statistics
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import at_once, backend, blocks, dx, in_chunks, matmul, product, room, screen, sparse
-from logitless.head.mosaic_gpu import hard as hard_rows
-from logitless.head.mosaic_gpu.blocks import Visits
-from logitless.head.mosaic_gpu.product import tiles_of
-from logitless.head.mosaic_gpu.schedule import Tiles, tile_at, tiles_for
-from logitless.head.mosaic_gpu.slots import Slots
-from logitless.head.order import in_order
-from logitless.head.slabs import Known, slab_dx
-from logitless.problem import Problem
-from logitless.rows import probabilities as row_probabilities
-from logitless.rows import statistics
-from logitless.stats import StatCotangents
-from logitless.transform import LogitTransform
+from logitless.head.mosaic_gpu import (
+    backend,
+    column_chunks,
+    column_screen,
+    hard_rows,
+    sparse,
+    sparse_backward,
+    tile_mask,
+)
+from logitless.head.mosaic_gpu import dweight_buffer as room
+from logitless.head.mosaic_gpu.dx_tiles import Slots
+from logitless.head.mosaic_gpu.kernels import dlogits_matmul, dynamic_matmul, stats_matmul
+from logitless.head.mosaic_gpu.kernels.dynamic_matmul import tiles_of
+from logitless.head.mosaic_gpu.kernels.schedule import Tiles, tile_at, tiles_for
+from logitless.head.mosaic_gpu.tile_mask import Visits
+from logitless.head.sparse.active_columns import chunk_rule
+from logitless.head.sparse.column_gather import Known, slab_dx
+from logitless.head.sparse.token_order import in_order
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem
 from sparse_cases import (
@@ -71,9 +80,9 @@ def few_blocks() -> Iterator[None]:
         return dataclasses.replace(t, blocks=max(BLOCKS, t.group))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul, "tiles_for", tiles)
-        patch.setattr(dx, "tiles_for", tiles)
-        patch.setattr(product, "tiles_of", lambda *shape: dataclasses.replace(tiles_of(*shape), blocks=BLOCKS))
+        patch.setattr(stats_matmul, "tiles_for", tiles)
+        patch.setattr(dlogits_matmul, "tiles_for", tiles)
+        patch.setattr(dynamic_matmul, "tiles_of", lambda *shape: dataclasses.replace(tiles_of(*shape), blocks=BLOCKS))
         yield
 
 
@@ -96,16 +105,16 @@ def test_bits_are_the_comparison_of_every_logit() -> None:
     p, live = ragged_problem(), 150
     screens = (np.random.default_rng(1).normal(size=p.n) * 2 + 2).astype(np.float32)
     screens[7] = np.inf
-    run = jax.jit(lambda p, screens: matmul.screened_stats(p, screens, n_live=live, tiles=SMALL))
+    run = jax.jit(lambda p, screens: stats_matmul.screened_stats(p, screens, n_live=live, tiles=SMALL))
     stats, words = run(p, screens)
     x = f64(p.h) @ f64(p.head.weight).T
     want = x > f64(screens)[:, None]
     want[np.arange(p.n), np.asarray(p.targets)] = False
     want[:, 330:] = want[live:] = False
-    got = jax.jit(jax.vmap(lambda w: screen.passed(w, 333, SMALL.columns), in_axes=1))(words)
+    got = jax.jit(jax.vmap(lambda w: column_screen.passed(w, 333, SMALL.columns), in_axes=1))(words)
     assert 0.1 < want[:live].mean() < 0.9 and not want[7].any()
     np.testing.assert_array_equal(got, want)
-    assert_same_bits(stats, jax.jit(lambda p: matmul.token_stats(p, n_live=live, tiles=SMALL))(p))
+    assert_same_bits(stats, jax.jit(lambda p: stats_matmul.token_stats(p, n_live=live, tiles=SMALL))(p))
 
 
 @pytest.mark.parametrize("in_mesh", [False, True])
@@ -118,7 +127,7 @@ def test_it_lowers_for_cuda(in_mesh: bool) -> None:
         shape(1024, 512), shape(2048, 512), y, transform=LogitTransform(), vocab_size=2048, interpret=False
     )
     with jax.set_mesh(jax.make_mesh((1,), ("data",))) if in_mesh else contextlib.nullcontext():
-        lowered = jax.jit(matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(stats_matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -177,10 +186,10 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
         want = jnp.where(counts, slab_dx(x, jnp.arange(v, dtype=jnp.int32), p, known), 0)
         mass = jnp.where(counts & seen, row_probabilities(x, p, known.stats, jnp.arange(v)[None]), 0).sum(1)
         target = jnp.where(counts[p.targets], p.targets, -1)
-        rows, mine = dx.rows_of(p, known).at(target), jnp.exp(known.stats.max_logp)
+        rows, mine = dlogits_matmul.rows_of(p, known).at(target), jnp.exp(known.stats.max_logp)
         place = in_slots(jnp.full((n, v), jnp.nan, h.dtype), first=3, spare=1)
         listed = Visits(visited).listed(tiles.group, place.numbers())
-        got, part = dx._columns_dx(p, rows, counts, p.head, visited, listed, place.array, tiles=tiles)
+        got, part = dlogits_matmul._columns_dx(p, rows, counts, p.head, visited, listed, place.array, tiles=tiles)
         got = out_of_slots(place.of(got), n, v)
         return jnp.where(seen, got, 0), part * mine, jnp.where(seen, want, 0), mass
 
@@ -199,7 +208,7 @@ def test_dx_is_that_of_logits_in_memory(name: str) -> None:
 def test_sums_lie_in_the_piece_of_their_own_warpgroup(narrow: bool) -> None:
     """On a GPU they stand in one place, which the interpreter does not know: with fewer bytes for the sums, those of
     the second warpgroup would lie in the first one's piece."""
-    piece, sums = dx.ways_out(Tiles(), jnp.bfloat16, narrow)
+    piece, sums = dlogits_matmul.ways_out(Tiles(), jnp.bfloat16, narrow)
     each = [int(np.prod(x.shape[1:])) * jnp.dtype(x.dtype).itemsize for x in (piece, sums)]
     assert each[0] == each[1]
 
@@ -215,7 +224,7 @@ def test_dx_lowers_for_cuda(n: int, v: int, layout: str) -> None:
     y, counts = shape(jnp.int32, n), shape(jnp.bool_, v)
     p = head_problem(shape(jnp.bfloat16, n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
     visited = shape(jnp.bool_, -(-n // 128), -(-v // 256))
-    run = jax.jit(lambda p, rows, counts, *rest: dx._columns_dx(p, rows, counts, p.head, *rest))
+    run = jax.jit(lambda p, rows, counts, *rest: dlogits_matmul._columns_dx(p, rows, counts, p.head, *rest))
     place = shape(jnp.bfloat16, math.prod(visited.shape) * 128, 256)
     given = shape(jnp.float32, 6, n), counts, visited, shape(jnp.int32, 3 + math.prod(visited.shape)), place
     lowered = run.trace(p, *given).lower(lowering_platforms=("cuda",))
@@ -245,7 +254,7 @@ def test_every_tile_once_and_in_groups(rows: int, columns: int, parts: int) -> N
 )
 def test_all_tiles_are_listed_as_any_are(rows: int, columns: int, live: tuple[int, int]) -> None:
     """Without a sort: the same tiles, ``group`` rows of them for each column."""
-    every = blocks.all_of(rows * 128 - 3, columns * 256 - 3, live[0] * 128 - 1, live[1] * 256 - 1)
+    every = tile_mask.all_of(rows * 128 - 3, columns * 256 - 3, live[0] * 128 - 1, live[1] * 256 - 1)
     ours, count = np.asarray(every.listed(8, (5, 9))), live[0] * live[1]
     assert ours[:3].tolist() == [count, 5, 9]
     by_sort = np.asarray(Visits(every.tiles).listed(8, (5, 9)))
@@ -255,7 +264,7 @@ def test_all_tiles_are_listed_as_any_are(rows: int, columns: int, live: tuple[in
 def test_common_columns_come_first_and_rare_ones_by_their_tiles() -> None:
     first = jnp.asarray([0, 9, 3, 0, 9, 2, 2, 3], jnp.int32)
     last = jnp.asarray([8, -1, 3, 7, -1, 2, 5, 7], jnp.int32)
-    order = np.asarray(blocks.in_order(blocks.Spans(first, last), 8))
+    order = np.asarray(tile_mask.in_order(tile_mask.Spans(first, last), 8))
     # 0 to 8, 0 to 7, 3 to 7; then those of less than five tiles: 2, 2 to 5, 3
     assert order.tolist() == [0, 3, 7, 5, 6, 2, 8 + 6, 8 + 7]
 
@@ -266,12 +275,12 @@ def test_a_tile_is_visited_where_a_column_of_it_is_active() -> None:
     rng, tiles, v = np.random.default_rng(6), 16, 4096
     first = rng.integers(0, tiles, v)
     last = np.where(rng.random(v) < 0.2, np.minimum(first + rng.integers(0, 3, v), tiles - 1), -1)
-    spans = blocks.Spans(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
-    index = jnp.concatenate([jnp.asarray([2 * v]), blocks.in_order(spans, 1100)])
+    spans = tile_mask.Spans(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
+    index = jnp.concatenate([jnp.asarray([2 * v]), tile_mask.in_order(spans, 1100)])
     count = int((last >= 0).sum())
     assert 700 < count < 1000
-    every = blocks.all_of(tiles * 128, 1101, 14 * 128 - 5, count + 1)
-    got = np.asarray(blocks.met(spans, index, every).tiles)
+    every = tile_mask.all_of(tiles * 128, 1101, 14 * 128 - 5, count + 1)
+    got = np.asarray(tile_mask.met(spans, index, every).tiles)
     want = np.zeros((tiles, 5), bool)
     for at, column in enumerate(np.asarray(index)):
         if column < v:
@@ -308,7 +317,9 @@ def test_a_product_is_as_large_as_the_device_says(left_deep: bool, right_deep: b
     @jax.jit
     def run(left: Any, right: Any, into: Any, *live: Any) -> Any:
         deep = dict(left_deep=left_deep, right_deep=right_deep, interpret=True)
-        return product.product(left, right, live, **deep), product.product(left, right, live, into=into, **deep)
+        return dynamic_matmul.product(left, right, live, **deep), dynamic_matmul.product(
+            left, right, live, into=into, **deep
+        )
 
     want = f64(left) @ f64(right).T
     for got in run(*arrays, into, *map(jnp.int32, (r, c, d))):
@@ -326,7 +337,7 @@ def test_a_product_is_added_if_the_device_says_so(shape: tuple[int, int]) -> Non
 
     @jax.jit
     def run(into: Any, add: Any) -> Any:
-        return product.product(
+        return dynamic_matmul.product(
             left, right, (r, c, 64), left_deep=True, right_deep=True, into=into, add=add, interpret=True
         )
 
@@ -349,21 +360,21 @@ def test_a_product_by_lists(by_columns: bool) -> None:
 
     @jax.jit
     def run(array: Any, states: Any, visited: Any, count: Any) -> Any:
-        lists = product.Lists(Visits(visited).by_columns(), count, 256, 128, by_columns)
+        lists = dynamic_matmul.Lists(Visits(visited).by_columns(), count, 256, 128, by_columns)
         pair, live, shape = (holes.of(array), states), (0, h, n), (k, h)
         if by_columns:
             pair, live, shape = pair[::-1], (h, 0, n), shape[::-1]
         deep = dict(left_deep=True, right_deep=True, interpret=True)
-        return product.product(*pair, live, lists=lists, shape=shape, **deep)
+        return dynamic_matmul.product(*pair, live, lists=lists, shape=shape, **deep)
 
     got = f64(run(holes.array, states, visited, jnp.int32(3)))
     np.testing.assert_allclose(got.T if by_columns else got, want, rtol=2.0**-8, atol=2e-2)
 
     @jax.jit
     def rows(array: Any, right: Any, visited: Any, order: Any) -> Any:
-        lists = product.Lists(Visits(visited).by_tokens()[order], order.size, 128, 256, behind=1)
+        lists = dynamic_matmul.Lists(Visits(visited).by_tokens()[order], order.size, 128, 256, behind=1)
         how = dict(right_deep=True, wide=True, interpret=True)
-        return product.product(holes.of(array), right, (0, h, 0), lists=lists, shape=(n - 128, h), **how)
+        return dynamic_matmul.product(holes.of(array), right, (0, h, 0), lists=lists, shape=(n - 128, h), **how)
 
     head = bf16(rng, k, h)
     got = rows(holes.array, head, visited, jnp.asarray([3, 1]))  # tiles 0 and 2 are left out
@@ -382,7 +393,7 @@ def test_a_deep_product_in_parts(count: int) -> None:
 
     @jax.jit
     def run(array: Any, n: Any) -> Any:
-        return product.in_parts(slots.of(array), right, 304, (n, 192, 640), right_deep=True, interpret=True)
+        return dynamic_matmul.in_parts(slots.of(array), right, 304, (n, 192, 640), right_deep=True, interpret=True)
 
     got = f64(run(slots.array, jnp.int32(count)))
     np.testing.assert_allclose(got[:count], (f64(left) @ f64(right))[:count], rtol=1e-5, atol=1e-4)
@@ -400,7 +411,7 @@ def test_a_product_lowers_for_cuda(left_deep: bool, right_deep: bool) -> None:
 
     def run(left: Any, right: Any, into: Any, n: Any) -> Any:
         deep = dict(left_deep=left_deep, right_deep=right_deep, add=n > 7 if left_deep else None)
-        return product.product(left, right, (n, n, n), into=into, **deep)
+        return dynamic_matmul.product(left, right, (n, n, n), into=into, **deep)
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
     lowered = jax.jit(run).trace(shape, shape, shape, n).lower(lowering_platforms=("cuda",))
@@ -410,7 +421,7 @@ def test_a_product_lowers_for_cuda(left_deep: bool, right_deep: bool) -> None:
 # -- the screen ------------------------------------------------------------------------------------------------------
 
 
-guess = jax.jit(screen.guess)
+guess = jax.jit(column_screen.guess)
 
 
 def flattened(case: Case, **numbers: float) -> Problem:
@@ -441,7 +452,7 @@ def test_guess_and_screen_by_the_definition() -> None:
     x = f64(case.hidden).reshape(-1, WIDTH) @ f64(case.lm_head).T
     for numbers in ({}, dict(temperature=0.7, softcap=8.0, scale=1.5)):
         p = dataclasses.replace(flattened(case, **numbers), tolerance=jnp.float32(TOLERANCE))
-        few, y = np.asarray(screen.few_columns(p, rows)), np.asarray(p.targets)
+        few, y = np.asarray(column_screen.few_columns(p, rows)), np.asarray(p.targets)
         assert np.isin(y[np.asarray(rows)], few).all() and len(set(few)) == len(few) == VOCAB // 8
         z = x * numbers.get("scale", 1.0)
         z = (8.0 * np.tanh(z / 8.0) if numbers else z) / numbers.get("temperature", 1.0)
@@ -450,7 +461,7 @@ def test_guess_and_screen_by_the_definition() -> None:
         np.testing.assert_allclose(guess(p, rows, None), want, atol=2e-5)
         k = 8.0 / 0.7 if numbers else 1.0  # swept: tanh(x scale / softcap)
         edge = np.where(rows, (want + np.log(TOLERANCE * 2.0**-5.5 * np.sqrt(rows.sum() / 4096))) / k, np.inf)
-        np.testing.assert_allclose(screen.screen_of(p, rows, None), edge, atol=2e-5)
+        np.testing.assert_allclose(column_screen.screen_of(p, rows, None), edge, atol=2e-5)
 
 
 def test_a_guess_from_known_log_probabilities_is_the_logsumexp() -> None:
@@ -468,7 +479,9 @@ def test_rows_that_let_everything_through_choose_no_columns() -> None:
     words[0, 0, 2] = 1  # row 0: column 8 * 7 + 2
     words[:, 1] = -1  # row 1: all of them
     rows = np.arange(p.n) < 2
-    spans, apart = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))(words, rows)
+    spans, apart = jax.jit(lambda words, rows: column_screen.active_columns(rule, words, rows, p, SMALL.columns))(
+        words, rows
+    )
     assert set(np.flatnonzero(spans.active)) == {58, *np.asarray(p.targets[:2]).tolist()}
     assert apart == 1
 
@@ -481,7 +494,7 @@ def test_spans_by_the_definition() -> None:
     words = np.zeros((6, p.n, 8), np.int64)
     for t, v in np.argwhere(passes):
         words[v // 64, t, v % 8] |= 1 << (7 - (v % 32 // 8 * 2 + v % 64 // 32))  # pieces of 32 columns
-    run = jax.jit(lambda words, rows: screen.active_columns(rule, words, rows, p, SMALL.columns))
+    run = jax.jit(lambda words, rows: column_screen.active_columns(rule, words, rows, p, SMALL.columns))
     spans, apart = run(words.astype(np.int32), rows)
     limit = next(n for n in (8, 32, 128) if (passes[rows].sum(1) > max(rule.most // n, 1)).sum() == apart)
     seen = passes & (passes.sum(1) <= max(rule.most // limit, 1))[:, None]
@@ -594,7 +607,7 @@ def goes_at_once() -> tuple[int, int]:
     h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
     p = head_problem(h, jnp.asarray(case.lm_head), y, transform=LogitTransform(), vocab_size=VOCAB)
     columns, hard = round(m["active_columns"] * VOCAB), round(m["hard_rows"] * rest["mask"].sum())
-    held = room.room(p, screen.slab_rule(VOCAB))
+    held = room.room(p, column_screen.slab_rule(VOCAB))
     assert columns < held.columns and 3 < hard < held.hard
     return columns, hard
 
@@ -623,7 +636,7 @@ def test_with_just_enough_room_all_goes_at_once(monkeypatch: pytest.MonkeyPatch)
     """Columns up to the mean row's, in whole tiles, hard rows up to the last; and no other way has a part in it."""
     columns, hard = goes_at_once()
     has_room(monkeypatch, columns=-(-(columns + 1) // 256) * 256, hard=hard)
-    gives_nan(in_chunks, "gradients", monkeypatch)
+    gives_nan(column_chunks, "gradients", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
@@ -634,7 +647,7 @@ def test_hard_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     size = -(-2 * hard // 5)
     assert 2 * size < hard < 3 * size
     monkeypatch.setattr(hard_rows, "GROUP", size)
-    gives_nan(in_chunks, "gradients", monkeypatch)
+    gives_nan(column_chunks, "gradients", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
@@ -645,7 +658,7 @@ def test_more_columns_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     columns, _ = goes_at_once()
     assert columns >= 256
     has_room(monkeypatch, columns=256)
-    gives_nan(at_once, "_dhidden", monkeypatch)
+    gives_nan(sparse_backward, "_dhidden", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
@@ -654,7 +667,7 @@ def test_more_hard_rows_than_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     """All tokens go through all columns."""
     _, hard = goes_at_once()
     has_room(monkeypatch, hard=hard - 1)
-    gives_nan(at_once, "_dhidden", monkeypatch)
+    gives_nan(sparse_backward, "_dhidden", monkeypatch)
     gradients_again("calibrated", dense=True, chunk_size=CHUNK)
 
 
@@ -664,10 +677,10 @@ def test_other_heads(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``[H, V]`` and ``[V, H]`` with a bias, a frozen one and one alone: as near the exact path's gradients as
     ``[V, H]`` without a bias is."""
     if at_a_time == "at once":
-        gives_nan(in_chunks, "gradients", monkeypatch)
+        gives_nan(column_chunks, "gradients", monkeypatch)
     else:
         has_room(monkeypatch, columns=256)
-        gives_nan(at_once, "_dhidden", monkeypatch)
+        gives_nan(sparse_backward, "_dhidden", monkeypatch)
     case, rest = calibrated(jnp.bfloat16), loss_inputs(calibrated(jnp.bfloat16))
     h, w = case.parameters()
     bias = jnp.asarray(np.random.default_rng(0).normal(size=VOCAB) * 0.1, jnp.float32)
@@ -690,7 +703,7 @@ def test_a_flat_policy_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its columns would fit, since it has none but the targets; but most of its rows choose none, so it is dense."""
     m = {k: float(v) for k, v in metric_values(outcome("clip", "flat")[2][1]).items()}
     assert m["dense_chunks"] == 1 and m["backward_columns"] == 1 and m["hard_rows"] == 0
-    gives_nan(at_once, "_dhidden", monkeypatch)
+    gives_nan(sparse_backward, "_dhidden", monkeypatch)
     gradients_again("flat", chunk_size=CHUNK)
 
 
@@ -700,11 +713,11 @@ def test_every_column_has_one_turn_and_dx_none_of_the_finished_rows() -> None:
         arrays = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))
         y = jax.ShapeDtypeStruct((n,), jnp.int32)
         p = head_problem(*arrays, y, transform=LogitTransform(), vocab_size=vocab)
-        held = room.room(p, screen.slab_rule(vocab))
+        held = room.room(p, column_screen.slab_rule(vocab))
         assert bool(held.in_dw) == (n != 640)
         assert held.holds(jnp.int32(held.columns - 1)) and not held.holds(jnp.int32(held.columns))  # the mean row's
         for columns in (1, 300, vocab // 3, vocab):
-            plan = in_chunks._Plan(held, width, bool(held.in_dw), jnp.int32(columns))
+            plan = column_chunks._Plan(held, width, bool(held.in_dw), jnp.int32(columns))
             begin, turns = -1 if plan.last else 0, []
             while begin < plan.end:
                 first, tiles, slot = (int(x) for x in plan.turn(jnp.int32(begin)))
@@ -746,7 +759,7 @@ def test_rows_side_by_side_are_spread() -> None:
         index = np.concatenate([np.flatnonzero(chosen), vocab + np.arange(vocab + 64)])
         want = np.zeros_like(rows)
         want[chosen] = rows[: chosen.sum()]
-        got = jax.jit(in_chunks._spread, static_argnums=4)(rows, index.astype(np.int32), chosen, chosen.sum(), 64)
+        got = jax.jit(column_chunks._spread, static_argnums=4)(rows, index.astype(np.int32), chosen, chosen.sum(), 64)
         np.testing.assert_array_equal(got, want)
 
 
@@ -757,7 +770,7 @@ def test_a_sum_in_two_numbers_has_the_digits_of_both() -> None:
     @jax.jit
     def run(parts: Any) -> Any:
         def add(pair: Any, more: Any) -> Any:
-            return in_chunks._added(*pair, more), None
+            return column_chunks._added(*pair, more), None
 
         nothing = jnp.zeros_like(parts[0], jnp.bfloat16)
         return jax.lax.scan(add, (nothing, nothing), parts)[0]
@@ -775,13 +788,13 @@ def test_a_flat_policy_is_seen_before_the_forward_matmul(known: bool) -> None:
         p, s = flattened(case), guesses(case)[1]
         rows = jnp.arange(p.n) % 4 != 1
         before = jnp.asarray(s.logp, jnp.float32) if known else None
-        assert bool(jax.jit(screen.looks_flat)(p, rows, before)) is seen, name
+        assert bool(jax.jit(column_screen.looks_flat)(p, rows, before)) is seen, name
 
 
 @pytest.mark.slow  # 40 seconds, most of them the exact path's row kernel in the interpreter
 def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
     room = dict(memory_budget=CHUNK * VOCAB * 8)
-    gives_nan(at_once, "gradients", monkeypatch)
+    gives_nan(sparse_backward, "gradients", monkeypatch)
     case, rest, *_ = outcome("clip", "flat")
 
     def loss(h: Any, w: Any) -> Any:
@@ -820,7 +833,7 @@ def test_what_it_reports_is_true() -> None:
     logp = np.log(p[np.arange(y.size), y])
     believed = p * np.exp(logp - f64(rest["old_logp"]).reshape(-1))[:, None] ** -1  # exp(z - (z_y - old))
     believed[np.arange(y.size), y] = 0  # a row's own target is active in any case, and not counted
-    passes = (believed > TOLERANCE * float(screen.threshold(live)))[live]
+    passes = (believed > TOLERANCE * float(column_screen.threshold(live)))[live]
     sets = [passes[passes.sum(1) <= chunk_rule(VOCAB).most // limit].any(0) for limit in (8, 32, 128)]
     shares = [(s | np.isin(np.arange(VOCAB), y[live])).mean() for s in sets]
     assert min(abs(s - m["active_columns"]) for s in shares) < 2e-3, shares
@@ -834,13 +847,13 @@ def test_dx_fits_into_the_place_of_dw(vocab: int) -> None:
             h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))
             y = jax.ShapeDtypeStruct((n,), jnp.int32)
             p = head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab)
-            held = room.room(p, screen.slab_rule(vocab))
+            held = room.room(p, column_screen.slab_rule(vocab))
             tiles = held.rows // 128 * held.across
             assert held.tokens >= n and held.rows >= held.tokens + held.hard and 0 < held.hard <= n + 7
             assert held.columns % 256 == 0 and held.columns * width * 2 <= max(room.PART, 512 * width)
             turned = jax.ShapeDtypeStruct((width, vocab), jnp.bfloat16)
             q = head_problem(h, turned, y, layout="hv", transform=LogitTransform(), vocab_size=vocab)
-            assert room.room(q, screen.slab_rule(vocab)).in_dw == 0
+            assert room.room(q, column_screen.slab_rule(vocab)).in_dw == 0
             if held.in_dw:
                 assert tiles <= held.in_dw and held.in_dw * 128 * 256 <= vocab * width and vocab * width % 2048 == 0
             else:
@@ -852,14 +865,14 @@ def test_dx_fits_into_the_place_of_dw(vocab: int) -> None:
 def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in the place of dW, an array of its size; where there is none, in one of its own."""
     case, seen = calibrated(jnp.bfloat16), []
-    way = at_once._columns_dx
+    way = sparse_backward._columns_dx
 
     def noted(*args: Any) -> Any:
         seen.append(args[1].array.shape)
         return way(*args)
 
     has_room(monkeypatch, columns=512)
-    monkeypatch.setattr(at_once, "_columns_dx", noted)
+    monkeypatch.setattr(sparse_backward, "_columns_dx", noted)
 
     def loss(h: Any, w: Any) -> Any:
         where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=CHUNK)
@@ -892,7 +905,7 @@ def test_where_logits_are_stored() -> None:
         return head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab)
 
     def hard(vocab: int) -> int:
-        return room.room(problem(1024, 64, vocab), screen.slab_rule(vocab)).hard
+        return room.room(problem(1024, 64, vocab), column_screen.slab_rule(vocab)).hard
 
     assert hard(20032) == 768 and hard(20040) == 384
     assert sparse.not_screened_because(problem(1024, 64, 2048)) is None

@@ -26,15 +26,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from interpreted import in_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
-from logitless.bench import realistic
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels, look, sparse_columns
 from logitless.head.pallas_tpu import ordered_slabs as slabs
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.one_pass import one_pass_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
-from logitless.head.report import SparseReport
-from logitless.tpu import aot
-from logitless.transform import LogitTransform
+from logitless.head.sparse.report import SparseReport
+from logitless.lab.bench import realistic
+from logitless.lab.tpu import aot
 from numerics import HeadCase as Case
 from numerics import (
     HeadStatics,

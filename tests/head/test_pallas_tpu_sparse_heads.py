@@ -14,11 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from interpreted import in_numpy
 from logitless import Sharding, explain, linear_grpo_loss, metric_values, oracle
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels, sparse_shard
 from logitless.head.pallas_tpu.columns_at import put_columns
 from logitless.head.pallas_tpu.gathered import MASS_ERROR, least_logits
 from logitless.head.pallas_tpu.sparse_columns import tpu_rule
-from logitless.transform import LogitTransform
 from numerics import assert_same_bits, f64, head_problem
 from test_pallas_tpu_sparse import (
     DAPO,

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep
 from logitless.head.pallas_tpu.ready import Ready, blank_rows, parts_of, room_for
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
-from logitless.stats import StatCotangents
-from logitless.transform import LogitTransform
 from numerics import f64, head_case, head_problem
 
 WIDTH, TILE = 128, 128

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from logitless.core.row_passes import rows_in_parts
 from logitless.head.pallas_tpu import kernels, rows_at
-from logitless.rows import rows_in_parts
 from numerics import assert_same_bits
 
 WIDTH = 256

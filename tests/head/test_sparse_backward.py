@@ -18,11 +18,13 @@ import pytest
 
 from conftest import token_stats
 from interpreted import by_numpy
-from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle, vjp
-from logitless.head import columns, slabs, sparse
-from logitless.head.report import SparseReport
-from logitless.problem import Head, HeadGrads
-from logitless.stats import StatCotangents
+from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless.core import vjp
+from logitless.core.problem import Head, HeadGrads
+from logitless.core.stats import StatCotangents
+from logitless.head.sparse import active_columns as columns
+from logitless.head.sparse import backend, column_gather
+from logitless.head.sparse.report import SparseReport
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from sparse_cases import (
@@ -125,7 +127,7 @@ def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarr
 def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
     case = calibrated(DTYPES[dtype])
     rest = loss_inputs(case)
-    value, _, report, grads = run(case, rest, sparse.auto_tolerance(DTYPES[dtype]))
+    value, _, report, grads = run(case, rest, backend.auto_tolerance(DTYPES[dtype]))
     off_value, _, none, off = run(case, rest, None)
     assert none is None
     assert_same_bits(value, off_value)
@@ -266,7 +268,7 @@ def test_entropy_cotangents_weigh_the_tail(share: float) -> None:
     one = jnp.ones(mass.shape, jnp.float32)
     stats = token_stats(0 * one, entropy)
     g = StatCotangents((share - 1) * one, share * one, 0 * one)
-    miss = np.asarray(slabs.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
+    miss = np.asarray(column_gather.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
     assert miss[lacks > TOLERANCE].all()
     assert not miss[mass * 40 < TOLERANCE].any()
     if share == 0:

@@ -190,14 +190,14 @@ def _named(module: str, base: type = object) -> Any:
     ],
 )
 def test_other_models_are_refused_by_name(module: str, why: str) -> None:
-    from logitless.integrations.tunix.model import take_head
+    from logitless.integrations.tunix.tunix_model import take_head
 
     with pytest.raises(NotImplementedError, match=rf"{module}.Policy: .*{why}"):
         take_head(_named(module)())
 
 
 def test_a_call_of_its_own_is_refused() -> None:
-    from logitless.integrations.tunix.model import take_head
+    from logitless.integrations.tunix.tunix_model import take_head
 
     made = cases.MODELS["qwen2"]()
     object.__setattr__(made, "__class__", _named("my.models", type(made)))
@@ -213,13 +213,13 @@ def test_a_call_of_its_own_is_refused() -> None:
     ],
 )
 def test_heads_that_are_not_served(name: str, rule: dict[str, Any], why: str) -> None:
-    from logitless.integrations.tunix.model import take_head
+    from logitless.integrations.tunix.tunix_model import take_head
 
     if "dropout" in rule:
         made = cases.with_lora(cases.MODELS[name](), rule["where"])
         import dataclasses
 
-        from logitless.integrations.tunix.model import _provider
+        from logitless.integrations.tunix.tunix_model import _provider
 
         provider = _provider(type(made).__call__)
         provider._rules = [dataclasses.replace(r, dropout=0.1) for r in provider._rules]

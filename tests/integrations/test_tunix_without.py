@@ -18,7 +18,7 @@ import pytest
 
 from logitless.integrations.tunix.logps import worth_computing
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.objectives.frameworks.tunix import TUNIX
+from logitless.settings.from_tunix import TUNIX
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tunix.md").read_text()

@@ -1,8 +1,8 @@
 """A temperature that the compiler knows costs no digits: at logits of 200, every backend against float64.
 
 A known temperature is a factor that a compiler may contract with the subtraction of a row's maximum, in one pass and
-not in the next; ``logitless.transform`` says how passes are kept from disagreeing. The inputs of the head are small
-multiples of 1/8, whose products and sums are exact: what is off is off by the softmax.
+not in the next; ``logitless.core.transform`` says how passes are kept from disagreeing. The inputs of the head are
+small multiples of 1/8, whose products and sums are exact: what is off is off by the softmax.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 
 from conftest import token_stats
 from logitless import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs, oracle, policy_loss
-from logitless.compat import mosaic_gpu_reason
-from logitless.stats import StatCotangents
-from logitless.transform import LogitTransform
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
 from numerics import STATS, assert_contract, logits_problem, plain_stats, three
 
 pytestmark = pytest.mark.optimized  # what is contracted is contracted by the optimiser

@@ -9,13 +9,13 @@ import pytest
 
 from interpreted import by_numpy
 from logitless import Objective, grpo_loss, linear_grpo_loss, logprobs
-from logitless.compat import mosaic_gpu_reason
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.stats import StatCotangents
+from logitless.core.transform import LogitTransform
 from logitless.logits.mosaic_gpu import backend as mosaic_gpu
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
-from logitless.stats import StatCotangents
-from logitless.transform import LogitTransform
 from numerics import assert_same_bits, f64, logits_problem
 
 needs_interpreter = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from interpreted import by_numpy
 from logitless import grpo_loss, logprobs, oracle
+from logitless.core.stats import StatCotangents, empty_sums, finish, merge, row_sums
+from logitless.core.transform import LogitTransform
 from logitless.logits import chunked
 from logitless.objectives.objective import Objective
-from logitless.stats import StatCotangents, empty_sums, finish, merge, row_sums
-from logitless.transform import LogitTransform
 from numerics import (
     BACKENDS,
     EPS,

@@ -13,6 +13,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import oracle
+from logitless.core.problem import LogitsProblem
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
 from logitless.logits import chunked, reference
 from logitless.logits.pallas_tpu import backend as pallas_tpu
 from logitless.logits.pallas_tpu.rows import step_columns
@@ -20,9 +23,6 @@ from logitless.logits.pallas_tpu.tiles import VMEM_BUDGET, tiles_for, vmem_limit
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
 from logitless.objectives.token_program import TokenProgram, token_program
-from logitless.problem import LogitsProblem
-from logitless.stats import StatCotangents, TokenStats
-from logitless.transform import LogitTransform
 from numerics import EXTRAS, FAMILIES, STATS, assert_contract, assert_same_bits, f64, logits_problem
 
 ROWS = ("ordinary", "collapsed", "extreme", "-inf columns", "shifted up", "peaked")
@@ -116,7 +116,7 @@ def given_cotangents(g: StatCotangents) -> TokenProgram:
 
 @jax.jit
 def dense(p: LogitsProblem, g: StatCotangents) -> Any:
-    """``(statistics, dlogits)`` by ``stats.py`` in plain JAX."""
+    """``(statistics, dlogits)`` by ``core/stats.py`` in plain JAX."""
     s = reference.token_stats(p)
     return s, chunked.dlogits(p, s, g)
 

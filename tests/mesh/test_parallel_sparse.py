@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
-from logitless.bench import realistic
-from logitless.head import columns
-from logitless.head.report import SparseReport
+from logitless.head.sparse import active_columns
+from logitless.head.sparse.report import SparseReport
+from logitless.lab.bench import realistic
 from numerics import EPS, HeadCase, assert_same_bits, cotangents, f64, head_truth, three
 from test_sharding import Layout, collectives
 
@@ -248,7 +248,7 @@ def test_shards_leave_out_the_tolerance_together() -> None:
     dx = -g[:, None] * p
     dx[np.arange(n), y] += g
     lacking = np.where((~hard)[:, :, None], -g[:, None, None] * thin, 0.0)
-    slab = columns.slab_width(width)
+    slab = active_columns.slab_width(width)
     mean = w.reshape(SHARDS, width, -1)[:, :: width // slab][:, :slab].mean(1)  # each shard its own
     expected = (dx - lacking.reshape(n, -1)) @ w + lacking.sum(2) @ mean
     np.testing.assert_allclose(f64(dh).reshape(n, -1), expected, atol=2e-5 * np.abs(expected).max())

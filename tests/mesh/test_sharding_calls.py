@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import logitless
 from interpreted import by_numpy
 from logitless import Objective, Sharding
-from logitless.mesh import parts
+from logitless.mesh import head_pieces as parts
 from test_sharding import OBJECTIVES, SEQUENCE, SHAPE, TOKEN, alone, assert_same, batch, collectives, loss, run
 
 MESH: dict[str, int] = {"data": 2, "seq": 2, "tensor": 2}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from logitless import Objective
-from logitless.objectives.frameworks import trl, tunix, verl
+from logitless.settings import from_trl, from_tunix, from_verl
 
 VLLM = {"use_vllm": True}
 
@@ -350,7 +350,9 @@ def test_fields_of_a_base_class_of_another_package_are_not_the_librarys() -> Non
 
 
 @pytest.mark.parametrize(
-    "library", [trl.TRL, trl.LIGER, verl.ACTOR, verl.POLICY_LOSS, tunix.TUNIX], ids=lambda v: v.call
+    "library",
+    [from_trl.TRL, from_trl.LIGER, from_verl.ACTOR, from_verl.POLICY_LOSS, from_tunix.TUNIX],
+    ids=lambda v: v.call,
 )
 def test_a_setting_is_of_the_loss_or_not(library: Any) -> None:
     assert not set(library.loss) & set(library.other)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
-from logitless import Objective, registry
-from logitless.planning import head as planner
-from logitless.planning.chips import as_if_on, chip_of
+from logitless import Objective
+from logitless.core import registry
+from logitless.lab.plan import head as planner
+from logitless.lab.plan.chips import as_if_on, chip_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -147,11 +148,11 @@ GPU_CASES = {
 
 
 def test_plan_agrees_with_what_the_gpu_compiler_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from logitless import tiles
+    from logitless.core import chunk_size
 
     monkeypatch.setattr(planner, "platform", lambda: "gpu")
     monkeypatch.setattr(planner, "column_tile", lambda: None)
-    monkeypatch.setattr(tiles, "platform", lambda: "gpu")
+    monkeypatch.setattr(chunk_size, "platform", lambda: "gpu")
     files = [json.loads((RESULTS / f"gpu_h200_head{f}.json").read_text()) for f in ("", "_more_shapes")]
     recorded = [item for f in files for item in f["shapes"].items()]
     assert len(recorded) >= 3

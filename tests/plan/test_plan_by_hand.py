@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from logitless import plan
+from logitless.core.problem import Call, Head, Problem
 from logitless.head.pallas_tpu.backend import describe
-from logitless.planning import head, sparse
-from logitless.planning.chips import CHIPS, as_if_on, chip_of, roofline_seconds
-from logitless.planning.work import Work
-from logitless.problem import Call, Head, Problem
+from logitless.lab.plan import head, sparse
+from logitless.lab.plan.chips import CHIPS, as_if_on, chip_of, roofline_seconds
+from logitless.lab.plan.work import Work
 
 # 6 tokens (all live), hidden size 4, vocabulary 10; bfloat16 operands, float32 logits.
 WORK = Work(6, 6, 4, 10, item=2, logit=4, wants_hidden=True, wants_head=True, sum_item=4, masked=False)

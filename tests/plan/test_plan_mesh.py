@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from logitless import cli
-from logitless.planning import scaling
-from logitless.planning.chips import CHIPS, chip_of_kind
-from logitless.planning.head import longest_context
-from logitless.planning.mesh import MeshPlan, parse_mesh, plan_mesh
-from logitless.tools.shapes import MODELS
+from logitless.lab import cli
+from logitless.lab.plan import scaling
+from logitless.lab.plan.chips import CHIPS, chip_of_kind
+from logitless.lab.plan.head import longest_context
+from logitless.lab.plan.mesh import MeshPlan, parse_mesh, plan_mesh
+from logitless.lab.tools.shapes import MODELS
 
 ROOT = Path(__file__).parents[2]
 H, V = MODELS["qwen2.5-7b"].hidden, MODELS["qwen2.5-7b"].vocab
@@ -222,6 +222,6 @@ def test_bad_usage_exits_2(arguments: list[str], message: str, capsys: pytest.Ca
 
 def test_the_page_of_predictions_is_current() -> None:
     page = (ROOT / "docs" / "scaling.md").read_text()
-    assert page == scaling.render(), "run `python -m logitless.planning.scaling docs/scaling.md`"
+    assert page == scaling.render(), "run `python -m logitless.lab.plan.scaling docs/scaling.md`"
     for word in ("qwen2.5-1.5b", "qwen2.5-72b", "| 4096 |", "| 128k |", "not measurements"):
         assert word in page

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
-from logitless import Objective, cli
-from logitless.compat import mosaic_gpu_reason
-from logitless.head import columns
-from logitless.planning.head import longest_context
-from logitless.planning.mesh import parse_mesh, plan_mesh
-from logitless.planning.prediction import HeadPlan
-from logitless.planning.sparse import CALIBRATED
+from logitless import Objective
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.head.sparse import active_columns as columns
+from logitless.lab import cli
+from logitless.lab.plan.head import longest_context
+from logitless.lab.plan.mesh import parse_mesh, plan_mesh
+from logitless.lab.plan.prediction import HeadPlan
+from logitless.lab.plan.sparse import CALIBRATED
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 T, H, V = 8192, 4096, 151936

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from logitless.tpu import aot
+from logitless.lab.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 

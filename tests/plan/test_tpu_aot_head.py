@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from logitless.tpu import aot
+from logitless.lab.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -38,10 +38,10 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
+    from logitless.core.problem import Call, Head, Problem
+    from logitless.core.stats import StatCotangents
+    from logitless.core.transform import LogitTransform
     from logitless.head.pallas_tpu import kernels
-    from logitless.problem import Call, Head, Problem
-    from logitless.stats import StatCotangents
-    from logitless.transform import LogitTransform
 
     n, hidden, vocab = case["n"], case["hidden"], case["vocab"]
     layout = case.get("layout", "vh")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from logitless.tpu import aot
+from logitless.lab.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -71,13 +71,13 @@ def program(
     import jax
     import jax.numpy as jnp
 
+    from logitless.core.problem import Call, LogitsProblem
+    from logitless.core.stats import StatCotangents, TokenStats
+    from logitless.core.transform import LogitTransform
     from logitless.logits.pallas_tpu import backend as pallas_tpu
     from logitless.objectives.inputs import LossInputs
     from logitless.objectives.objective import Objective
     from logitless.objectives.token_program import token_program
-    from logitless.problem import Call, LogitsProblem
-    from logitless.stats import StatCotangents, TokenStats
-    from logitless.transform import LogitTransform
 
     def run(x: Any, y: Any, mask: Any, columns: Any) -> Any:
         t = LogitTransform(columns[0] if temperature else None, None if softcap is None else jnp.float32(softcap))

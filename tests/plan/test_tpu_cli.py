@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from logitless import cli
-from logitless.tpu import aot, command
-from logitless.tpu.collectives import collectives_of
+from logitless.lab import cli
+from logitless.lab.tpu import aot, command
+from logitless.lab.tpu.hlo_collectives import collectives_of
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SMALL = ["--hidden", "128", "--vocab", "1024", "--tokens", "512"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from logitless.tools import child
+from logitless.lab.tools import child
 
 SCRIPT = """
 import json, os, sys, time

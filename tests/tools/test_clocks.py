@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitless.tools import timing
+from logitless.lab.tools import timing
 
 
 class Machine:

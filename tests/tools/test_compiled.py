@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from logitless.tools import compiled
+from logitless.lab.tools import compiled
 
 
 @pytest.fixture(autouse=True)

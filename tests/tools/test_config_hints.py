@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from logitless.bench.case import BenchConfig
-from logitless.tools.config import ConfigError, load
+from logitless.lab.bench.case import BenchConfig
+from logitless.lab.tools.command_config import ConfigError, load
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from bench_fakes import prepared, scripted, turn
-from logitless import cli
-from logitless.tools import progress
-from logitless.tpu import command as tpu_command
+from logitless.lab import cli
+from logitless.lab.tools import progress
+from logitless.lab.tpu import command as tpu_command
 from logitless.train import ab, loop
 from logitless.train.config import load
 from train_micro import compile_cache, micro  # noqa: F401

@@ -6,7 +6,7 @@ from pathlib import Path
 import logitless
 
 ROOT = Path(logitless.__file__).parent
-ABOVE = ("bench", "train", "planning", "plan", "tpu", "integrations", "cli", "demo")
+ABOVE = ("lab.bench", "lab.plan", "lab.tpu", "lab.cli", "lab.demo", "train", "plan", "integrations")
 
 
 def imported(path: Path) -> set[str]:
@@ -30,6 +30,6 @@ def upward(folder: Path) -> list[str]:
 
 
 def test_tools_import_nothing_from_above(tmp_path: Path) -> None:
-    assert upward(ROOT / "tools") == []
-    (tmp_path / "x.py").write_text("def f():\n    from logitless import bench\n    import logitless.train.ab\n")
+    assert upward(ROOT / "lab" / "tools") == []
+    (tmp_path / "x.py").write_text("def f():\n    from logitless.lab import bench\n    import logitless.train.ab\n")
     assert len(upward(tmp_path)) == 2  # the check sees what it is to find, also inside a function

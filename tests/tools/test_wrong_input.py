@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from logitless import cli, exits
+from logitless.lab import cli, exits
 
 MODEL = "--model qwen2.5-7b"
 SHAPE = "--hidden 16 --vocab 16"

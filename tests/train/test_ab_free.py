@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logitless import cli
+from logitless.lab import cli
 from logitless.train import ab
 from logitless.train.ab_plan import plan_of
 from logitless.train.compare import agreement, block_means, free_runs, over_seeds

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from logitless import cli
+from logitless.lab import cli
 from logitless.train import bounds, tokenizer
 from logitless.train.config import ConfigError, load
 from logitless.train.data import DataError, Problem, gsm8k

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from logitless import cli, exits, shipped, signals
-from logitless.tools import progress
+from logitless.lab import cli, exits, shipped_configs, signals
+from logitless.lab.tools import progress
 from logitless.train import ab, checkpoints, loop
-from logitless.train import cli as train_cli
+from logitless.train import command as train_cli
 from logitless.train import folder as folders
 from logitless.train.config import ConfigError, load
 from train_micro import compile_cache, logitless, micro  # noqa: F401
@@ -70,15 +70,15 @@ def test_configurations_go_by_name_and_into_the_wheel(
 ) -> None:
     assert cli.main(["configs"]) == 0
     printed = capsys.readouterr().out
-    for kind in shipped.KINDS:
+    for kind in shipped_configs.KINDS:
         files = {p.stem: p for p in (ROOT / "configs" / kind).glob("*.yaml")}
-        assert shipped.names(kind) == files and len(files) > 4
+        assert shipped_configs.names(kind) == files and len(files) > 4
         assert all(f"  {name} " in printed or f"  {name}\n" in printed for name in files)
-    assert load(shipped.find("train", "smollm2-135m-arithmetic")).name == "smollm2-135m-arithmetic"
+    assert load(shipped_configs.find("train", "smollm2-135m-arithmetic")).name == "smollm2-135m-arithmetic"
     # A file of that name in the current folder is meant first.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").write_text("seed: 7\n")
-    assert load(shipped.find("train", "tiny")).seed == 7
+    assert load(shipped_configs.find("train", "tiny")).seed == 7
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert build["force-include"]["configs"] == "logitless/configs"
 
@@ -120,8 +120,8 @@ def test_outputs_are_checked_before_the_work(
         raise AssertionError("work was done")
 
     benches = ("bench.gradcheck.run", "bench.microbench.run", "bench.suites.run", "bench.report.write")
-    for name in (*benches, "planning.command.run", "tpu.command.run"):
-        monkeypatch.setattr(f"logitless.{name}", no_work)
+    for name in (*benches, "plan.command.run", "tpu.command.run"):
+        monkeypatch.setattr(f"logitless.lab.{name}", no_work)
     monkeypatch.setattr(loop, "build_task", no_work)
     folder, file = tmp_path / "folder", tmp_path / "file"
     folder.mkdir()
@@ -255,7 +255,7 @@ def test_a_full_disk_while_recording_is_exit_code_3_with_the_checkpoint_named(tm
 
 FULL = """
 import errno, os
-from logitless.tools import tracking
+from logitless.lab.tools import tracking
 
 calls = 0
 

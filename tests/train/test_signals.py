@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from logitless import signals
+from logitless.lab import signals
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from interpreted import by_numpy
-from logitless import cli
-from logitless.bench import report
+from logitless.lab import cli
+from logitless.lab.bench import report
 from logitless.objectives.metrics import metric_values
 from logitless.train import ab, loop
 from logitless.train import folder as folders

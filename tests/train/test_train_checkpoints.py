@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless import cli
+from logitless.lab import cli
 from logitless.train import checkpoints, folder, loop, trainer
 from logitless.train.config import ConfigError, load
 from train_micro import compile_cache, logitless, micro  # noqa: F401

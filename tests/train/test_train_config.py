@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from logitless import Objective, cli
+from logitless import Objective
+from logitless.lab import cli
 from logitless.train import config as train_config
 from logitless.train.ab_plan import arms_of
 from logitless.train.config import ConfigError, as_yaml, load, loss_backend, objective_of

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import CHILD_ENVIRONMENT
 from interpreted import by_numpy, in_numpy
-from logitless import cli
+from logitless.lab import cli
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of

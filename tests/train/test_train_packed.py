@@ -13,7 +13,7 @@ import pytest
 
 from interpreted import in_numpy
 from logitless.objectives.metrics import metric_values
-from logitless.train import sharding
+from logitless.train import train_mesh
 from logitless.train.config import ConfigError, load, objective_of
 from logitless.train.model import Params
 from logitless.train.packed import (
@@ -78,7 +78,7 @@ def programs(*overrides: str, layers: int = 1) -> Any:
     optimizer, objective = make_optimizer(c), objective_of(c)
     update, score = (make_update, make_score) if c.train.packing == "off" else (make_packed_update, make_packed_score)
     # Padded rows on one device are what the others are compared with.
-    run = in_numpy if c.train.packing == "off" and sharding.make_mesh(c) is None else jax.jit
+    run = in_numpy if c.train.packing == "off" and train_mesh.make_mesh(c) is None else jax.jit
     return c, objective, optimizer, run(update(c, model, objective, optimizer)), run(score(c, model, objective))
 
 
@@ -249,14 +249,14 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
 def over_a_mesh(x: Batch, *overrides: str, layers: int = 1) -> tuple[State, dict[str, Any], Any]:
     """An update and the log-probabilities, with weights and rows laid out as the trainer does."""
     c, objective, optimizer, update, score = programs(*overrides, layers=layers)
-    mesh = sharding.make_mesh(c)
-    trained = sharding.place_weights(Policy(weights(layers), None), mesh)
-    state = State(trained, sharding.place_weights(optimizer.init(trained), mesh))
+    mesh = train_mesh.make_mesh(c)
+    trained = train_mesh.place_weights(Policy(weights(layers), None), mesh)
+    state = State(trained, train_mesh.place_weights(optimizer.init(trained), mesh))
     if c.train.packing == "off":
-        rows = sharding.place_rows(x, mesh)
+        rows = train_mesh.place_rows(x, mesh)
         return *update(state, Policy(None, None), rows), score(trained.params, None, rows)
     rows, all_rows = (
-        sharding.place_micro_batches(pack_batch(c, objective, x, skip), mesh) for skip in (c.train.skip_rows, False)
+        train_mesh.place_micro_batches(pack_batch(c, objective, x, skip), mesh) for skip in (c.train.skip_rows, False)
     )
     return *update(state, Policy(None, None), rows), score(trained.params, None, all_rows)
 

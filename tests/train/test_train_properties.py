@@ -13,9 +13,9 @@ import pytest
 from interpreted import by_numpy
 from logitless.train import checkpoints, recorded
 from logitless.train.config import ConfigError
-from logitless.train.records import Rollouts
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Completions, Sampling, generate, nucleus, sample
+from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts, pad_left
 from train_micro import MICRO, micro_params
 
@@ -69,9 +69,7 @@ def test_recorded_rollouts_are_taken_by_the_shapes_that_recorded_them_alone(
     recorded.save_rollouts(tmp_path, 1, Rollouts(prompts, done, np.array([1.0, 0.0]), {"exact": 0.5}, []))
     same = recorded.load_rollouts(tmp_path, 1, 2, (4, 5))
     assert same.rewards.tolist() == [1.0, 0.0] and same.parts == {"exact": 0.5}
-    with pytest.raises(
-        ConfigError, match=r"rollout.replay: .*_00000001.npz has prompts and completions of \(2, 4\)"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout.replay: .*_00000001.npz has prompts and completions of \(2, 4\)"):
         recorded.load_rollouts(tmp_path, 1, rows, widths)
 
 

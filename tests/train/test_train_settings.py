@@ -16,8 +16,8 @@ from logitless.train import folder as folders
 from logitless.train import loop, trainer
 from logitless.train.compare import ratios
 from logitless.train.config import load
-from logitless.train.records import Rollouts, step_record
 from logitless.train.rollout import Completions
+from logitless.train.run_records import Rollouts, step_record
 from logitless.train.task import Prompts, build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, learning_rate, make_optimizer

@@ -7,15 +7,12 @@ M is one matmul over all tokens that count, K the active columns of a sparse bac
     chunked      chunked.py              3 M / 4 M                      [C, V] logits, dlogits; dW in float32
     mosaic_gpu   mosaic_gpu/backend.py   3 M / 4 M, statistics 1 M      [C, V] logits, dx over them; statistics: none
     pallas_tpu   pallas_tpu/backend.py   - / 4 M, 5 M with entropy      no logits; [N, H] float32
-    sparse       sparse.py               M + 2 K/V M / M + 3 K/V M      a slab of K columns more than the one within
+    sparse       sparse/backend.py       M + 2 K/V M / M + 3 K/V M      a slab of K columns more than the one within
     sparse, TPU  pallas_tpu/sparse.py    M + 3 K/V M / M + 4 K/V M      no logits; a slab of K columns, [N, H] float32
     screened     mosaic_gpu/sparse.py    M + K/V M / M + 4 K/V M        no logits; N V bits, dx of some columns, rows
 
     linear.py    the head as a linear map: logits, dH, dW, LoRA, precision
-    columns.py   which columns carry a gradient, and what a set of them costs
-    slabs.py     the backward over a set of columns; what a row may leave out
-    expected.py  what is known of a logsumexp before the logits are; order.py: tokens with a gradient first
-    report.py    what a sparse backward left out, as metrics
+    sparse/      the sparse backward in plain JAX, and what every sparse backend shares
 
-A backend that is not asked for is not imported (``registry.py``).
+A backend that is not asked for is not imported (``core/registry.py``).
 """

@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless import rows
-from logitless.backend import Cost, PlainJax, Way
+from logitless.core import row_passes
+from logitless.core.backend import Cost, PlainJax, Way
+from logitless.core.chunk_size import column_tile
+from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.row_passes import Sweep, Visit, live_sweep, split_sweep, sweep_over
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
 from logitless.head.linear import add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
-from logitless.problem import Gradients, Loss, Problem, Wanted
-from logitless.rows import Sweep, Visit, live_sweep, split_sweep, sweep_over
-from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
-from logitless.tiles import column_tile
 
 
 def logits_of(p: Problem) -> Array:
@@ -101,17 +101,17 @@ class Chunked(PlainJax):
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
         """Statistics of the chunk's rows; ``p.live`` marks those that count."""
-        return lax.optimization_barrier(rows.statistics(lax.optimization_barrier(x), p))
+        return lax.optimization_barrier(row_passes.statistics(lax.optimization_barrier(x), p))
 
     def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
         """Statistics, and the dx of an uncoupled objective over the chunk's own inputs."""
         x = lax.optimization_barrier(x)
         stats = self.row_statistics(x, p)
-        return stats, rows.dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
+        return stats, row_passes.dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
 
     def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
         """dx from known statistics and cotangents; zero rows where the cotangents are."""
-        return rows.dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
+        return row_passes.dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
 
     # Sweeps.
 
@@ -183,6 +183,6 @@ class Chunked(PlainJax):
         def body(visit: Visit, out: RowSums) -> RowSums:
             part, x = chunk_of(visit, p)
             x = lax.optimization_barrier(x)
-            return visit.put_all(out, lax.optimization_barrier(rows.sums(x, part)))
+            return visit.put_all(out, lax.optimization_barrier(row_passes.sums(x, part)))
 
         return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.problem import Head, HeadGrads, Wanted
-from logitless.rows import over_columns
-from logitless.tiles import platform
+from logitless.core.chunk_size import platform
+from logitless.core.problem import Head, HeadGrads, Wanted
+from logitless.core.row_passes import over_columns
 
 _ZERO_DEPTH = 16  # of the matmul that writes zeros: the least that a tensor core takes
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.backend import Cost, Way
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import Head, LogitsProblem, Problem, Wanted
+from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
-from logitless.problem import Head, LogitsProblem, Problem, Wanted
-from logitless.stats import TokenStats
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless import rows
-from logitless.backend import Cost, PlainJax, Way
+from logitless.core import row_passes
+from logitless.core.backend import Cost, PlainJax, Way
+from logitless.core.chunk_size import platform, row_chunk
+from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
 from logitless.objectives.token_program import TokenProgram, token_program
-from logitless.problem import LogitsProblem, Loss
-from logitless.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
-from logitless.tiles import platform, row_chunk
 
 
 def rows_per_chunk(p: LogitsProblem) -> int:
@@ -56,17 +56,19 @@ def token_sums(p: LogitsProblem) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
 
     def chunk(part: LogitsProblem) -> RowSums:
-        return rows.cached_sums(part.logits, part)[0] if platform() == "cpu" else rows.sums(part.logits, part)
+        return (
+            row_passes.cached_sums(part.logits, part)[0] if platform() == "cpu" else row_passes.sums(part.logits, part)
+        )
 
     return _over_chunks(chunk, p, empty_sums((p.n,)))
 
 
-def _statistics(p: LogitsProblem) -> tuple[TokenStats, rows.Exponentials | None]:
+def _statistics(p: LogitsProblem) -> tuple[TokenStats, row_passes.Exponentials | None]:
     """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
     if platform() == "cpu":
-        return rows.cached_statistics(p.logits, p)
+        return row_passes.cached_statistics(p.logits, p)
     # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
-    return lax.optimization_barrier(rows.statistics(p.logits, p)), None
+    return lax.optimization_barrier(row_passes.statistics(p.logits, p)), None
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
@@ -84,7 +86,7 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
     """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents."""
 
     def chunk(part: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
-        return rows.dx(part.logits, part, stats, g, part.logits.dtype)
+        return row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
 
     g = live_cotangents(p, g)
     if p.call.chunk == 0:  # one loop over everything, which needs no temporaries
@@ -106,8 +108,8 @@ def stats_and_dlogits(p: LogitsProblem, program: TokenProgram) -> tuple[TokenSta
         stats = masked_stats(stats, part.live)
         g = cotangents_of(program, columns, stats)
         if known is None:
-            return stats, rows.dx(part.logits, part, stats, g, part.logits.dtype)
-        return stats, rows.cached_dx(part.logits, part, stats, g, known)
+            return stats, row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
+        return stats, row_passes.cached_dx(part.logits, part, stats, g, known)
 
     return _over_chunks(chunk, p, (blank_stats(p.n), jnp.zeros_like(p.logits)), program.columns)
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.backend import Cost, PlainJax, Way
-from logitless.problem import LogitsProblem, Loss
-from logitless.rows import column_ids, swept_columns
-from logitless.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
-from logitless.transform import factor, times
+from logitless.core.backend import Cost, PlainJax, Way
+from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.row_passes import column_ids, swept_columns
+from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
+from logitless.core.transform import factor, times
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:

@@ -1,11 +1,12 @@
 """Many devices: which arrays are cut over which mesh axes, and the collectives that follow from it.
 
-    spec           what a user says (``Sharding``), and what follows from it for one call (``Placement``)
-    context        how a call gets onto its mesh, and what is refused where nobody named one
-    over_mesh      a backend around a backend: ``shard_map`` around each of its passes
-    collectives    what a device gathers, merges and reduces
-    vocabulary     a device that has a part of the columns; sparse_vocabulary, with a sparse backward
-    parts          a large dW leaves its TPU in parts
+    sharding               what a user says (``Sharding``), and what follows from it for one call (``Placement``)
+    ambient                how a call gets onto its mesh, and what is refused where nobody named one
+    over_mesh              a backend around a backend: ``shard_map`` around each of its passes
+    collectives            what a device gathers, merges and reduces
+    vocab_parallel         a device that has a part of the columns
+    vocab_parallel_sparse  the same with a sparse backward
+    head_pieces            a large dW leaves its TPU in pieces
 
 ``custom_vjp`` stands outside and ``jax.shard_map`` inside both passes, so that a kernel sees the arrays of its own
 device and nobody partitions it. Loss maths over ``[B, T]`` statistics stays outside, in plain JAX over global arrays:

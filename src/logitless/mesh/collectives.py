@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.mesh.spec import Kinds, Placement, each_array
-from logitless.problem import Head, HeadGrads
-from logitless.stats import RowSums, rescale
+from logitless.core.problem import Head, HeadGrads
+from logitless.core.stats import RowSums, rescale
+from logitless.mesh.sharding import Kinds, Placement, each_array
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def reduce_grads(place: Placement, grads: HeadGrads, head: Head) -> HeadGrads:
 
 
 def merge_sums(axes: tuple[str, ...], sums: RowSums, k: Array | None) -> RowSums:
-    """The sums over all shards' columns: :func:`logitless.stats.merge` over mesh axes."""
+    """The sums over all shards' columns: :func:`logitless.core.stats.merge` over mesh axes."""
     m = lax.pmax(sums.maximum, axes)
     own = rescale(sums, m, k)
     total = lax.psum(jnp.stack([own.total, own.centred, own.squares, own.target]), axes)

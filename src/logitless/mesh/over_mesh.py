@@ -1,9 +1,9 @@
 """A backend over a mesh: ``shard_map`` around each pass of another backend, at both levels and for every layout.
 
-``custom_vjp`` stands outside (``vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP axes,
-flattens its own tokens, does what one device does (``vocabulary.py`` where it has a part of the columns only), and
-reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call; the TPU
-kernels take a large one in parts, gathered in both passes (``parts.py``).
+``custom_vjp`` stands outside (``core/vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP
+axes, flattens its own tokens, does what one device does (``vocab_parallel.py`` where it has a part of the columns
+only), and reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call;
+the TPU kernels take a large one in parts, gathered in both passes (``head_pieces.py``).
 
     collectives              forward                             backward
     tokens, head replicated  none                                all-reduce dW
@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from logitless.backend import Backend, Cost, Way
-from logitless.mesh import collectives, parts
-from logitless.mesh.spec import Placement
-from logitless.mesh.vocabulary import shard_of
-from logitless.problem import Gradients, HeadGrads, LogitsProblem, Loss, Problem, Wanted, flat_tokens
-from logitless.stats import StatCotangents, TokenStats
+from logitless.core.backend import Backend, Cost, Way
+from logitless.core.problem import Gradients, HeadGrads, LogitsProblem, Loss, Problem, Wanted, flat_tokens
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.mesh import collectives, head_pieces
+from logitless.mesh.sharding import Placement
+from logitless.mesh.vocab_parallel import shard_of
 
 AnyProblem = Problem | LogitsProblem
 
@@ -157,10 +157,10 @@ class OverMesh:
         """What a device does with its own part."""
         return shard_of(self.own, self.place) if self.place.vocab else self.own
 
-    def _arriving(self, p: Any) -> parts.Arriving | None:
+    def _arriving(self, p: Any) -> head_pieces.Arriving | None:
         """What a device does whose head is gathered in parts, from its own problem."""
-        number = parts.arriving(self.own, self.place, p)
-        return None if number == 1 else parts.Arriving(self.own, self.place, number)  # type: ignore[arg-type]
+        number = head_pieces.arriving(self.own, self.place, p)
+        return None if number == 1 else head_pieces.Arriving(self.own, self.place, number)  # type: ignore[arg-type]
 
     def check(self, p: Any, columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
@@ -182,7 +182,7 @@ class OverMesh:
         """Of the report, where there is one."""
         if isinstance(p, LogitsProblem) or p.tolerance is None:
             return None
-        from logitless.head.report import SparseReport
+        from logitless.head.sparse.report import SparseReport
 
         tokens, number = self.place.token_spec, PartitionSpec()
         return SparseReport(tokens, tokens, tokens, number, number, number, number)  # type: ignore[arg-type]
@@ -240,13 +240,13 @@ class OverMesh:
             own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
             if isinstance(p, LogitsProblem):
                 return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
-            apart = parts.count(self.own, place, own, want)
+            apart = head_pieces.count(self.own, place, own, want)
             now = want if apart == 1 else dataclasses.replace(want, weight=False, bias=False)
             found = self.device.backward(own, now, out, g, residual, only_logp)
             if apart == 1:
                 head = collectives.reduce_grads(place, found.head, p.head)
             else:
-                head = parts.reduced_grads(self.own, place, own, want, (out, g), apart, p.head)
+                head = head_pieces.reduced_grads(self.own, place, own, want, (out, g), apart, p.head)
             return Gradients(_unflat(found.hidden, p.targets.shape), head)
 
         specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)

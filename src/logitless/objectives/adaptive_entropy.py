@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.pytree import register
 from logitless.objectives.metrics import Metric
 from logitless.objectives.objective import Number
-from logitless.pytree import register
 
 
 @register
@@ -51,8 +51,8 @@ class AdaptiveEntropy:
         >>> AdaptiveEntropy.from_trl(entropy_coef=0.01, entropy_target=0.4).target
         0.4
         """
-        from logitless.objectives.frameworks.settings import read
-        from logitless.objectives.frameworks.trl import ADAPTIVE_ENTROPY as names
+        from logitless.settings.from_trl import ADAPTIVE_ENTROPY as names
+        from logitless.settings.reader import read
 
         s = read(names, None if config is None else {k: getattr(config, k) for k in names.loss}, settings)
         return AdaptiveEntropy(

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.pytree import register
 from logitless.objectives.objective import Objective
-from logitless.pytree import register
 
 
 @register

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless import validation
+from logitless.core import validation
+from logitless.core.pytree import register, static
 from logitless.objectives.aggregate import Sequences, aggregation_weights, default_denominator, sequences_of
 from logitless.objectives.correction import correction_weight, vespo_log_weight
 from logitless.objectives.objective import Objective
-from logitless.pytree import register, static
 
 
 @register

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.pytree import register
 from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import exp, kl_estimate, log_ratio, policy_term, vespo_weight
-from logitless.pytree import register
 
 
 @register

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import TokenTerms, cotangents, token_terms
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import kl_estimate
-from logitless.stats import TokenStats
 
 
 class Metric(NamedTuple):

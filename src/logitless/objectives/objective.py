@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from jax import Array
 
+from logitless.core.pytree import register, static
 from logitless.objectives import checks
-from logitless.pytree import register, static
 
 Policy = Literal["clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"]
 Level = Literal["token", "sequence", "sequence_token"]
@@ -190,14 +190,14 @@ class Objective:
         >>> Objective.from_trl(loss_type="grpo", epsilon_high=0.28, beta=0.04)
         Objective(kl_bias_correction=True, eps_high=0.28, beta=0.04)
         """
-        from logitless.objectives.frameworks.trl import from_trl
+        from logitless.settings.from_trl import from_trl
 
         return from_trl(config, **settings)
 
     @staticmethod
     def from_liger(config: Any = None, **settings: Any) -> Objective:
         """Liger's loss from a ``LigerFusedLinearGRPOLoss``, or from its keywords."""
-        from logitless.objectives.frameworks.trl import from_liger
+        from logitless.settings.from_trl import from_liger
 
         return from_liger(config, **settings)
 
@@ -211,7 +211,7 @@ class Objective:
         >>> Objective.from_verl(loss_mode="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4).level
         'sequence_token'
         """
-        from logitless.objectives.frameworks.verl import from_verl
+        from logitless.settings.from_verl import from_verl
 
         return from_verl(config, max_length=max_length, **settings)
 
@@ -227,7 +227,7 @@ class Objective:
         >>> Objective.from_tunix(beta=0.0, loss_algo="gspo-token").sequence_log_ratio_max
         10.0
         """
-        from logitless.objectives.frameworks.tunix import from_tunix
+        from logitless.settings.from_tunix import from_tunix
 
         return from_tunix(config, max_length=max_length, **settings)
 

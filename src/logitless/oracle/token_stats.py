@@ -40,7 +40,7 @@ _BLOCK_ELEMENTS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class TokenStats:
-    """The fields of ``logitless.stats.TokenStats`` as NumPy arrays, all with the shape of the targets."""
+    """The fields of ``logitless.core.stats.TokenStats`` as NumPy arrays, all with the shape of the targets."""
 
     logp: Floats
     entropy: Floats

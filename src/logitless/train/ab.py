@@ -31,9 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logitless.signals import Hold, Stop, held
-from logitless.tools.compiled import folder_of_programs
-from logitless.tools.progress import EVERY_S, Progress, duration, of_step
+from logitless.lab.signals import Hold, Stop, held
+from logitless.lab.tools.compiled import folder_of_programs
+from logitless.lab.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
 from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of

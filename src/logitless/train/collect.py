@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless.train import sharding
+from logitless.train import train_mesh
 from logitless.train.lora import merge
-from logitless.train.records import Rollouts
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Completions
+from logitless.train.run_records import Rollouts
 from logitless.train.sampler import sampled
 from logitless.train.update import Policy, State, whole_policy
 
@@ -116,7 +116,7 @@ def _from_the_policy(t: Trainer, params: Any, lora: Any, prompts: Prompts, step:
     for start in range(0, c.train.prompts_per_step, at_once):
         rows = slice(start, start + at_once)
         first = jnp.int32(start * c.train.group_size)
-        tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), t.mesh)
+        tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), t.mesh)
         parts.append(t.rollout_program(params, lora, tokens, valid, key, first))
     host = [jax.device_get(p) for p in parts]
     return jax.tree.map(lambda *x: np.concatenate(x), *host)

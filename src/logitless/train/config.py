@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless.core.chunk_size import platform
+from logitless.core.registry import KERNELS
+from logitless.lab.tools.command_config import ConfigError
+from logitless.lab.tools.command_config import load as load_schema
 from logitless.objectives.objective import Objective
-from logitless.registry import KERNELS
-from logitless.tiles import platform
-from logitless.tools.config import ConfigError
-from logitless.tools.config import load as load_schema
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
 

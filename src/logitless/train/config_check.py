@@ -7,11 +7,11 @@ import difflib
 import re
 from typing import Any
 
-from logitless import registry
+from logitless.core import registry
+from logitless.lab.tools.command_config import ConfigError, check_common, sparse_backward_of
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
-from logitless.tools.config import ConfigError, check_common, sparse_backward_of
 from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, objective_of, warm_start_fits
 
 BACKENDS = ("auto", "pallas", NAIVE, *registry.BACKENDS["head"])

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.pytree import register
+from logitless.core.pytree import register
 from logitless.train.lora import LoRA
 from logitless.train.model import (
     KVCache,

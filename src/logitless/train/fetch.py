@@ -18,7 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from logitless.tools.compiled import user_cache
+from logitless.lab.tools.compiled import user_cache
 from logitless.train import hub
 
 

@@ -15,14 +15,14 @@ from jax import Array
 from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
-from logitless.objectives.api import policy_loss
+from logitless.core.stats import TokenStats
+from logitless.lab.tools.baselines import naive_head_logp
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
-from logitless.stats import TokenStats
-from logitless.tools.baselines import naive_head_logp
+from logitless.objectives.policy_loss import policy_loss
 from logitless.train.config import NAIVE, TrainConfig, loss_backend
-from logitless.train.sharding import loss_sharding
+from logitless.train.train_mesh import loss_sharding
 
 NOT_MEASURED = ("entropy", "is_top1")
 """Metrics that the naive form does not have."""

@@ -24,11 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from logitless.signals import held
-from logitless.tools import timing
-from logitless.tools.progress import Progress, of_step
-from logitless.tools.tracking import Tracker
+from logitless.lab.signals import held
+from logitless.lab.tools import timing
+from logitless.lab.tools.progress import Progress, of_step
+from logitless.lab.tools.tracking import Tracker
 from logitless.train import checkpoints, fetch, recorded
+from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.folder import (
     Say,
@@ -41,8 +42,7 @@ from logitless.train.folder import (
     run_folder,
 )
 from logitless.train.model import num_params
-from logitless.train.programs import device_peak_bytes
-from logitless.train.records import Rollouts, run_numbers
+from logitless.train.run_records import Rollouts, run_numbers
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State

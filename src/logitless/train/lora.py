@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.pytree import register, static
+from logitless.core.pytree import register, static
 from logitless.train.config import LORA_TARGETS
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes
 

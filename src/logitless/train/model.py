@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.pytree import register
+from logitless.core.pytree import register
 from logitless.train.attention import cached_attention, causal_attention, masked_attention
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Int
 
-from logitless.objectives.gradient_rows import rows_with_gradient
+from logitless.core.pytree import register
+from logitless.data.packing import Packed, pack, unpack
+from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.packing import Packed, pack, unpack
-from logitless.pytree import register
 from logitless.train.config import TrainConfig
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, Parts, without_cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from logitless.train.config import TrainConfig
-from logitless.train.records import Rollouts
 from logitless.train.rollout import Completions
+from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts
 
 

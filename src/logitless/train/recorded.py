@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array
 
 from logitless.train.config import ConfigError
-from logitless.train.records import Rollouts
 from logitless.train.rollout import Completions
+from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts
 
 SAMPLE = 2**14

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.pytree import register
+from logitless.core.pytree import register
 from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, empty_cache, hidden_states, lm_head, positions_of

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless.api import linear_grpo_loss
-from logitless.explanation import explain
-from logitless.objectives.advantages import group_advantages
-from logitless.train import sharding
+from logitless.core.explanation import explain
+from logitless.data.group_advantages import group_advantages
+from logitless.train import train_mesh
 from logitless.train.collect import collect
+from logitless.train.compiled_functions import Program
 from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of
 from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
 from logitless.train.model import param_shapes
 from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
-from logitless.train.programs import Program
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.recorded import load_rollouts, sample_weights
-from logitless.train.records import Rollouts, step_record
 from logitless.train.rollout import Sampling, generate, in_compute_dtype
+from logitless.train.run_records import Rollouts, step_record
 from logitless.train.sampler import load_sampler
 from logitless.train.task import Task
 from logitless.train.update import (
@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, task: Task):
         self.config, self.task = config, task
         self.objective = objective_of(config)
-        self.mesh = sharding.make_mesh(config) if sharding.devices_needed(config) > 1 else None
+        self.mesh = train_mesh.make_mesh(config) if train_mesh.devices_needed(config) > 1 else None
         self.backend = self._backend_name()
         self.key = jax.random.key(config.seed)
         self.times: dict[str, float] = {}
@@ -67,7 +67,7 @@ class Trainer:
 
         def update_in_place(state: State, frozen: Policy, batch: Any) -> tuple[State, dict[str, Any]]:
             state, info = update(state, frozen, batch)
-            return sharding.keep_layout(state, self.mesh), info
+            return train_mesh.keep_layout(state, self.mesh), info
 
         self.update_program = Program("update", update_in_place, donate=(0,))
         self.score_program = Program("score", makers[1](config, task.model, self.objective))
@@ -125,15 +125,15 @@ class Trainer:
                 targets=lora_config.targets,
                 alpha=lora_config.alpha,
             )
-            trained = Policy(None, sharding.place_weights(lora, self.mesh))
-            frozen = Policy(sharding.place_weights(params, self.mesh), None)
+            trained = Policy(None, train_mesh.place_weights(lora, self.mesh))
+            frozen = Policy(train_mesh.place_weights(params, self.mesh), None)
         else:
             # A state is donated to its update: what is trained must not share memory with what is kept.
-            trained = Policy(_copies(sharding.place_weights(params, self.mesh)), None)
+            trained = Policy(_copies(train_mesh.place_weights(params, self.mesh)), None)
             dtype = jnp.dtype(self.config.model.compute_dtype)
             reference = in_compute_dtype(params, dtype) if self._needs_ref else None
-            frozen = Policy(None if reference is None else sharding.place_weights(reference, self.mesh), None)
-        return State(trained, sharding.place_weights(self._init_optimizer(trained), self.mesh)), frozen
+            frozen = Policy(None if reference is None else train_mesh.place_weights(reference, self.mesh), None)
+        return State(trained, train_mesh.place_weights(self._init_optimizer(trained), self.mesh)), frozen
 
     def like(self) -> tuple[State, Policy]:
         """What :meth:`initial` returns, as shapes: enough to compile, before there are weights."""
@@ -234,7 +234,7 @@ class Trainer:
         host = Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, advantages)  # type: ignore[arg-type]
         if c.rollout.kind == "sample":
             host = dataclasses.replace(host, rollout_logp=done.logp)
-        batch = host if self.packed else sharding.place_rows(host, self.mesh)
+        batch = host if self.packed else train_mesh.place_rows(host, self.mesh)
         record: dict[str, Any] = {"step": step}
         with self.timed("score"):
             params, lora = whole_policy(state.trained, frozen)
@@ -265,7 +265,7 @@ class Trainer:
 
     def _packed(self, batch: Batch, skip: bool) -> PackedBatch:
         packed = pack_batch(self.config, self.objective, batch, skip)
-        return sharding.place_micro_batches(packed, self.mesh)
+        return train_mesh.place_micro_batches(packed, self.mesh)
 
     def _score(self, params: Any, lora: Any, batch: Batch) -> Any:
         """Log-probabilities of the batch's completions; of a batch that will be packed, on the host."""
@@ -303,7 +303,7 @@ class Trainer:
         chunks = []
         for first in range(0, len(problems), at_once):
             rows = np.arange(first, first + at_once) % len(problems)
-            tokens, valid = sharding.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
+            tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
             chunks.append(jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0))))
         completions = jax.tree.map(lambda *x: np.concatenate(x)[: len(problems)], *chunks)
         texts = self.task.decode(completions)

@@ -21,11 +21,11 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from logitless.core.pytree import register
 from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.pytree import register
-from logitless.train import sharding
+from logitless.train import train_mesh
 from logitless.train.backward import add_gradients
 from logitless.train.config import TrainConfig
 from logitless.train.head_calls import make_head_logp, make_head_loss
@@ -171,7 +171,7 @@ def make_part_logp(
 ) -> Callable[..., Array]:
     """``logp(params, lora, part)`` of one micro-batch, padded or packed: ``parts_of`` is the model's pass over it."""
     head_logp = make_head_logp(config, objective)
-    dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
+    dtype, layout = jnp.dtype(config.model.compute_dtype), train_mesh.rows_layout(config)
 
     def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
         hidden = parts_of(lora, model, part, dtype, layout).hidden(params, lora, remat=False)
@@ -189,7 +189,7 @@ def make_part_loss(
     """Of one micro-batch, as :func:`make_part_logp`: ``loss(trained, frozen, part, counts)`` with its metrics, and
     ``add(total, trained, frozen, part, counts)``, which adds its gradients to ``total``."""
     head_loss = make_head_loss(config, objective)
-    dtype, layout = jnp.dtype(config.model.compute_dtype), sharding.rows_layout(config)
+    dtype, layout = jnp.dtype(config.model.compute_dtype), train_mesh.rows_layout(config)
 
     def on_top(part: Any, counts: dict[str, Any]) -> Callable[[Array, Array], tuple[Array, Metrics]]:
         arrays = {**part.loss_arrays(), **counts}

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from logitless.api import linear_logprobs
-from logitless.exits import check_folder
+from logitless.lab.exits import check_folder
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.model import Params, lm_head

@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.backend import Cost, Way
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import LogitsProblem, Loss, Problem
+from logitless.core.row_passes import front
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import limits, matmul
+from logitless.head.mosaic_gpu import limits
+from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.objectives.token_program import token_program
-from logitless.problem import LogitsProblem, Loss, Problem
-from logitless.rows import front
-from logitless.stats import StatCotangents, TokenStats
 
 
 def not_fused_because(p: Any) -> str | None:
@@ -82,4 +83,4 @@ class MosaicGpu(Chunked):
         if not_fused_because(p) is not None:
             return super().token_statistics(p)
         f = front(p.live)
-        return jax.tree.map(f.put_back, matmul.token_stats(f.problem(p), f.count))
+        return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from logitless.compat import mosaic_gpu_reason
+from logitless.core.compat import mosaic_gpu_reason
 
 TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
 _DTYPES = ("bfloat16", "float16")

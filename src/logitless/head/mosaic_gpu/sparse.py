@@ -2,17 +2,18 @@
 
 With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them:
 
-    screen     statistics, and a bit for each token and column (``screen.py``)                  M, no logits
-    backward   over the K columns, and for hard rows over the others: all at once (``at_once.py``), as most calls go,
-               or in chunks of columns (``in_chunks.py``)                          3 M K / V, and 3 M a hard row
+    screen     statistics, and a bit for each token and column (``column_screen.py``)                  M, no logits
+    backward   over the K columns, and for hard rows over the others: all at once (``sparse_backward.py``), as most
+    calls go,
+               or in chunks of columns (``column_chunks.py``)                          3 M K / V, and 3 M a hard row
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
-What the easy rows leave out of dH is replaced by its mass times a mean row of the head, as in ``head/sparse.py``, which
-serves where this cannot (:func:`not_screened_because`).
+What the easy rows leave out of dH is replaced by its mass times a mean row of the head, as in
+``head/sparse/backend.py``, which serves where this cannot (:func:`not_screened_because`).
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
-    bytes      the bits of ``screen.py``; h in that order; then those of the two ways
+    bytes      the bits of ``column_screen.py``; h in that order; then those of the two ways
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.backend import Cost, Way
-from logitless.head import columns as columns_of
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.row_passes import probabilities
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import finished
-from logitless.head.columns import Columns, Rule
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import at_once, blocks, hard, matmul, room, screen
+from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward, tile_mask
+from logitless.head.mosaic_gpu import hard_rows as hard
 from logitless.head.mosaic_gpu.backend import not_fused_because
+from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
+from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.kernels.schedule import tiles_for
 from logitless.head.mosaic_gpu.limits import visit_of
-from logitless.head.mosaic_gpu.schedule import tiles_for
-from logitless.head.mosaic_gpu.screen import Screened, slab_rule
-from logitless.head.order import Ordered, in_order, some
-from logitless.head.report import SparseReport, blank_report, chunk_report
-from logitless.head.slabs import Known, mass_beside, misses, without
-from logitless.head.sparse import Sparse, in_words
-from logitless.problem import Gradients, Loss, Problem, Wanted
-from logitless.rows import probabilities
-from logitless.stats import StatCotangents, TokenStats
+from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse.active_columns import Columns, Rule
+from logitless.head.sparse.backend import Sparse, in_words
+from logitless.head.sparse.column_gather import Known, mass_beside, misses, without
+from logitless.head.sparse.report import SparseReport, blank_report, chunk_report
+from logitless.head.sparse.token_order import Ordered, in_order, some
 
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
@@ -52,7 +55,7 @@ def not_screened_because(p: Any) -> str | None:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
     if p.call.partial_hidden or p.call.partial_head:
         return "its gradients are parts of a sum over devices"
-    return not_fused_because(p) or room.no_room_because(p)
+    return not_fused_because(p) or dweight_buffer.no_room_because(p)
 
 
 def rule_of(p: Problem, want: Wanted) -> Rule:
@@ -79,7 +82,7 @@ class ScreenedSparse(Sparse):
             f"1 and 3/V times {met} per live token{late}, 4 a hard row; one less of the 3 and of the rest with a "
             "frozen head, 1 without a gradient"
         )
-        held = room.room(p, rule)
+        held = dweight_buffer.room(p, rule)
         tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p)}
         tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
         tiles["dx_apart"] = int(not held.in_dw)  # or in the place of dW
@@ -114,7 +117,7 @@ class ScreenedSparse(Sparse):
 
         if p.call.memory_budget is None:  # no room for the logits that the exact path keeps
             return sparse()
-        return lax.cond(screen.looks_flat(p, moving, before), exact, sparse)
+        return lax.cond(column_screen.looks_flat(p, moving, before), exact, sparse)
 
     def _in_forward(
         self, p: Problem, want: Wanted, loss: Loss, before: Array | None, moving: Array
@@ -159,20 +162,20 @@ def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats,
     logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
     p, rule = f.p, rule_of(f.p, want)
     rows = jnp.arange(p.n) < f.count
-    numbers = screen.screen_of(p, rows, None if before is None else f.take(before))
-    stats, words = matmul.screened_stats(p, numbers, f.live)
+    numbers = column_screen.screen_of(p, rows, None if before is None else f.take(before))
+    stats, words = stats_matmul.screened_stats(p, numbers, f.live)
     assert words is not None
     finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
     tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
-    spans, apart = screen.active_columns(rule, words, finite, p, tile)
+    spans, apart = column_screen.active_columns(rule, words, finite, p, tile)
     assert p.tolerance is not None
-    flat = finite & (stats.max_logp < jnp.log(p.tolerance * screen.threshold(rows)))  # none could have passed
+    flat = finite & (stats.max_logp < jnp.log(p.tolerance * column_screen.threshold(rows)))  # none could have passed
     apart = apart + jnp.sum(flat, dtype=jnp.int32)
     count = jnp.sum(spans.active, dtype=jnp.int32)
-    dense = (count > rule.most) | (apart > screen.MOST_APART * f.count)
+    dense = (count > rule.most) | (apart > column_screen.MOST_APART * f.count)
     spans = spans.only(~dense)
     nothing = jnp.zeros((p.n,), jnp.float32)
-    columns = Columns(blocks.in_order(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
+    columns = Columns(tile_mask.in_order(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
     return stats, Screened(columns, spans)
 
 
@@ -198,7 +201,9 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     """``(gradients, columns with the mass that each token leaves out, columns that a token met)``, in the order of the
     call: the active columns for every row, the others for hard rows. ``known`` is in the order of ``f``."""
     rule = rule_of(f.p, want)
-    total, left_out, width, dense = at_once.gradients(f, want, known, found, rule, room.room(f.p, rule))
+    total, left_out, width, dense = sparse_backward.gradients(
+        f, want, known, found, rule, dweight_buffer.room(f.p, rule)
+    )
     columns = dataclasses.replace(found.columns, left_out=f.put_back(left_out), dense=dense)
     return finished(f.p, total), columns, width
 

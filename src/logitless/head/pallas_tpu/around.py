@@ -27,15 +27,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.problem import Gradients, HeadGrads, Problem
+from logitless.core.pytree import register
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import ready
 from logitless.head.pallas_tpu.backward import ROWS, TARGET, coefficients, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import clear_dead, column_ids, dot, prepare, rounded
 from logitless.head.pallas_tpu.ready import TURNS, Placing, Ready
 from logitless.head.pallas_tpu.tiles import FIRST, LANES, Part, Spec, Tiles, choose, need, over_parts, zero_rows
-from logitless.problem import Gradients, HeadGrads, Problem
-from logitless.pytree import register
-from logitless.stats import StatCotangents, TokenStats
 
 
 @register

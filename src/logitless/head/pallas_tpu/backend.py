@@ -23,17 +23,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from logitless.backend import Cost, Counts, Way
+from logitless.core.backend import Cost, Counts, Way
+from logitless.core.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.core.pytree import register
+from logitless.core.row_passes import Front
+from logitless.core.row_passes import front as rows_front
+from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels, lora, operands
 from logitless.head.pallas_tpu.backward import HeadSums
 from logitless.head.pallas_tpu.kept import Kept, nothing_kept_because, tokens_kept
 from logitless.head.pallas_tpu.tiles import Kernel, whole_lanes
-from logitless.head.slabs import without
-from logitless.problem import Gradients, HeadGrads, Loss, Problem, Wanted
-from logitless.pytree import register
-from logitless.rows import Front
-from logitless.rows import front as rows_front
-from logitless.stats import RowSums, StatCotangents, TokenStats
+from logitless.head.sparse.column_gather import without
 
 Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""
@@ -113,7 +113,9 @@ class PallasTpu:
     name: ClassVar[str] = "pallas_tpu"
     kernels: ClassVar[str | None] = "tpu"
     in_forward: ClassVar[bool] = False
-    head_in_parts: ClassVar[bool] = True  # dW leaves in its final dtype: over a mesh, a part at a time (mesh/parts.py)
+    head_in_parts: ClassVar[bool] = (
+        True  # dW leaves in its final dtype: over a mesh, a part at a time (mesh/head_pieces.py)
+    )
 
     def check(self, p: Problem, columns_apart: bool) -> None:
         """bfloat16 or float32 alike in hidden states and head, a hidden size of whole lanes."""

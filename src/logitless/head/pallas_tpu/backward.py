@@ -2,7 +2,7 @@
 logits in HBM. dH: ``dhidden.py``.
 
 With the statistics saved, a column's dlogit needs only its own logit and the two numbers of
-:func:`logitless.stats.dz_line`, which belong to the token and are computed once, in :func:`coefficients`:
+:func:`logitless.core.stats.dz_line`, which belong to the token and are computed once, in :func:`coefficients`:
 
     s_v = k (u_v - peak)        dz_v = exp(s_v) (a - b s_v),  v != y        dz_y = at_target        (z = k u)
 
@@ -33,7 +33,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.problem import Problem
+from logitless.core.pytree import register
+from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
+from logitless.core.transform import factor, pull_back, swept, times
 from logitless.head.pallas_tpu import kept as kept_tokens
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
@@ -48,10 +52,6 @@ from logitless.head.pallas_tpu.operands import (
     rounded,
 )
 from logitless.head.pallas_tpu.tiles import LANES, Part, Spec, fill_rows, over_parts, zero_rows
-from logitless.problem import Problem
-from logitless.pytree import register
-from logitless.stats import StatCotangents, TokenStats, dz_at_target, dz_line
-from logitless.transform import factor, pull_back, swept, times
 
 AT_TARGET, TARGET = 5, 6
 """Among the numbers of a token that a backward kernel is given: centre, a, b, at_target, temperature, of a kept token

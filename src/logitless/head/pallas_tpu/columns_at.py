@@ -21,7 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
 from logitless.head.pallas_tpu.operands import dot
 from logitless.head.pallas_tpu.tiles import LANES, MIB
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
 from logitless.head.pallas_tpu.backward import TARGET, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import (
     ROWS,

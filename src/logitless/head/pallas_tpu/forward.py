@@ -1,7 +1,7 @@
 """Forward sweep of the fused head on TPU: token statistics, and the expected head row, with no logits in HBM.
 
 For a tile of tokens the vocabulary is swept tile by tile; with ``x = h W^T + bias`` and ``z = k u = transform(x)``, in
-VMEM only, the columns other than the target are carried as :class:`logitless.stats.RowSums` relative to a running
+VMEM only, the columns other than the target are carried as :class:`logitless.core.stats.RowSums` relative to a running
 maximum ``m`` (:func:`_absorb`), and, when the direction is wanted, so is
 
     E[n, :] = sum_{v != y} exp(k (u_v - m)) slope_v W_v       slope = dz/dx, taken in here only if a softcap varies it
@@ -46,7 +46,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.pytree import register
+from logitless.core.stats import NEG_INF, RowSums
+from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 from logitless.head.pallas_tpu.kept import Kept, block_of_step
 from logitless.head.pallas_tpu.operands import (
     FLOOR,
@@ -83,9 +86,6 @@ from logitless.head.pallas_tpu.tiles import (
     turn_around,
     zero_rows,
 )
-from logitless.pytree import register
-from logitless.stats import NEG_INF, RowSums
-from logitless.transform import LogitTransform, factor, pull_back, swept, times
 
 LOW = -1e30
 """Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
@@ -121,8 +121,8 @@ def _absorb(
     few rows at a time, all of a row's at once: by pieces the compiler keeps thousands of registers in VMEM, and loads
     and stores of these hold up the matmul beside them. ``apart``: see :func:`_apart`.
 
-    The same sums as by :func:`logitless.stats.merge`, relative to the new maximum at once, so that the exponentials
-    serve the expected head row too.
+    The same sums as by :func:`logitless.core.stats.merge`, relative to the new maximum at once, so that the
+    exponentials serve the expected head row too.
     """
     m = functools.reduce(jnp.maximum, [jnp.max(u, axis=1, keepdims=True) for u in others], sums.maximum)
     step = times(k, sums.maximum - m)

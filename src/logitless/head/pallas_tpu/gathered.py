@@ -17,14 +17,14 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.head import columns as columns_of
-from logitless.head.columns import Rule
+from logitless.core.problem import Head, Problem
 from logitless.head.linear import dot, lora_factors
 from logitless.head.pallas_tpu import lora
 from logitless.head.pallas_tpu.columns_at import columns_in_order, put_columns
 from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.pallas_tpu.tiles import LANES
-from logitless.problem import Head, Problem
+from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse.active_columns import Rule
 
 MASS_ERROR = 2.0**-15
 """By how much a logit may be off that is made again by another matmul (some 1e-5 at |z| = 30), and with it the mass

@@ -28,13 +28,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.problem import Problem
+from logitless.core.pytree import register, static
+from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
+from logitless.core.transform import factor, slope, times
 from logitless.head.pallas_tpu.operands import Launch, tiles_of
 from logitless.head.pallas_tpu.tiles import LANES, Spec, blocks_of
-from logitless.problem import Problem
-from logitless.pytree import register, static
-from logitless.stats import StatCotangents, TokenStats, dz_at_target, dz_line
-from logitless.transform import factor, slope, times
 
 
 @register

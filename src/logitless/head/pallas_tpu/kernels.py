@@ -37,18 +37,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.pallas_tpu import lora, rows_at
-from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
-from logitless.head.pallas_tpu.columns_at import columns_at
-from logitless.head.pallas_tpu.dhidden import dhidden_sweep
-from logitless.head.pallas_tpu.forward import forward_sweep
-from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
-from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
-from logitless.head.pallas_tpu.tiles import LANES, Tiles, whole_lanes
-from logitless.problem import Problem
-from logitless.pytree import register
-from logitless.rows import Front, in_parts, rows_in_parts
-from logitless.stats import (
+from logitless.core.problem import Problem
+from logitless.core.pytree import register
+from logitless.core.row_passes import Front, in_parts, rows_in_parts
+from logitless.core.stats import (
     RowSums,
     StatCotangents,
     TokenStats,
@@ -58,7 +50,15 @@ from logitless.stats import (
     masked_stats,
     valid_targets,
 )
-from logitless.transform import factor, slope
+from logitless.core.transform import factor, slope
+from logitless.head.pallas_tpu import lora, rows_at
+from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
+from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.dhidden import dhidden_sweep
+from logitless.head.pallas_tpu.forward import forward_sweep
+from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
+from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
+from logitless.head.pallas_tpu.tiles import LANES, Tiles, whole_lanes
 
 Count = Array | int | None
 

@@ -1,8 +1,8 @@
 """A look at 128 rows in a sample of the columns: is a sparse backward worth it, and at which threshold?
 
 As in ``sparse_columns.py``, with two differences. Bounds begin at what the logsumexp is expected to be, where the
-sampler or an earlier pass has said how probable the target was (``head/expected.py``). And the few rows' logits are
-those of ``SAMPLE`` columns, in blocks evenly spaced over the vocabulary, each standing for V / SAMPLE: all columns
+sampler or an earlier pass has said how probable the target was (``head/sparse/lse_guess.py``). And the few rows' logits
+are those of ``SAMPLE`` columns, in blocks evenly spaced over the vocabulary, each standing for V / SAMPLE: all columns
 would be one more pass over the head (0.8 ms of a v6e at V = 151936, H = 4096). What they judge is a matter of cost;
 what a row leaves out is then computed for all rows. On 8192 tokens of ``bench.realistic`` the share of hard rows comes
 out within 0.8 % of all rows of what all columns say (benchmarks/results/tpu_v6e_sparse_estimate.json).
@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from logitless import rows
-from logitless.head.columns import Rule
-from logitless.head.expected import expected_lse, target_logits
+from logitless.core import row_passes
+from logitless.core.problem import Head, Problem
+from logitless.core.row_passes import in_parts, swept_columns
+from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
+from logitless.core.transform import factor, times
 from logitless.head.linear import raw_logits
-from logitless.head.order import some
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.pallas_tpu.sparse_columns import (
@@ -34,11 +35,10 @@ from logitless.head.pallas_tpu.sparse_columns import (
     positions,
 )
 from logitless.head.pallas_tpu.tiles import LANES
-from logitless.head.slabs import misses
-from logitless.problem import Head, Problem
-from logitless.rows import in_parts, swept_columns
-from logitless.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
-from logitless.transform import factor, times
+from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.column_gather import misses
+from logitless.head.sparse.lse_guess import expected_lse, target_logits
+from logitless.head.sparse.token_order import some
 
 SAMPLE = 8192
 """Columns that the few rows are looked at in."""
@@ -153,7 +153,7 @@ def choose_columns(
     level, number = rule.levels(maxima.at[own].set(jnp.inf, mode="drop"), p.tolerance)
     miss = misses(p.tolerance, stats, g, vocab_size)
     moves = jnp.ones(few.at.shape, bool) if g is None else g.any_nonzero()
-    probability = rows.probabilities(few.x, few.p, stats, few.columns[None, :])
+    probability = row_passes.probabilities(few.x, few.p, stats, few.columns[None, :])
     some = _blocks(level[:vocab_size], vocab_size, 0)
     assert some is not None
     beyond = (some[:, None] > jnp.arange(len(rule.thresholds))[None, :]).astype(jnp.float32)

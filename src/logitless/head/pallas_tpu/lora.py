@@ -20,9 +20,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.problem import Head, Problem
 from logitless.head.linear import dot, lora_factors, low_rank
 from logitless.head.pallas_tpu.tiles import whole_lanes
-from logitless.problem import Head, Problem
 
 
 def _factors(head: Head) -> tuple[Array, Array]:

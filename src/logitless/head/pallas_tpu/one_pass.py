@@ -13,9 +13,9 @@ With M one matmul over all tokens and columns, and K active columns:
     hard rows  those that leave out more than the tolerance: the *other* columns, too, while dW is written (3 matmuls
                each, 4 if they are many)
 
-One set for all tokens, where ``head/sparse.py`` has one per chunk. XLA's TPU compiler carries out a scatter into dW by
-streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V = 151936, an
-estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
+One set for all tokens, where ``head/sparse/backend.py`` has one per chunk. XLA's TPU compiler carries out a scatter
+into dW by streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V =
+151936, an estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
 
     dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by the sweep
                        that makes the others (``ready.py``)
@@ -39,7 +39,7 @@ float32, whole: which of its rows are zero differs between devices.
 
 Bytes beside inputs and outputs: dH in float32, ``[N + GROUP, H]``, and a slab of the head (x, dx and the slab's dW are
 in VMEM); where V is no multiple of 16 also ``[K limit, H]`` of dW's rows. Hidden states in the order of
-``head/order.py`` stand where dH will.
+``head/sparse/token_order.py`` stand where dH will.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.backend import Cost, Way
-from logitless.head.columns import HARD_ROW_COST, Rule, most_columns, slab_width
-from logitless.head.order import Ordered, in_order
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels, look, ordered_slabs
 from logitless.head.pallas_tpu.look import choose_columns, few_rows
 from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.pallas_tpu.sparse import TpuSparse, all_dense, live_cotangents, without_mesh_axis
 from logitless.head.pallas_tpu.sparse_columns import Active, no_columns, tpu_rule
-from logitless.head.report import SparseReport
-from logitless.head.slabs import Known, without
-from logitless.head.sparse import in_words
-from logitless.problem import Gradients, Loss, Problem, Wanted
-from logitless.stats import StatCotangents, TokenStats
+from logitless.head.sparse.active_columns import HARD_ROW_COST, Rule, most_columns, slab_width
+from logitless.head.sparse.backend import in_words
+from logitless.head.sparse.column_gather import Known, without
+from logitless.head.sparse.report import SparseReport
+from logitless.head.sparse.token_order import Ordered, in_order
 
 
 def not_in_one_pass_because(p: Any) -> str | None:

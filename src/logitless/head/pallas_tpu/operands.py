@@ -14,11 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.problem import Problem
+from logitless.core.pytree import register
 from logitless.head.pallas_tpu import lora
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Part, Spec, Tiles, choose, fill_rows, whole_lanes
-from logitless.problem import Problem
-from logitless.pytree import register
 
 LOG_ZERO = -200.0
 """exp of anything below is 0 in float32; clamping there keeps ``0 * -inf`` out at one operation per element."""

@@ -5,8 +5,8 @@
                  head (``around.py``): 3 matmuls each for up to ``GROUP`` of them, 4 for others, whose dH is by further
                  sweeps, a group at a time
 
-Tokens stand in the order of ``head/order.py``, those with a gradient first: no step gathers any. How the parts make one
-gradient: ``one_pass.py``.
+Tokens stand in the order of ``head/sparse/token_order.py``, those with a gradient first: no step gathers any. How the
+parts make one gradient: ``one_pass.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.columns import Rule
+from logitless.core.problem import Gradients, Head, HeadGrads, Problem, Wanted
+from logitless.core.pytree import register
+from logitless.core.row_passes import in_parts, probabilities
 from logitless.head.linear import add_dhead, dhidden, raw_logits
-from logitless.head.order import Ordered
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
@@ -27,11 +28,10 @@ from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
 from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
 from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active, positions
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
-from logitless.head.report import SparseReport
-from logitless.head.slabs import Known, in_their_place, mean_row, misses, slab_dx, without
-from logitless.problem import Gradients, Head, HeadGrads, Problem, Wanted
-from logitless.pytree import register
-from logitless.rows import in_parts, probabilities
+from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.column_gather import Known, in_their_place, mean_row, misses, slab_dx, without
+from logitless.head.sparse.report import SparseReport
+from logitless.head.sparse.token_order import Ordered
 
 CHUNK = 2048
 """Tokens of a backward step, at most."""

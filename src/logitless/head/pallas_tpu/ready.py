@@ -26,10 +26,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
+from logitless.core.pytree import register
 from logitless.head.pallas_tpu.operands import dot
 from logitless.head.pallas_tpu.tiles import LANES, Part, fill_rows, over_parts
-from logitless.pytree import register
 
 PART = 256
 """Slots at a time: as deep as a matrix unit."""

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import compat
+from logitless.core import compat
 from logitless.head.pallas_tpu.tiles import (
     LANES,
     LEAST_LIMIT,

@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.columns import Rule
+from logitless.core.problem import Gradients, HeadGrads, Problem, Wanted
+from logitless.core.pytree import register
+from logitless.core.row_passes import Visit, live_sweep, probabilities
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, low_rank, raw_logits
 from logitless.head.pallas_tpu import kernels, lora
 from logitless.head.pallas_tpu.backend import front, head_grads
@@ -26,12 +29,9 @@ from logitless.head.pallas_tpu.gathered import MASS_ERROR, gatherer, least_logit
 from logitless.head.pallas_tpu.operands import tiles_of
 from logitless.head.pallas_tpu.sparse_columns import Active
 from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
-from logitless.head.report import SparseReport
-from logitless.head.slabs import Known, in_their_place, misses, slab_dx, without
-from logitless.problem import Gradients, HeadGrads, Problem, Wanted
-from logitless.pytree import register
-from logitless.rows import Visit, live_sweep, probabilities
-from logitless.stats import StatCotangents, TokenStats
+from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.column_gather import Known, in_their_place, misses, slab_dx, without
+from logitless.head.sparse.report import SparseReport
 
 CHUNK = 2048
 """Tokens of a backward step."""

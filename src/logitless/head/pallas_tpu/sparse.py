@@ -8,9 +8,9 @@ With M one matmul over all tokens and columns, and K active columns:
     backward   slab by slab of the K columns: x, dx, dh, a slab of dW, and the mass that each row keeps (3 M K / V)
     hard rows  those that leave out more than the tolerance: dH and dW by the exact kernels (4 matmuls each)
 
-One set for all tokens, where ``head/sparse.py`` has one per chunk. XLA's TPU compiler carries out a scatter into dW by
-streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V = 151936, an
-estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
+One set for all tokens, where ``head/sparse/backend.py`` has one per chunk. XLA's TPU compiler carries out a scatter
+into dW by streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V =
+151936, an estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
 
     dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by one scatter
             inactive:  the sum over the hard rows, by the exact kernel, rounded once
@@ -49,17 +49,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.backend import Cost, Way
-from logitless.head.columns import Rule
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import Gradients, Head, Loss, Problem, Wanted
+from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels, slabs, sparse_columns, sparse_shard
 from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, front
 from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows, tpu_rule
 from logitless.head.pallas_tpu.sparse_shard import ShardColumns
-from logitless.head.report import SparseReport, blank_report
-from logitless.head.slabs import Known, without
-from logitless.head.sparse import in_words
-from logitless.problem import Gradients, Head, Loss, Problem, Wanted
-from logitless.stats import StatCotangents, TokenStats
+from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.backend import in_words
+from logitless.head.sparse.column_gather import Known, without
+from logitless.head.sparse.report import SparseReport, blank_report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,19 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless import rows
-from logitless.head import columns as columns_of
-from logitless.head.columns import HARD_ROW_COST, Rule
+from logitless.core import row_passes
+from logitless.core.problem import Problem
+from logitless.core.pytree import register
+from logitless.core.row_passes import column_ids
+from logitless.core.stats import StatCotangents, TokenStats, valid_targets
+from logitless.core.transform import forward
 from logitless.head.linear import raw_logits
 from logitless.head.pallas_tpu import kernels, lora
 from logitless.head.pallas_tpu.gathered import MASS_ERROR, least_logits
 from logitless.head.pallas_tpu.tiles import LANES
-from logitless.head.slabs import misses
-from logitless.problem import Problem
-from logitless.pytree import register
-from logitless.rows import column_ids
-from logitless.stats import StatCotangents, TokenStats, valid_targets
-from logitless.transform import forward
+from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse.active_columns import HARD_ROW_COST, Rule
+from logitless.head.sparse.column_gather import misses
 
 LEAST_TOLERANCE = 2.0**-12
 """Below it ``MASS_ERROR`` would be too large a part."""
@@ -80,7 +80,7 @@ def few_rows(p: Problem, counts: Array | None, stats: TokenStats | None = None) 
     at = evenly_spaced(p.n, counts)
     few = p.rows(lambda a: a[at])
     x = raw_logits(few.h, few.head, p.call.logits_dtype)
-    return Few(at, few, x, rows.statistics(x, few) if stats is None else jax.tree.map(lambda a: a[at], stats))
+    return Few(at, few, x, row_passes.statistics(x, few) if stats is None else jax.tree.map(lambda a: a[at], stats))
 
 
 def hard_whatever_is_kept(rule: Rule, p: Problem, probability: Array, share: float = 1) -> Array:
@@ -114,7 +114,7 @@ def costs_no_less(rule: Rule, p: Problem, hard: Array) -> Array:
 
 def exact_is_cheaper(rule: Rule, few: Few) -> Array:
     """As far as the few rows tell."""
-    probability = rows.probabilities(few.x, few.p, few.stats, column_ids(few.x.shape[1]))
+    probability = row_passes.probabilities(few.x, few.p, few.stats, column_ids(few.x.shape[1]))
     return costs_no_less(rule, few.p, hard_whatever_is_kept(rule, few.p, probability))
 
 

@@ -1,4 +1,4 @@
-"""The sparse backward on TPU where a device has a part of the vocabulary (``mesh/sparse_vocabulary.py``).
+"""The sparse backward on TPU where a device has a part of the vocabulary (``mesh/vocab_parallel_sparse.py``).
 
     forward    statistics of all shards first; then the shard's columns by a second sweep, whose bound is the logsumexp
                of all shards and so exact (M), and the mass that each row keeps in them (M K / V)
@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.head.columns import Rule
+from logitless.core.problem import Gradients, Problem, Wanted
+from logitless.core.pytree import register
+from logitless.core.stats import RowSums, TokenStats, log_probability, valid_targets
+from logitless.core.transform import factor
 from logitless.head.pallas_tpu import kernels, slabs, sparse_columns
 from logitless.head.pallas_tpu.backend import front
 from logitless.head.pallas_tpu.gathered import MASS_ERROR
 from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows
-from logitless.head.report import SparseReport
-from logitless.head.slabs import Known
-from logitless.problem import Gradients, Problem, Wanted
-from logitless.pytree import register
-from logitless.stats import RowSums, TokenStats, log_probability, valid_targets
-from logitless.transform import factor
+from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.column_gather import Known
+from logitless.head.sparse.report import SparseReport
 
 
 @register

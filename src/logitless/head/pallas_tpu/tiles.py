@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from logitless.transform import LogitTransform
+from logitless.core.transform import LogitTransform
 
 Kernel = Literal["forward", "dhidden", "dhead"]
 

@@ -172,7 +172,7 @@ def register() -> None:
     """Makes ``GRPOConfig(policy_loss_fn="logitless")`` known: the fused loss, which saves a matmul where the objective
     is uncoupled (all but ``loss_algo="gspo-token"``). It replaces nothing."""
     known = interface()
-    from logitless.integrations.tunix.loss import policy_loss
+    from logitless.integrations.tunix.tunix_loss import policy_loss
 
     _, _, registry = modules()
     if LOSS_NAME not in registry.default_registry.list_functions("policy_loss_fn"):

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.api import linear_logprobs
+from logitless.core.pytree import register
+from logitless.core.stats import TokenStats
 from logitless.integrations.tunix.interface import modules
-from logitless.integrations.tunix.model import PolicyHead, take_head
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.pytree import register
-from logitless.stats import TokenStats
+from logitless.integrations.tunix.tunix_model import PolicyHead, take_head
 
 _STATIC = ("pad_id", "eos_id", "stop_gradient", "temperature", "return_logits", "return_entropy", "chunk_size")
 """Arguments of ``compute_per_token_logps`` that are no arrays."""

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from logitless import Sharding, compat
-from logitless.integrations.tunix.model import PolicyHead
+from logitless import Sharding
+from logitless.core import compat
+from logitless.integrations.tunix.tunix_model import PolicyHead
 
 
 def sharding_of(head: PolicyHead, batch: int) -> Sharding | None:

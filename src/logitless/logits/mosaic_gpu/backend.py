@@ -7,9 +7,9 @@
 dlogits have the dtype of the logits, or the one asked for: the kernels round float32 to 16 bits as they write
 (:func:`rounds`), what else there is takes a pass of its own.
 
-The maths is in ``stats.py`` and ``transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py`` how one is
-worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is false are
-not read.
+The maths is in ``core/stats.py`` and ``core/transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
+how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
+false are not read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless.compat import gpu_interpreter, mosaic_gpu_reason
+from logitless.core.compat import gpu_interpreter, mosaic_gpu_reason
+from logitless.core.problem import LogitsProblem
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
 from logitless.logits.chunked import Chunked
 from logitless.logits.mosaic_gpu import kernels
 from logitless.logits.mosaic_gpu.kernels import STAT_FIELDS, Operands, Shared
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
-from logitless.problem import LogitsProblem
-from logitless.stats import StatCotangents, TokenStats
-from logitless.transform import LogitTransform
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SHARED_BYTES = 216 * 1024  # of the 227 KiB a Hopper block may have; the rest holds barriers and reductions

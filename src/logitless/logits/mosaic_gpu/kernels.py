@@ -20,14 +20,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless import stats as st
-from logitless.compat import gpu_load
+from logitless.core import stats as st
+from logitless.core.compat import gpu_load
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform, factor, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums
 from logitless.logits.mosaic_gpu.tiles import Sweep, clear_dead_rows, next_row
-from logitless.stats import StatCotangents, TokenStats
-from logitless.transform import LogitTransform, factor, swept
 
 _NOWHERE = -64  # a column left of every place of a row's first tile
 STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from logitless import stats as st
-from logitless import transform as tr
+from logitless.core import stats as st
+from logitless.core import transform as tr
+from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
 from logitless.logits.mosaic_gpu import scalars as scalar
-from logitless.stats import NEG_INF, RowSums, StatCotangents, TokenStats
-from logitless.transform import LogitTransform
 
 if TYPE_CHECKING:
     from logitless.logits.mosaic_gpu.tiles import Sweep
@@ -43,7 +43,8 @@ class Power:
 class Lanes:
     """Per-lane sums, ``[lanes]`` float32: maximum ``m``, and sums of ``e``, ``e t``, ``e^2`` with ``t = k (u - m)``.
 
-    ``u`` and ``k`` are those of ``logitless.transform``, ``k`` times the :class:`Power`'s unit: ``e = exp(t / unit)``.
+    ``u`` and ``k`` are those of ``logitless.core.transform``, ``k`` times the :class:`Power`'s unit: ``e = exp(t /
+    unit)``.
     """
 
     m: Array

@@ -1,7 +1,7 @@
 """The per-row scalar maths of ``stats`` and of an objective, run inside a Mosaic GPU kernel.
 
 A row's statistics and cotangents are a few hundred scalar operations between two sweeps over the row. They are the
-functions of ``stats.py`` and ``objectives/``, not copies: :func:`run` traces them to a jaxpr and replays it in the
+functions of ``core/stats.py`` and ``objectives/``, not copies: :func:`run` traces them to a jaxpr and replays it in the
 kernel. Two things differ from a plain call. Mosaic GPU has no rule for ``log1p``, ``expm1`` and a few other
 primitives; and the kernel is compiled with approximate ``exp2``/``log2`` (the sweeps need one instruction each), which
 is not good enough for a log-probability. So the transcendental primitives are replaced by float32 formulas over

@@ -29,12 +29,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless import transform as tr
-from logitless.compat import gpu_load
+from logitless.core import transform as tr
+from logitless.core.compat import gpu_load
+from logitless.core.stats import NEG_INF
+from logitless.core.transform import LogitTransform
 from logitless.logits.mosaic_gpu.layout import Number, row_index, select
 from logitless.logits.mosaic_gpu.row_terms import LOW, Coefficients, Lanes, Power
-from logitless.stats import NEG_INF
-from logitless.transform import LogitTransform
 
 if TYPE_CHECKING:
     from logitless.logits.mosaic_gpu.kernels import Operands, Shared

@@ -9,8 +9,8 @@ No matmuls. Whole rows are held in VMEM up to a vocabulary of about 280,000 (``t
 reads. Besides the logits about 1 KiB a token moves: what a row needs (target, live, temperature, the objective's
 columns) is packed into one int32 array, since a TPU stores even ``[N, 1]`` as ``[N, 128]``.
 
-The maths is in ``stats.py`` and ``transform.py``, the kernels in ``kernels.py``. Ragged N and V are masked in the
-kernels; nothing is padded in HBM but the int32 targets.
+The maths is in ``core/stats.py`` and ``core/transform.py``, the kernels in ``kernels.py``. Ragged N and V are masked in
+the kernels; nothing is padded in HBM but the int32 targets.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from logitless import stats as S
-from logitless.backend import Cost, Way
+from logitless.core import stats as S
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import LogitsProblem
+from logitless.core.stats import RowSums, StatCotangents, TokenStats
+from logitless.core.transform import factor
 from logitless.logits.chunked import Chunked, bytes_moved, cotangents_of, live_cotangents
 from logitless.logits.pallas_tpu import kernels
 from logitless.logits.pallas_tpu.kernels import DEAD, INVALID, Block, Numbers
 from logitless.logits.pallas_tpu.rows import LOWEST, STAT_COLUMNS, STAT_FIELDS
 from logitless.logits.pallas_tpu.tiles import LANES, Tiles, check, describe, tiles_for, vmem_limit
 from logitless.objectives.token_program import TokenProgram
-from logitless.problem import LogitsProblem
-from logitless.stats import RowSums, StatCotangents, TokenStats
-from logitless.transform import factor
 
 # -- launcher --------------------------------------------------------------------------------------------------------
 

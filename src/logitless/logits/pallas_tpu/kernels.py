@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from logitless import stats as S
+from logitless.core import stats as S
+from logitless.core.stats import RowSums, StatCotangents
+from logitless.core.transform import LogitTransform, factor, times
 from logitless.logits.pallas_tpu import rows
 from logitless.logits.pallas_tpu.rows import STAT_COLUMNS, Group
 from logitless.logits.pallas_tpu.tiles import LANES, Tiles
-from logitless.stats import RowSums, StatCotangents
-from logitless.transform import LogitTransform, factor, times
 
 DEAD = -(1 << 30)
 """Label of a row that is not live; far from every block, whatever tile's first column is subtracted."""

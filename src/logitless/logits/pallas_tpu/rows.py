@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from logitless import stats as S
+from logitless.core import stats as S
+from logitless.core.transform import LogitTransform, factor, pull_back, slope, swept, times
 from logitless.logits.pallas_tpu.tiles import LANES
-from logitless.transform import LogitTransform, factor, pull_back, slope, swept, times
 
 STEP_TILES = (48, 80)
 """Bounds on a step, in 128 columns. A step is straight-line code: shorter ones pay its ramp too often (32: 9 % more

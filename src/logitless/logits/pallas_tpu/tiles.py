@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from logitless import compat
+from logitless.core import compat
 
 LANES = 128
 

@@ -1,0 +1,289 @@
+"""From a user's arguments to a problem, a loss and a route: every check, before anything compiles.
+
+:func:`bind` serves all four calls. Errors say what was given and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.core import validation
+from logitless.core.problem import Call, Head, Layout, LogitsProblem, Loss, Problem, flat_tokens
+from logitless.core.route import Route, decide
+from logitless.core.transform import LogitTransform, transform_of
+from logitless.objectives.inputs import loss_inputs, statistics_temperature
+
+_LOSS_ARRAYS = (
+    "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
+    "token_weights",
+)  # fmt: skip
+_REFERENCE = ("ref_hidden", "ref_lm_head", "ref_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A call, checked: its problem (flat, or over a mesh), its loss over ``[B, T]``, its route."""
+
+    p: Any
+    loss: Loss | None
+    route: Route
+    shape: tuple[int, ...]  # of the tokens
+
+
+def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
+    """The arguments of the public call ``name``, by their names."""
+    is_loss = "advantages" in given
+    objective = given["objective"]
+    if objective is not None:
+        objective = validation.objective_of(name, objective)
+        given = dict(given, temperature=_temperature(name, given.get("temperature"), objective))
+    p = _head_problem(name, given, is_loss) if "hidden" in given else _logits_problem(name, given, is_loss)
+    shape = p.targets.shape
+    loss = None
+    if is_loss:
+        loss = Loss(*loss_inputs(name, objective, shape, given))
+        live = None if given["mask"] is None and isinstance(p, Problem) else loss.inputs.mask
+        p = dataclasses.replace(p, live=live)
+    place = None
+    if given["sharding"] is not None:
+        from logitless.mesh.sharding import resolve
+
+        place = resolve(name, given["sharding"], p)
+    route = decide(p, loss, place, describe)
+    if p.call.donate and route.runs.kernels is None:
+        raise ValueError(
+            f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
+        )
+    return Bound(_placed(p, loss, route), loss, route, shape)
+
+
+def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
+    """``(call, given)``: the call of ``linear_logprobs`` that gives the reference's log-probabilities, where a loss was
+    given the reference's hidden states and head, as :func:`bind` takes it; and the loss's arguments without them."""
+    asked = {k: given.get(k) for k in _REFERENCE}
+    rest = {k: v for k, v in given.items() if k not in _REFERENCE}
+    if all(v is None for v in asked.values()):
+        return None, rest
+    for missing in ("ref_hidden", "ref_lm_head"):
+        if asked[missing] is None:
+            present = ", ".join(k for k, v in asked.items() if v is not None)
+            raise ValueError(
+                f"{name}: {present} without {missing}: the reference's log-probabilities need both ref_hidden and "
+                "ref_lm_head (lm_head itself, if the head is frozen)."
+            )
+    if given["ref_logp"] is not None:
+        raise ValueError(f"{name}: ref_logp and ref_hidden were both given; leave one of them out.")
+    arrays = (None if v is None else validation.float_array(name, k, v) for k, v in asked.items())
+    hidden, head, bias = jax.lax.stop_gradient(tuple(arrays))
+    call = dict(rest, hidden=hidden, lm_head=head, bias=bias, lora=None, lora_scale=1.0, temperature=1.0)
+    call |= dict(validate=False, sparse_backward="off", head_grad_dtype="float32")
+    return (f"{name}, the reference", {k: v for k, v in call.items() if k not in _LOSS_ARRAYS}), rest
+
+
+def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
+    """The arguments of a loss with its reference's log-probabilities, which divide as the policy's do."""
+    o = given["objective"]
+    if o.temperature is not None and o.temperature_on == "logp":
+        logp = logp / jnp.asarray(o.temperature, jnp.float32)
+    return dict(given, ref_logp=jax.lax.stop_gradient(logp))
+
+
+def _temperature(name: str, given: Any, objective: Any) -> Any:
+    """The temperature that divides the logits: the objective's, which a second one must not contradict."""
+    if given is not None and not (isinstance(given, (int, float)) and given == 1):
+        raise ValueError(
+            f"{name}: temperature and objective were both given; the objective has a temperature of its own "
+            "(Objective(temperature=...)), leave temperature out."
+        )
+    return statistics_temperature(objective)
+
+
+def _placed(p: Any, loss: Loss | None, route: Route) -> Any:
+    """The problem as the route's backend takes it: with the route's choices, flat unless it runs over a mesh."""
+    p = dataclasses.replace(p, call=route.static)
+    if route.placement is not None and not route.dense:
+        return p
+    if route.placement is not None:  # dense: the compiler partitions it, from where the arrays are
+        from logitless.mesh.over_mesh import placed
+
+        p = placed(route.placement, p)
+    else:
+        p = _on_one_device(p, loss, route)
+    rank = p.targets.ndim
+    flat = flat_tokens(dataclasses.replace(p, head=None) if isinstance(p, Problem) else p, rank)  # type: ignore[arg-type]
+    return dataclasses.replace(flat, head=p.head) if isinstance(p, Problem) else flat
+
+
+def _on_one_device(p: Any, loss: Loss | None, route: Route) -> Any:
+    """``p`` as it is. Raises, now or when the program is lowered, where a kernel would run whole on every device."""
+    arrays = (("hidden", p.h), ("lm_head", p.head.weight)) if isinstance(p, Problem) else (("logits", p.logits),)
+    explicit = any(any(getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())) for _, x in arrays)
+    if route.runs.kernels is None and not explicit and jax.sharding.get_abstract_mesh().empty:
+        return p
+    from logitless.mesh import ambient
+
+    rest = [("targets", p.targets), ("mask", p.live)]
+    rest += [] if loss is None else [("the loss's arrays", x) for x in jax.tree.leaves(loss.inputs)]
+    ambient.refuse_replication(p.call.name, route.runs, [*arrays, *(x for x in rest if x[1] is not None)])
+    return dataclasses.replace(p, targets=ambient.on_one_device(p.call.name, route.runs, p.targets))
+
+
+# -- problems --------------------------------------------------------------------------------------------------------
+
+
+def _token_shape(name: str, what: str, x: Array, width: str, is_loss: bool) -> tuple[int, ...]:
+    """The token dimensions of ``x [*tokens, width]``."""
+    if x.ndim < 2 or (is_loss and x.ndim != 3):
+        expected = f"[B, T, {width}]" if is_loss else f"[..., {width}] with at least one token dimension"
+        raise ValueError(f"{name}: {what} has shape {x.shape}, expected {expected}.")
+    validation.not_empty(name, what, x)
+    return x.shape[:-1]
+
+
+def _transform(name: str, given: dict[str, Any], shape: tuple[int, ...]) -> LogitTransform:
+    temperature = validation.scalar_or_per_token(name, "temperature", given.get("temperature"), shape)
+    softcap, scale = (validation.scalar(name, k, given[k]) for k in ("softcap", "scale"))
+    return transform_of(temperature, softcap, scale)
+
+
+def _columns(name: str, given: dict[str, Any], width: int, of: str) -> int:
+    """The number of real columns; the targets are checked against it, if asked for."""
+    columns = validation.vocabulary(name, given["vocab_size"], width, of)
+    if given["validate"]:
+        validation.validate_targets(given["targets"], columns, given["mask"])
+    return columns
+
+
+def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
+    hidden = validation.float_array(name, "hidden", given["hidden"])
+    weight = validation.float_array(name, "lm_head", given["lm_head"])
+    shape = _token_shape(name, "hidden", hidden, "H", is_loss)
+    layout = layout_of(name, weight.shape, hidden.shape[-1], given["head_layout"])
+    validation.not_empty(name, "lm_head", weight)
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"{name}: hidden is {hidden.dtype} and lm_head {weight.dtype}; cast one of them, so that it is you who "
+            "decides in which precision the head's matmul runs."
+        )
+    targets = validation.target_array(name, given["targets"], shape, "hidden without its last dimension")
+    live = validation.mask_array(name, given["mask"], shape)
+    head = Head(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
+    if given["bias"] is not None:
+        bias = validation.float_array(name, "bias", given["bias"])
+        validation.same_shape(name, "bias", bias, (head.vocab,), "the vocabulary")
+        head = dataclasses.replace(head, bias=bias)
+    columns = _columns(name, given, head.vocab, "lm_head")
+    transform = _transform(name, given, shape)
+    if given["head_grad_dtype"] not in ("float32", "param"):
+        raise ValueError(f"{name}: head_grad_dtype={given['head_grad_dtype']!r}, expected 'float32' or 'param'.")
+    tolerance, mass = tolerance_of(name, given["sparse_backward"], hidden.dtype)
+    call = Call(
+        name,
+        columns,
+        backend=given["backend"],
+        chunk_size=given["chunk_size"],
+        memory_budget=given["memory_budget"],
+        mass=mass,
+        logits_dtype=logits_dtype_of(name, given["logits_dtype"]),
+        sum_head_grad_in=given["head_grad_dtype"],
+        interpret=given["interpret"],
+    )
+    return Problem(hidden, head, targets, transform, live, tolerance, call=call)
+
+
+def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> LogitsProblem:
+    logits = validation.float_array(name, "logits", given["logits"])
+    shape = _token_shape(name, "logits", logits, "V", is_loss)
+    targets = validation.target_array(name, given["targets"], shape, "logits without the vocabulary")
+    live = validation.mask_array(name, given["mask"], shape)
+    columns = _columns(name, given, logits.shape[-1], "logits")
+    transform = _transform(name, given, shape)
+    if given["bwd_impl"] not in ("pallas", "jax"):
+        raise ValueError(f"{name}: bwd_impl={given['bwd_impl']!r}, expected 'pallas' or 'jax'.")
+    call = Call(
+        name,
+        columns,
+        backend=given["backend"],
+        interpret=given["interpret"],
+        donate=given["donate_logits"],
+        bwd_impl=given["bwd_impl"],
+    )
+    return LogitsProblem(logits, targets, transform, live, call=call)
+
+
+# -- single arguments ------------------------------------------------------------------------------------------------
+
+
+def tolerance_of(name: str, given: Any, dtype: Any) -> tuple[Array | None, float | None]:
+    """``(tolerance, mass)``: what a row may leave out, as an array and as a number (NaN if it is traced); ``None`` for
+    an exact backward pass."""
+    expected = "expected 'off', 'auto' or a probability mass between 0 and 1, such as 2**-8"
+    if isinstance(given, str):
+        if given not in ("off", "auto"):
+            raise ValueError(f"{name}: sparse_backward={given!r}, {expected}.")
+        if given == "off":
+            return None, None
+        from logitless.head.sparse.backend import auto_tolerance
+
+        given = auto_tolerance(dtype)
+    if given is None or isinstance(given, bool) or jnp.ndim(given) != 0:
+        raise TypeError(f"{name}: sparse_backward is {type(given).__name__}, {expected}.")
+    mass = math.nan if isinstance(given, jax.core.Tracer) else float(given)  # always the same NaN: it is compared
+    if not isinstance(given, jax.core.Tracer) and not 0 < mass < 1:
+        raise ValueError(f"{name}: sparse_backward={mass}, {expected}.")
+    return jnp.asarray(given, jnp.float32), mass
+
+
+def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) -> Layout:
+    """Which dimension of the head is the vocabulary."""
+    if given is not None and given not in ("vh", "hv"):
+        raise ValueError(f"{name}: head_layout={given!r}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
+    if len(shape) != 2:
+        raise ValueError(f"{name}: lm_head has shape {shape}, expected [V, H] or [H, V].")
+    fits = [k for k, d in (("vh", 1), ("hv", 0)) if shape[d] == width]
+    if not fits or (given is not None and given not in fits):
+        raise ValueError(
+            f"{name}: lm_head has shape {shape}{'' if given is None else f' with head_layout={given!r}'}, which does "
+            f"not match hidden's width H = {width}; expected [V, {width}] ('vh') or [{width}, V] ('hv')."
+        )
+    if given is None and len(fits) == 2:
+        raise ValueError(
+            f"{name}: lm_head has shape {shape} and hidden's width is {width}: both layouts fit. "
+            "Say head_layout='vh' ([V, H]) or 'hv' ([H, V])."
+        )
+    return given or fits[0]  # type: ignore[return-value]
+
+
+def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None, Array | None, Any]:
+    if lora is None:
+        return None, None, 1.0
+    if not isinstance(lora, (tuple, list)) or len(lora) != 2:
+        raise TypeError(f"{name}: lora is {type(lora).__name__}, expected a pair (A, B).")
+    a, b = (validation.float_array(name, f"lora[{i}]", x) for i, x in enumerate(lora))
+    rank = a.shape[-1] if a.ndim == 2 else -1
+    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != weight.shape or b.shape[0] != rank:
+        raise ValueError(
+            f"{name}: lora has shapes {a.shape} and {b.shape}, expected ({weight.shape[0]}, r) and "
+            f"(r, {weight.shape[1]}), so that A @ B has the shape of lm_head, {weight.shape}."
+        )
+    for i, x in enumerate((a, b)):
+        if x.dtype != weight.dtype:
+            raise TypeError(f"{name}: lora[{i}] has dtype {x.dtype}, lm_head {weight.dtype}; cast one of them.")
+    return a, b, validation.scalar(name, "lora_scale", scale, positive=False)
+
+
+def logits_dtype_of(name: str, given: Any) -> jnp.dtype:
+    """The dtype that the head's logits are rounded to."""
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"{name}: logits_dtype={given!r}, expected 'float32' or 'bfloat16'.")
+    return dtype

@@ -1,0 +1,108 @@
+"""What a backend offers, and what it says about a call: the types between ``route``, ``vjp`` and the backends.
+
+A backend is a small frozen object without arrays. ``registry`` knows them by name; ``head/sparse/backend.py``,
+``head/pallas_tpu/sparse.py`` and ``mesh/over_mesh.py`` are backends around a backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from logitless.core.problem import Loss
+from logitless.core.stats import RowSums, StatCotangents, TokenStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a call goes through a backend; what :meth:`Backend.describe` puts into words."""
+
+    loss: bool  # a loss call, not one for statistics
+    in_forward: bool  # loss and gradients out of one pass
+    reason: str | None  # why not, if not
+    entropy: bool = False  # the entropy has a gradient
+    mass: float | None = None  # of a sparse backward: what a row may leave out; NaN if it is traced
+    shards: int = 1  # of the vocabulary
+
+
+Counts = tuple[float, int, int]
+"""Matmuls per token that has a gradient: with both gradients, with a frozen head, without any gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a call costs on one device, in words and numbers."""
+
+    way: str
+    matmuls: str
+    bytes_moved: str
+    tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    counts: Counts | None = None
+    """``None`` where it depends on the data (a sparse backward)."""
+    kernels: tuple[str, ...] = ()  # those that run for both gradients, by the names of ``describe``
+    fused_statistics: bool = False
+    """Statistics without a gradient never hold logits."""
+
+
+class Backend(Protocol):
+    """How a problem (``Problem`` or ``LogitsProblem``) is worked on. Hashable: it is a static argument.
+
+    Gradients are ``Gradients`` at the head level and an array of dlogits at the logits level. A ``report`` says what a
+    sparse backward left out; ``None`` elsewhere. ``want`` is what the problem's ``wanted()`` gives.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kernels(self) -> str | None:
+        """The platform whose kernels it needs; ``None`` for plain JAX."""
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether it has :meth:`gradients_in_forward`."""
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """Raise ``NotImplementedError`` with the reason if it cannot serve (one device's shapes; ``columns_apart``: a
+        device has a part of the vocabulary only)."""
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        """What a call costs, from one device's shapes."""
+
+    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, Any]:
+        """``(statistics, report)`` where no gradient is wanted; with ``loss``, to the bit those that
+        :meth:`gradients_in_forward` gives."""
+
+    def forward(self, p: Any, want: Any) -> tuple[TokenStats, Any, Any]:
+        """``(statistics, report, residual)``: statistics, to the bit those of :meth:`statistics`, and what
+        :meth:`backward` needs of this pass."""
+
+    def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
+        """The gradients that are wanted, for cotangents ``g``; ``only_logp``: those of entropy and lse are zero."""
+
+    def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
+        """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
+
+
+class PlainJax:
+    """What backends without kernels have in common; see :class:`Backend` and :class:`Divisible`."""
+
+    kernels: ClassVar[str | None] = None
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        """They serve everything."""
+
+    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
+        """Nothing of the forward pass is kept."""
+
+
+class Divisible(Backend, Protocol):
+    """A backend that can serve a shard of the vocabulary (``mesh/vocab_parallel.py``)."""
+
+    def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
+        """``(sums, part)`` over the columns that are here: what a shard of the vocabulary has to say, and what
+        :meth:`shard_residual` needs of this pass."""
+
+    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: Any, total: Callable[[Any], Any]) -> Any:
+        """The residual of a shard, once the statistics of all shards are known; ``total`` sums an array over them."""

@@ -1,0 +1,106 @@
+"""Which way a call goes, before it goes there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from logitless import api
+from logitless.core.arguments import bind, reference_call, with_reference
+from logitless.core.route import Route
+
+_CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
+
+
+def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
+    """The backend, way, tiles, bytes moved and matmul count of a call; nothing is computed.
+
+    Takes one of the four public calls and the arguments it would get; arrays may be ``jax.ShapeDtypeStruct``, and
+    ``targets`` and ``advantages`` may be left out. It binds them as the call itself does, so what it says is what the
+    call will do with such arguments: give ``old_logp``, ``lora`` and the like as the call will get them. Print the
+    result, or read its fields.
+
+    >>> import jax, jax.numpy as jnp, logitless
+    >>> h = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
+    >>> w = jax.ShapeDtypeStruct((151936, 4096), jnp.bfloat16)
+    >>> route = logitless.explain(logitless.linear_grpo_loss, h, w, objective=logitless.Objective())
+    >>> route.way
+    "grad in forward: a token's cotangent follows from its own statistics"
+    """
+    name = getattr(call, "__name__", str(call))
+    if call not in _CALLS:
+        known = ", ".join(c.__name__ for c in _CALLS)
+        raise TypeError(f"explain: {name!r} is not one of {known}; pass the function itself, then its arguments.")
+    return route_of(name, call_arguments(call, args, kwargs))
+
+
+def route_of(name: str, given: dict[str, Any]) -> Route:
+    """The described route of the public call ``name``; arrays among ``given`` may be shapes."""
+    found: list[Route] = []
+    leaves, tree = jax.tree.flatten(given)
+    shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+
+    def trace(arrays: list[Any]) -> None:
+        given_now = iter(arrays)
+        leaves_now = [next(given_now) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+        found.append(_described(name, jax.tree.unflatten(tree, leaves_now)))
+
+    where: Any = contextlib.nullcontext()
+    if given["sharding"] is not None:
+        from logitless.mesh import ambient, sharding
+
+        where = ambient.under(sharding.mesh_of(name, given["sharding"]))
+    with where:  # shapes become tracers: every check runs that does not read values, and nothing is computed
+        jax.eval_shape(trace, shapes)
+    return found[0]
+
+
+def _described(name: str, given: dict[str, Any]) -> Route:
+    """The route of a call with that of its reference, if it computes one."""
+    reference, given = reference_call(name, given)
+    if reference is None:
+        return bind(name, given, describe=True).route
+    first = bind(*reference, describe=True)
+    route = bind(name, with_reference(given, jnp.zeros(first.shape)), describe=True).route
+    return dataclasses.replace(route, reference=first.route)
+
+
+def call_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of a call by its name; what the route does not depend on may be missing."""
+    signature = inspect.signature(call)
+    try:
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain({call.__name__}): {error}") from None
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    first = next(iter(signature.parameters))
+    for name in (first, "lm_head"):
+        if name in signature.parameters and not hasattr(given.get(name), "shape"):
+            what = type(given.get(name)).__name__
+            raise TypeError(f"explain({call.__name__}): {name} is {what}, expected an array or ShapeDtypeStruct.")
+    tokens = tuple(given[first].shape[:-1])
+    given.setdefault("targets", jax.ShapeDtypeStruct(tokens, jnp.int32))
+    if "advantages" in signature.parameters:
+        given.setdefault("advantages", jax.ShapeDtypeStruct(tokens[:1], jnp.float32))
+        given |= _missing(given, tokens)
+    return dict(given, validate=False)
+
+
+def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
+    """Stand-ins for arrays that the objective asks for and that do not change the route."""
+    objective, shape = given["objective"], jax.ShapeDtypeStruct(tokens, jnp.float32)
+    missing = {}
+    beta = getattr(objective, "beta", None)
+    if beta is not None and given["ref_logp"] is None and given.get("ref_hidden") is None:
+        missing["ref_logp"] = shape
+    asks = (getattr(objective, k, None) is not None for k in ("correction", "off_policy_threshold"))
+    if any(asks) and given["rollout_logp"] is None:
+        missing["rollout_logp"] = shape
+    return missing

@@ -1,0 +1,247 @@
+"""What a call works on, from the public function down to the kernels: arrays as leaves, static choices beside them.
+
+    Problem         hidden states, head, targets, transform, mask        -> statistics, dH and the head's gradients
+    LogitsProblem   logits, targets, transform, mask                     -> statistics, dlogits
+    Loss            an objective and its per-token constants             -> loss, cotangents of the statistics
+    Call            the static choices of one call, the same type at both levels
+
+On one device tokens are flat, ``[N]``. Over a mesh they keep their dimensions, ``[*tokens]``, until each device
+flattens its own part. A chunk of a problem is a problem (:meth:`Problem.rows`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
+
+from logitless.core.pytree import register, static
+from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.transform import LogitTransform
+from logitless.objectives.inputs import LossInputs
+from logitless.objectives.loss import contributions, cotangents, may_have_gradient
+from logitless.objectives.objective import Objective
+
+Layout = Literal["vh", "hv"]
+Take = Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Static choices of a call: what the user asked for, and what the route made of it."""
+
+    name: str  # of the public call, for messages
+    vocab_size: int  # real columns; those beyond are padding
+    backend: str | None = None  # that was named
+    chunk_size: int | None = None  # that was asked for
+    memory_budget: int | None = None  # for a chunk's logits and dlogits, in its place; on TPU for kept exponentials
+    chunk: int = 0  # tokens per chunk, as decided
+    kept: int = 0  # tokens whose exponentials a forward sweep keeps for the backward pass, as decided
+    mass: float | None = None  # what a row may leave out of a sparse backward; NaN if it is traced
+    logits_dtype: Any = jnp.dtype(jnp.float32)
+    sum_head_grad_in: str = "float32"  # or "param"
+    logp_only: bool = True  # no gradient of entropy or lse is expected
+    interpret: Any = False
+    donate: bool = False  # dlogits may take the place of the logits
+    bwd_impl: str = "pallas"  # dlogits by the backend's kernel, or by plain JAX ("jax")
+    partial_hidden: bool = False  # dH is a part of a sum over devices: leave it in float32
+    partial_head: bool = False  # so are the head's gradients: leave them in the dtype they are summed in
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The head's arrays. ``None`` means "not there"."""
+
+    weight: Array
+    bias: Array | None = None
+    lora_a: Array | None = None
+    lora_b: Array | None = None
+    lora_scale: Array | float = 1.0
+    layout: Layout = static("vh")
+
+    @property
+    def axis(self) -> int:
+        """The dimension of ``weight`` along which the vocabulary runs."""
+        return 0 if self.layout == "vh" else 1
+
+    @property
+    def rank(self) -> int:
+        """LoRA's rank; 0 without LoRA."""
+        return 0 if self.lora_a is None else self.lora_a.shape[1]
+
+    @property
+    def vocab(self) -> int:
+        """Number of columns of the logits, padding included."""
+        return self.weight.shape[self.axis]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class HeadGrads:
+    """Cotangents of a head's arrays; ``None`` where none is wanted."""
+
+    weight: Array | None
+    bias: Array | None
+    lora_a: Array | None = None
+    lora_b: Array | None = None
+
+    def as_head(self, layout: Layout, lora_scale: Array | None) -> Head:
+        """In the structure of the head."""
+        return Head(self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)  # type: ignore[arg-type]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What the backward pass of a :class:`Problem` gives."""
+
+    hidden: Array | None
+    head: HeadGrads
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool
+    bias: bool = False
+    lora: bool = False
+
+    @property
+    def matmuls(self) -> int:
+        """Matmuls of the backward pass, without those that make logits again."""
+        return int(self.hidden) + int(self.weight or self.lora)
+
+    def __bool__(self) -> bool:
+        return self.hidden or self.weight or self.bias or self.lora
+
+
+def perturbed(tree: Any) -> bool:
+    """Whether a gradient is asked for with respect to anything in a tree of ``CustomVJPPrimal``."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    return any(p.perturbed for p in leaves if isinstance(p, CustomVJPPrimal))
+
+
+class _OfTokens:
+    """What problems of both levels share."""
+
+    targets: Array
+    call: Call
+
+    @property
+    def n(self) -> int:
+        """Number of tokens."""
+        return self.targets.size
+
+    def calling(self, **choices: Any) -> Self:
+        """The same with other static choices."""
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))  # type: ignore[type-var]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Problem(_OfTokens):
+    """A head-level call: ``h [N, H]`` and everything it meets."""
+
+    h: Array
+    head: Head
+    targets: Array
+    transform: LogitTransform
+    live: Array | None = None
+    tolerance: Array | None = None  # mass that a row's gradient may leave out; None: exact
+    call: Call = static(kw_only=True)
+
+    def rows(self, take: Take) -> Problem:
+        """The same call for other tokens: ``take`` on every array with one row per token."""
+        live = None if self.live is None else take(self.live)
+        t = self.transform.rows(take)
+        return dataclasses.replace(self, h=take(self.h), targets=take(self.targets), transform=t, live=live)
+
+    def wanted(self) -> Wanted:
+        """Which gradients ``custom_vjp`` asks for; of a problem of ``CustomVJPPrimal``."""
+        h = self.head
+        return Wanted(perturbed(self.h), perturbed(h.weight), perturbed(h.bias), perturbed((h.lora_a, h.lora_b)))
+
+    def constants(self) -> dict[str, Any]:
+        """What carries no gradient, by the names that users know."""
+        t = {"temperature, softcap or scale": self.transform}
+        return dict(t, lora_scale=self.head.lora_scale, sparse_backward=self.tolerance)
+
+    def cotangent(self, g: Gradients) -> Problem:
+        """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
+        head = g.head.as_head(self.head.layout, None)
+        return Problem(g.hidden, head, None, None, call=self.call)  # type: ignore[arg-type]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class LogitsProblem(_OfTokens):
+    """A logits-level call: ``logits [N, V]`` and everything they meet."""
+
+    logits: Array
+    targets: Array
+    transform: LogitTransform
+    live: Array | None = None
+    call: Call = static(kw_only=True)
+
+    def rows(self, take: Take) -> LogitsProblem:
+        """See :meth:`Problem.rows`."""
+        live = None if self.live is None else take(self.live)
+        t = self.transform.rows(take)
+        return LogitsProblem(take(self.logits), take(self.targets), t, live, call=self.call)
+
+    def counting(self, loss: Loss | None) -> LogitsProblem:
+        """The tokens that count are those of the loss, if there is one."""
+        return self if loss is None else dataclasses.replace(self, live=loss.inputs.mask)
+
+    def wanted(self) -> bool:
+        """Whether ``custom_vjp`` asks for dlogits."""
+        return perturbed(self.logits)
+
+    def constants(self) -> dict[str, Any]:
+        """See :meth:`Problem.constants`."""
+        return {"temperature, softcap or scale": self.transform}
+
+    def cotangent(self, dlogits: Array) -> LogitsProblem:
+        """See :meth:`Problem.cotangent`."""
+        return LogitsProblem(dlogits, None, None, call=self.call)  # type: ignore[arg-type]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """An objective over statistics, and its per-token constants."""
+
+    objective: Objective
+    inputs: LossInputs
+
+    def rows(self, take: Take) -> Loss:
+        """The constants of other tokens; for uncoupled objectives."""
+        inputs = jax.tree.map(lambda a: take(a) if jnp.ndim(a) else jnp.asarray(a), self.inputs)
+        return Loss(self.objective, inputs)
+
+    def total(self, s: TokenStats) -> Array:
+        """The loss, behind a barrier: its sum is the same to the bit with and without a gradient around it."""
+        logp, entropy = jax.lax.optimization_barrier((s.logp, s.entropy))
+        return jnp.sum(contributions(self.objective, logp, entropy, self.inputs))
+
+    def cotangents(self, s: TokenStats) -> StatCotangents:
+        """Of the statistics, for a unit cotangent of the loss."""
+        g_logp, g_entropy = cotangents(self.objective, s.logp, s.entropy, self.inputs)
+        return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
+
+    def may_move(self) -> Array:
+        """Tokens whose cotangents can be nonzero, as far as it is known before their statistics are."""
+        return may_have_gradient(self.objective, self.inputs)
+
+
+def flat_tokens(tree: Any, rank: int) -> Any:
+    """Arrays with their first ``rank`` dimensions, those of the tokens, flattened; numbers stay."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]) if jnp.ndim(x) else x, tree)

@@ -1,0 +1,250 @@
+"""Per-token statistics of a softmax, and their exact gradients: what every backend returns.
+
+With ``z`` the transformed logits of one token (``logitless.core.transform``), ``y`` its target, ``p = softmax(z)``:
+
+    lse     = logsumexp_v z_v
+    logp    = z_y - lse                 computed as -softplus(lse_{v != y} - z_y)
+    entropy = -sum_v p_v log p_v        computed as p_y (lse - z_y) + sum_{v != y} p_v (lse - z_v)
+
+The plain difference ``z_y - lse`` is exactly 0 in float32 once the target leads by about 15 nats, which is where RL
+policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Logits enter only as
+differences from the largest one, so their common offset costs no digits; with ``z = k u``
+(``logitless.core.transform``) the difference is that of two ``u``, and the factor ``k`` comes after it. Both statistics
+need sums over the columns *other than the target*, which are what a sweep over the vocabulary carries
+(:class:`RowSums`):
+
+    m = max_{v != y} u_v    S = sum e_v    A = sum e_v s_v    Q = sum e_v^2      with s_v = k (u_v - m), e_v = exp(s_v)
+
+Sweeps over disjoint column ranges are combined by :func:`merge`, whether the ranges are tiles or shards.
+
+Gradients: ``d logp/d z_v = 1[v=y] - p_v``, ``d entropy/d z_v = -p_v (log p_v + entropy)``, ``d lse/d z_v = p_v``, and
+at the target ``d logp/d z_y = -expm1(logp)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.core.pytree import register
+from logitless.core.transform import times
+
+NEG_INF = float("-inf")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TokenStats:
+    """Statistics of each token's softmax, all with the shape of the targets.
+
+    ``logp``, ``entropy`` and ``lse`` are float32 and differentiable; the rest are not (their gradient is zero).
+    A live token whose target lies outside ``[0, V)`` has NaN in every float field. Tokens masked out by ``mask=``
+    have zeros. The calls of this library fill in every field. Who makes statistics for
+    :func:`logitless.policy_loss` needs ``logp``, and ``entropy`` where the objective reads it.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> stats = logitless.TokenStats(logp=jnp.array([[-1.0, -2.0]]))
+    >>> float(logitless.policy_loss(stats, advantages=jnp.array([2.0]))[0])
+    -2.0
+    """
+
+    logp: Array
+    """Log-probability of the target."""
+    entropy: Array = None  # type: ignore[assignment]  # None only in statistics that a user made
+    """Entropy of the whole distribution, in nats."""
+    lse: Array = None  # type: ignore[assignment]
+    """Logsumexp of the transformed logits."""
+    max_logit: Array = None  # type: ignore[assignment]
+    """Largest transformed logit (float32)."""
+    log_sum_p2: Array = None  # type: ignore[assignment]
+    """``log sum_v p_v^2``, the negative Renyi-2 entropy (float32)."""
+    is_top1: Array = None  # type: ignore[assignment]
+    """Whether no other column has a larger logit than the target (bool)."""
+    max_logp: Array = None  # type: ignore[assignment]
+    """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
+    peak: Array = None  # type: ignore[assignment]
+    """``max_logit`` before its last factor (``u`` of ``logitless.core.transform``): what gradients are taken relative
+    to (float32)."""
+
+    def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
+        """``f`` applied to every field."""
+        return TokenStats(*(f(getattr(self, x.name)) for x in dataclasses.fields(self)))
+
+
+def blank_stats(n: int) -> TokenStats:
+    """Statistics of ``n`` tokens that nobody has visited: zeros."""
+    zero = jnp.zeros((n,), jnp.float32)
+    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero, zero)
+
+
+def valid_targets(targets: Array, vocab_size: int) -> Array:
+    """Which targets name a column."""
+    return (targets >= 0) & (targets < vocab_size)
+
+
+def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
+    """Zeros where a token is not live."""
+    return stats if live is None else stats.map(lambda s: jnp.where(live, s, jnp.zeros((), s.dtype)))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class RowSums:
+    """What a sweep over vocabulary columns carries for each row; the target column is in ``target`` only."""
+
+    maximum: Array  # m, as swept (u); -inf while no column other than the target was seen
+    total: Array  # S
+    centred: Array  # A
+    squares: Array  # Q
+    target: Array  # u_y; 0 while the target was not seen (so that shards can be added)
+
+
+def empty_sums(shape: tuple[int, ...]) -> RowSums:
+    """The neutral element of :func:`merge`."""
+    zero = jnp.zeros(shape, jnp.float32)
+    return RowSums(jnp.full(shape, NEG_INF, jnp.float32), zero, zero, zero, zero)
+
+
+def exponentials(u: Array, is_target: Array, k: Array | None = None) -> tuple[Array, Array, Array]:
+    """``(m [...], s, e)`` of :class:`RowSums` for ``u [..., V]`` (float32); ``is_target [..., V]`` marks the target's
+    column, ``k`` broadcasts against ``u``. ``e`` is 0 at the target, and ``s`` is 0 where ``e`` is: no 0 * -inf."""
+    others = jnp.where(is_target, NEG_INF, u)
+    # The sums are relative to m, and the statistics do not depend on which m was chosen: it carries no gradient.
+    m = jax.lax.stop_gradient(jnp.max(others, axis=-1))
+    centre = jnp.where(m > NEG_INF, m, 0.0)
+    shifted = others - centre[..., None]
+    if k is not None:  # where JAX differentiates this by k, too, no -inf may meet a zero cotangent
+        seen = others != NEG_INF
+        shifted = jnp.where(seen, times(k, jnp.where(seen, shifted, 0.0)), NEG_INF)
+    e = jnp.exp(shifted)
+    return m, jnp.where(e > 0, shifted, 0.0), e
+
+
+def sums_of(m: Array, s: Array, e: Array, target: Array) -> RowSums:
+    """Sums over the last axis of what :func:`exponentials` gave, beside the target's own ``u``."""
+    total, centred, squares = jnp.sum(e, axis=-1), jnp.sum(e * s, axis=-1), jnp.sum(e * e, axis=-1)
+    return RowSums(maximum=m, total=total, centred=centred, squares=squares, target=target)
+
+
+def row_sums(u: Array, is_target: Array, k: Array | None = None) -> RowSums:
+    """Sums over the last axis of ``u [..., V]``; the arguments are those of :func:`exponentials`."""
+    return sums_of(*exponentials(u, is_target, k), jnp.sum(jnp.where(is_target, u, 0.0), axis=-1))
+
+
+def rescale(s: RowSums, m: Array, k: Array | None = None) -> RowSums:
+    """``s`` expressed relative to the larger maximum ``m``; ``k`` has a row's shape, or none."""
+    seen = s.maximum > NEG_INF
+    step = jnp.where(seen, times(k, s.maximum - m), 0.0)
+    a = jnp.where(seen, jnp.exp(step), 0.0)
+    # exp(-inf) * -inf must not appear: a == 0 means that nothing of s is left.
+    centred = jnp.where(a > 0, a * (s.centred + step * s.total), 0.0)
+    return RowSums(m, a * s.total, centred, a * a * s.squares, s.target)
+
+
+def merge(a: RowSums, b: RowSums, k: Array | None = None) -> RowSums:
+    """The sums over two disjoint column ranges together."""
+    m = jnp.maximum(a.maximum, b.maximum)
+    a, b = rescale(a, m, k), rescale(b, m, k)
+    return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
+
+
+def finish(sums: RowSums, target_valid: Array | bool = True, k: Array | None = None) -> TokenStats:
+    """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false.
+
+    A select stands between every product with ``k`` and what is added to it: nothing is contracted, and a statistic has
+    the same bits in every program.
+    """
+    u_y, m = sums.target, sums.maximum
+    others_seen = m != NEG_INF  # and not "above": a NaN must not pass for an empty row
+    log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
+    # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
+    lead = _product(k, u_y - jnp.where(others_seen, m, 0.0))
+    margin = jnp.where(others_seen | (u_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
+    logp = -jax.nn.softplus(margin)
+    # From whichever side dominates: the small correction is added to the larger number.
+    gap = jnp.where(margin > 0, log_total + jax.nn.softplus(-margin), lead - logp)  # lse - m
+    lse = jnp.where(margin > 0, _product(k, m) + gap, _product(k, u_y) - logp)
+    p_y = jnp.exp(logp)
+    gap = jnp.where(others_seen, gap, 0.0)
+    scale = jnp.where(others_seen, jnp.exp(-gap), 0.0)
+    own = p_y * -jnp.where(p_y > 0, logp, 0.0)  # neither the value nor the gradient has 0 * -inf
+    entropy = own + scale * (gap * sums.total - sums.centred)
+    log_sum_p2 = jnp.log(p_y * p_y + scale * scale * sums.squares)
+
+    def known(x: Array) -> Array:
+        return jnp.where(target_valid, x, jnp.nan)
+
+    return TokenStats(
+        logp=known(logp),
+        entropy=known(entropy),
+        lse=known(lse),
+        max_logit=known(_product(k, jnp.maximum(m, u_y))),
+        log_sum_p2=known(log_sum_p2),
+        is_top1=jnp.logical_and(u_y >= m, target_valid),
+        max_logp=known(jnp.where(u_y >= m, logp, -gap)),
+        peak=known(jnp.maximum(m, u_y)),
+    )
+
+
+def _product(k: Array | None, u: Array) -> Array:
+    """``k u``, rounded: see :func:`finish`."""
+    return u if k is None else jnp.where(u == NEG_INF, NEG_INF, u * k)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class StatCotangents:
+    """Cotangents of the three differentiable statistics, per token, float32."""
+
+    logp: Array
+    entropy: Array
+    lse: Array
+
+    def any_nonzero(self) -> Array:
+        """True where the token's row of dlogits can be nonzero (NaN counts as nonzero)."""
+        return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
+
+
+def log_probability(u: Array, k: Array | None, s: TokenStats) -> Array:
+    """``log p_v = k (u_v - peak) + max_logp``, and not ``z_v - lse``: at ``|z| = 1e4`` a float32 lse is off by 5e-4,
+    which would be the relative error of every probability. ``s`` broadcasts against ``u``."""
+    return times(k, u - s.peak) + s.max_logp
+
+
+def dz(
+    u: Array, is_target: Array, s: TokenStats, g: StatCotangents, k: Array | None = None, rest: Array | None = None
+) -> Array:
+    """``sum_s g_s d stat_s / d z`` for rows ``u [..., V]`` (float32); ``s`` and ``g`` broadcast as ``[..., 1]``.
+
+    Exactly zero in rows whose cotangents are all zero, even where the row itself is not finite. ``rest`` is
+    ``1 - p_y`` where the caller has it (Mosaic lowers no ``expm1``).
+    """
+    rest = -jnp.expm1(s.logp) if rest is None else rest
+    log_p = jnp.where(is_target, s.logp, log_probability(u, k, s))
+    p = jnp.exp(log_p)
+    # entropy's own gradient is -p (log p + H): the product with p is 0 where p is, never 0 * -inf.
+    spread = jnp.where(p > 0, p * (log_p + s.entropy), p)
+    others = p * (g.lse - g.logp) - g.entropy * spread
+    at_target = p * g.lse + g.logp * rest - g.entropy * spread
+    return jnp.where(g.any_nonzero(), jnp.where(is_target, at_target, others), 0.0)
+
+
+def dz_at_target(s: TokenStats, g: StatCotangents) -> Array:
+    """:func:`dz` of each row at its target, which takes no logit."""
+    return dz(jnp.zeros_like(s.peak), jnp.ones_like(s.is_top1), s, g)
+
+
+def dz_line(centre: Array, s: TokenStats, g: StatCotangents, k: Array | None = None) -> tuple[Array, Array]:
+    """``(a, b)`` per row: at every column but the target, :func:`dz` is ``exp(s) (a - b s)``, ``s = k (u_v - centre)``.
+
+    Five operations an element instead of a dozen, for kernels. ``centre`` is a row's reference point, such that ``s``
+    of its largest logit other than the target is at least about -80; ``(0, 0)`` in rows whose cotangents are all zero.
+    """
+    offset = log_probability(centre, k, s)  # of the centre
+    w = jnp.exp(offset)
+    a = w * ((g.lse - g.logp) - g.entropy * (offset + s.entropy))
+    moves = g.any_nonzero()
+    return jnp.where(moves, a, 0.0), jnp.where(moves, w * g.entropy, 0.0)

@@ -1,0 +1,121 @@
+"""The two custom gradients that serve every backend, at both levels, on one device or many.
+
+    stats        statistics now, gradients later from whatever cotangents arrive
+    token_loss   uncoupled objectives: loss and gradients out of one pass (``Backend.gradients_in_forward``)
+
+Both ask ``custom_vjp`` which gradients are wanted: one that is not asked for costs nothing. What a backend has to offer
+is :class:`logitless.core.backend.Backend`. The dense reference stands beside this: JAX differentiates it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from logitless.core.backend import Backend
+from logitless.core.problem import Loss, perturbed
+from logitless.core.pytree import register, static
+from logitless.core.stats import StatCotangents, TokenStats
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A hashable value among the residuals of a custom_vjp: a pytree without leaves."""
+
+    value: Any = static()
+
+
+def _values(tree: Any) -> Any:
+    """The values inside a tree of ``CustomVJPPrimal``."""
+    return jax.tree.map(lambda p: p.value, tree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+
+
+def _refuse(call: str, constants: dict[str, Any]) -> None:
+    """Raise if a gradient is asked for with respect to an argument that this call holds constant."""
+    for name, tree in constants.items():
+        if perturbed(tree):
+            raise ValueError(
+                f"{call}: a gradient with respect to {name} was asked for, but it is a constant of this backend; "
+                f"wrap it in jax.lax.stop_gradient, or use backend='reference', which differentiates everything."
+            )
+
+
+def _instantiate(ct: Any) -> Array:
+    """A cotangent as a JAX array, symbolic zeros and NumPy arrays included."""
+    return jnp.zeros(ct.shape, jnp.float32) if isinstance(ct, SymbolicZero) else jnp.asarray(ct)
+
+
+def only_three_differentiable(stats: TokenStats) -> TokenStats:
+    """Statistics whose extras carry no gradient."""
+    stop = jax.lax.stop_gradient
+    extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp, stats.peak)
+    return TokenStats(stats.logp, stats.entropy, stats.lse, *map(stop, extras))
+
+
+# -- statistics now, gradients later ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stats(backend: Backend, p: Any) -> tuple[TokenStats, Any]:
+    """``(statistics, report)``; differentiable with respect to what the problem says. The report is empty unless a
+    gradient is taken."""
+    return backend.statistics(p)
+
+
+def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
+    _refuse(p.call.name, p.constants())
+    want, p = p.wanted(), _values(p)
+    out, report, residual = backend.forward(p, want)
+    return (out, report), (Static(want), p, out, residual)
+
+
+def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tuple[Any]:
+    want, p, out, residual = saved
+    of = ct[0]
+    only_logp = isinstance(of.entropy, SymbolicZero) and isinstance(of.lse, SymbolicZero)
+    # The three that count; those of the other statistics are zero by contract.
+    g = StatCotangents(*(_instantiate(c).astype(jnp.float32) for c in (of.logp, of.entropy, of.lse)))
+    return (p.cotangent(backend.backward(p, want.value, out, g, residual, only_logp)),)
+
+
+stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
+
+
+# -- uncoupled objectives --------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats, Any]:
+    """``(loss, statistics, report)`` of an uncoupled objective; the loss is differentiable as :func:`stats` is.
+
+    The statistics are for metrics: a cotangent that reaches them is an error of the caller, so wrap them in
+    ``stop_gradient``.
+    """
+    out, report = backend.statistics(p, loss)
+    return loss.total(out), out, report
+
+
+def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, TokenStats, Any], Any]:
+    _refuse(p.call.name, dict(p.constants(), objective=loss.objective, **{"the loss's inputs": loss.inputs}))
+    want = p.wanted()
+    p, loss = _values((p, loss))
+    if not want:
+        return token_loss(backend, p, loss), None
+    out, report, gradients = backend.gradients_in_forward(p, want, loss)
+    return (loss.total(out), out, report), p.cotangent(gradients)
+
+
+def _token_loss_bwd(backend: Backend, gradients: Any, ct: tuple[Any, TokenStats, Any]) -> tuple[Any, None]:
+    # Each in its own dtype. This folds away where the cotangent is the constant one, as under ``value_and_grad``.
+    g = _instantiate(ct[0])
+    return jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), gradients), None
+
+
+token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)

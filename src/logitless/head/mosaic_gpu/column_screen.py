@@ -1,0 +1,168 @@
+"""Which columns carry the gradient, found inside the forward matmul: a screen that no logits have to be kept for.
+
+The fused matmul (``kernels/stats_matmul.py``) sees every logit once, before the row's logsumexp is known. With a guess
+``b_t`` of it,
+
+    z_tv > b_t + log e        the column v passes the screen of row t, at the threshold e on its probability
+
+is one comparison, and its result one bit. The active columns are those that pass for a row with a gradient, and the
+targets. A guess that is too low lets more columns pass, one that is too high fewer: what each row then leaves out is
+computed from the logits of the active columns, so a bad guess costs time, never truth.
+
+    guess       z_ty - the log-probability that the target had when it was sampled, where that is known; else
+                max(z_ty, logsumexp over a few columns): the batch's targets and the lowest ids, which are the frequent
+                tokens of most vocabularies. V_few / V of a matmul (2.7 % at V = 151936).
+    left apart  a row that lets many columns through, by a bad guess or because it is flat, does not choose columns for
+                the others; it will be a hard row. How many is many, of a few limits, is a matter of cost. Where most
+                rows are left apart, the policy is not sparse, and no column is active (``sparse.py``).
+    bytes       N V / 8 for the bits, written once, read once for each limit and once to count
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from logitless.core.problem import Problem
+from logitless.core.pytree import register
+from logitless.core.row_passes import Visit, live_sweep, swept_columns
+from logitless.core.transform import factor, times
+from logitless.head.linear import raw_logits
+from logitless.head.mosaic_gpu.kernels.stats_epilogue import LANES, bit_of
+from logitless.head.mosaic_gpu.tile_mask import TOKENS, Spans
+from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
+from logitless.head.sparse.lse_guess import expected_lse
+
+THRESHOLD = 2.0**-5.5
+"""On a probability, relative to the tolerance: at 2^-8 columns above 9e-5 pass (docs/sparse-backward.md)."""
+
+ENOUGH, LEAST = 4096, 64
+"""Tokens that choose columns for one another, for :data:`THRESHOLD` to do; and below how many it falls no further."""
+
+_LIMITS = (8, 32, 128)
+"""A row that lets more than ``Rule.most / limit`` columns through may be left apart."""
+
+MOST_APART = 5 / 8
+"""Of the tokens, that choose no columns: beyond it, a policy is not sparse."""
+
+UNLIKELY = -6.0
+"""A log-probability that samples of a sparse policy hardly have: of its own completions fewer than one in a hundred."""
+
+_FEW = 4096
+_LOW_IDS = 1024
+
+
+def slab_rule(vocab: int, backward: int = 2) -> Rule:
+    """What columns and hard rows cost here, since logits of both are made again. Slabs of columns are three quarters of
+    the ordinary ones: they meet more tokens than a chunk has."""
+    rule = chunk_rule(vocab, backward)
+    slab = 3 * rule.slab // 4 if rule.slab % 1024 == 0 else rule.slab
+    return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Screened:
+    """What the forward pass found, for the backward pass."""
+
+    columns: Columns  # of all tokens
+    spans: Spans  # of the active columns; none where it is dense
+
+
+def few_columns(p: Problem, rows: Array) -> Array:
+    """Ids of the columns whose logsumexp stands for all: the lowest, and the targets of ``rows [N]``, ascending."""
+    width = p.head.vocab
+    size = min(_FEW, max(width // 8, 1))
+    chosen = jnp.arange(width) < min(_LOW_IDS, max(size // 2, 1))
+    chosen = chosen.at[jnp.where(rows, p.targets, width)].set(True, mode="drop")
+    return columns_of.compacted(chosen, size)
+
+
+def _logsumexp_of_few(p: Problem, rows: Array) -> Array:
+    """``[N]``: logsumexp over :func:`few_columns`, for ``rows [N]``; ``-inf`` elsewhere."""
+    index = few_columns(p, rows)
+    part = columns_of.head_columns(p.head, index)
+
+    def body(visit: Visit, out: Array) -> Array:
+        q = visit.problem(p)
+        x = raw_logits(q.h, part, jnp.float32)
+        t = q.transform.column()
+        z = times(factor(t), swept_columns(x, t, p.call.vocab_size, index[None, :]))
+        return visit.put(out, jax.nn.logsumexp(z, axis=1))
+
+    return live_sweep(rows, p.call.chunk).run(body, jnp.full((p.n,), -jnp.inf, jnp.float32))
+
+
+def guess(p: Problem, rows: Array, before: Array | None) -> Array:
+    """``b [N]``: what the logsumexp of ``rows [N]`` may be; ``before [N]`` are log-probabilities of the targets by an
+    earlier pass, or by the sampler (NaN where one is missing)."""
+    floor = expected_lse(p, before)
+    return jnp.maximum(floor, _logsumexp_of_few(p, rows)) if before is None else floor
+
+
+def looks_flat(p: Problem, rows: Array, before: Array | None) -> Array:
+    """Whether most of ``rows [N]`` have targets so unlikely that their policy is hardly sparse; seen before any matmul
+    over the vocabulary. Right or wrong, only time depends on it.
+
+    By ``before [N]`` where that is known, else by what the targets have of the mass in a few columns.
+    """
+    if before is None:
+        before = expected_lse(p, None) - _logsumexp_of_few(p, rows)
+    return jnp.sum(rows & (before < UNLIKELY)) > MOST_APART * jnp.sum(rows)
+
+
+def threshold(rows: Array) -> Array:
+    """On a probability, relative to the tolerance, for so many of ``rows [N]``: fewer rows find fewer columns for each
+    other, and would leave out more of each (docs/sparse-backward.md)."""
+    count = jnp.clip(jnp.sum(rows, dtype=jnp.int32), LEAST, ENOUGH)
+    return THRESHOLD * jnp.sqrt(count / ENOUGH)
+
+
+def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
+    """``[N]``: the number that a column's swept logit (``u`` of ``logitless.core.transform``) has to be above; infinite
+    where a row has no gradient."""
+    assert p.tolerance is not None
+    z = guess(p, rows, before) + jnp.log(p.tolerance * threshold(rows))
+    k = factor(p.transform)
+    return jnp.where(rows, z if k is None else z / k, jnp.inf)
+
+
+def passed(words: Array, vocab: int, tile: int) -> Array:
+    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: a bit (``epilogue.bit_of``) of lane ``i`` of vocabulary tile
+    ``v`` is column ``v tile + 8 j + i``."""
+    shifts = bit_of(jnp.arange(0, tile, LANES, dtype=jnp.int32), tile)[None, :, None]
+    return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
+
+
+def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Spans, Array]:
+    """Which columns pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns, or are the
+    target of any of them, and in which tiles of tokens. Of the limits on what a row may let through, the one that costs
+    least. And how many rows choose none, since they let more through."""
+    width = jnp.sum(lax.population_count(words), axis=(0, 2))
+    tiles = -(-p.n // TOKENS)
+    whole = jnp.pad(words, ((0, 0), (0, tiles * TOKENS - p.n), (0, 0)))
+    token_tile = jnp.arange(p.n, dtype=jnp.int32) // TOKENS
+    target = jnp.where(rows, p.targets, p.head.vocab)
+    is_target = jnp.zeros((p.head.vocab,), bool).at[target].set(True, mode="drop")
+
+    def chosen(limit: int) -> tuple[Array, Array, Array]:
+        wide = width > max(rule.most // limit, 1)
+        chooses = jnp.pad(rows & ~wide, (0, tiles * TOKENS - p.n))
+        mine = jnp.where(chooses[None, :, None], whole, 0).reshape(len(words), tiles, TOKENS, LANES)
+        by_tile = lax.reduce(mine, np.int32(0), lax.bitwise_or, (2,))
+        any_row = lax.reduce(by_tile, np.int32(0), lax.bitwise_or, (1,))
+        count = jnp.sum(passed(any_row, p.head.vocab, tile) | is_target, dtype=jnp.int32)
+        return by_tile, count, jnp.sum(rows & wide)
+
+    by_tile, counts, apart = (jnp.stack(x) for x in zip(*map(chosen, _LIMITS), strict=True))
+    best, _ = rule.cheapest(counts, apart / jnp.maximum(jnp.sum(rows), 1), p.call.vocab_size)
+    seen = jax.vmap(lambda w: passed(w, p.head.vocab, tile), in_axes=1)(by_tile[best])  # [token tiles, V]
+    each = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    first, last = jnp.min(jnp.where(seen, each, tiles), axis=0), jnp.max(jnp.where(seen, each, -1), axis=0)
+    first, last = first.at[target].min(token_tile, mode="drop"), last.at[target].max(token_tile, mode="drop")
+    return Spans(first, last), apart[best].astype(jnp.int32)

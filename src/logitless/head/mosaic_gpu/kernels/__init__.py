@@ -1,0 +1,1 @@
+"""The Hopper head kernels: one pipelined matmul and its epilogues."""

@@ -1,0 +1,189 @@
+"""Forward statistics of the head on a Hopper GPU: one matmul whose logits never leave the registers.
+
+The matmul is that of ``pipeline.py``. Its epilogue turns the accumulator into per-lane sums (``stats_epilogue.py``); at
+the end of a run its ``RowSums`` are written, and ``stats.merge`` adds up a row's runs.
+
+    matmuls   one, N x H x V (only tokens before ``n_live``)
+    HBM       what the matmul reads; 20 bytes per token and run written
+    memory    [5, runs, N] float32: 5 MiB at N = 8192; no logits
+
+With a ``screen`` (``column_screen.py``) the epilogue also compares every logit with a number of its row and writes the
+result as a bit: N V / 8 bytes more, 148 MiB at N = 8192 and V = 151936.
+
+Its gradient is by recompute (``backend.py``): with float32 logits the order in which a sum was made is worth 1e-6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from logitless.core import stats as st
+from logitless.core import transform as tr
+from logitless.core.problem import Problem
+from logitless.core.stats import TokenStats, masked_stats, valid_targets
+from logitless.core.transform import LogitTransform
+from logitless.head.mosaic_gpu.kernels import pipeline, stats_epilogue
+from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running, token_rows, whole_bias
+from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Runs, Tiles, schedule, tiles_for
+from logitless.head.mosaic_gpu.kernels.stats_epilogue import FIELDS, LANES, LOG2E, Sums
+from logitless.head.mosaic_gpu.limits import TILE_K, check
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """References of the kernel beside the matmul's: global memory, then shared memory."""
+
+    special: Any  # int32 [token tiles * 2, vocab tiles]: a masked column lies in the tile
+    targets: Any  # int32 [padded N]
+    transform: LogitTransform  # of references: [padded N] or [1]
+    bias: Any | None  # [padded V]
+    screen: Any | None  # float32 [padded N]
+    out: Any  # float32 [5, slots, padded N]
+    words: Any | None  # int32 [vocab tiles, padded N, 8]
+    sums: Any  # [2, 5, M]: the way out
+    bits: Any | None  # int32 [2, M, 8]: that of the words
+
+
+def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> None:
+    """A computing warpgroup: its half of the block's rows."""
+    wg, t = lax.axis_index("wg"), m.static.tiles
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    temperature: Any = refs.transform.temperature
+    numbers = dataclasses.replace(refs.transform, temperature=None)
+    numbers = jax.tree.map(lambda ref: ref[0], numbers)
+
+    def factor(tile: Array) -> Array:
+        each = temperature is not None and temperature.shape[0] > 1
+        t = None if temperature is None else m.load_rows(temperature, tile) if each else temperature[0]
+        return tr.times(tr.factor(dataclasses.replace(numbers, temperature=t)), jnp.float32(LOG2E))
+
+    def screened(u: Array, tile: Array, v: Array) -> None:
+        word = stats_epilogue.above(u, m.load_rows(refs.screen, tile))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        refs.bits[wg] = word  # type: ignore[index]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs.bits.at[wg], refs.words.at[v, m.rows_of(tile)])  # type: ignore[union-attr]
+
+    def per_tile(tile: Array, v: Array, part: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
+        n, *leaves = c
+        special = refs.special[tile * COMPUTE + wg, v]
+        x, n = m.product(n, part)
+        if refs.bias is not None:
+            x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
+        if logits_dtype != jnp.float32:
+            x = x.astype(logits_dtype).astype(jnp.float32)
+        u = tr.swept(x, numbers)
+        nothing = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), per_row)
+        u, found = lax.cond(
+            special != 0,
+            lambda u: stats_epilogue.masked(u, v * t.columns, m.load_rows(refs.targets, tile), vocab_size),
+            lambda u: (u, nothing),
+            u,
+        )
+        if refs.screen is not None:
+            screened(u, tile, v)
+        sums = stats_epilogue.accumulate(Sums(*leaves), u, found, factor(tile))
+        return n, *sums.leaves()
+
+    def per_run(tile: Array, slot: Array, c: tuple[Array, ...]) -> tuple[Array, ...]:
+        n, *leaves = c
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for f, x in enumerate(leaves):
+            refs.sums[wg, f] = x
+        plgpu.commit_smem()
+        for f in range(FIELDS):
+            plgpu.copy_smem_to_gmem(refs.sums.at[wg, f], refs.out.at[f, slot, m.rows_of(tile)])
+        return n, *Sums.empty(t.rows).leaves()
+
+    m.walk.runs(per_tile, per_run, (jnp.int32(0), *Sums.empty(t.rows).leaves()))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _partial_sums(
+    p: Problem, n_live: Array | int | None, t: Tiles, screen: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """``(sums [5, slots, padded N], parts [token tiles], words)``; of a token tile ``parts`` slots are written, the
+    first. ``words [vocab tiles, padded N, 8]`` are the bits of ``screen [N]``; those of dead token tiles are not
+    written."""
+    (n, h), vocab_size = p.h.shape, p.call.vocab_size
+    targets, transform, bias = p.targets, p.transform, p.head.bias
+    token_tiles, vocab_tiles, steps = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
+    padded = token_tiles * t.tokens
+    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, steps - 1))
+    line = Pipeline(t, p.h, p.head.weight, False, p.head.layout == "hv", p.call.interpret)
+    live = n if n_live is None else n_live
+    plan = schedule(t, token_tiles, vocab_tiles, (live + t.tokens - 1) // t.tokens)
+    # The tiles in which some column is masked, per warpgroup: those of its targets, and a last one that hangs over.
+    row = jnp.arange(n) // t.rows
+    special = jnp.zeros((token_tiles * COMPUTE, vocab_tiles), jnp.int32)
+    special = special.at[row, jnp.where(targets < 0, vocab_tiles, targets // t.columns)].set(1, mode="drop")
+    if vocab_size % t.columns:
+        special = special.at[:, -1].set(1)
+
+    numbers = {k: jnp.asarray(x, jnp.float32) for k, x in dataclasses.asdict(transform).items() if x is not None}
+    given = [x.reshape(1) if x.ndim == 0 else token_rows(x, padded, 1.0) for x in numbers.values()]
+    if bias is not None:
+        given.append(whole_bias(bias, vocab_tiles * t.columns))
+    if screen is not None:
+        given.append(token_rows(screen, padded, jnp.inf))
+    y = token_rows(targets.astype(jnp.int32), padded, -1)
+    inputs = [p.h, p.head.weight, pipeline.table(plan), special, y, *given]
+    slots = t.runs(token_tiles, vocab_tiles) + 1
+    own = [plgpu.SMEM((COMPUTE, FIELDS, t.rows), jnp.float32)]
+    if screen is not None:
+        own.append(plgpu.SMEM((COMPUTE, t.rows, LANES), jnp.int32))
+
+    def kernel(*refs: Any) -> None:
+        (h, w, tasks, special, y, *more), rest = refs[: len(inputs)], list(refs[len(inputs) :])
+        fields = iter(more)
+        moved = LogitTransform(**{k: next(fields) for k in numbers})
+        biased = None if bias is None else next(fields)
+        out, words = rest.pop(0), None if screen is None else rest.pop(0)
+        sums, bits = rest.pop(0), None if screen is None else rest.pop(0)
+        r = _Refs(special, y, moved, biased, next(fields, None), out, words, sums, bits)
+        m = line.of(h, w, Runs(tasks), rest)
+        m.roles(lambda: _compute(m, r, vocab_size, jnp.dtype(p.call.logits_dtype)))
+
+    sums_type = jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32)
+    words_type = jax.ShapeDtypeStruct((vocab_tiles, padded, LANES), jnp.int32)
+    out_type = sums_type if screen is None else (sums_type, words_type)
+    out = line.run(kernel, inputs, out_type, [*own, *line.scratch()], transform.softcap)
+    sums, words = (out, None) if screen is None else out
+    return sums, jnp.asarray(plan.parts), words
+
+
+def token_stats(p: Problem, n_live: Array | int | None = None, tiles: Tiles | None = None) -> TokenStats:
+    """Statistics of ``p.h [N, H]`` under the head, each ``[N]``: one matmul, no logits.
+
+    Tokens from ``n_live`` on (traced) are not computed and have zeros. With a 16-bit ``logits_dtype`` the raw logits,
+    bias included, are rounded to it. The transform's temperature is a scalar or ``[N]``.
+    """
+    return screened_stats(p, None, n_live, tiles)[0]
+
+
+def screened_stats(
+    p: Problem, screen: Array | None, n_live: Array | int | None = None, tiles: Tiles | None = None
+) -> tuple[TokenStats, Array | None]:
+    """:func:`token_stats`, to the bit, and which columns pass each row's ``screen [N]``: those whose swept logit (as
+    ``stats_epilogue.py`` has it, before the temperature) is above it, the row's own target never.
+
+    int32 ``[vocab tiles, N, 8]``: ``epilogue.bit_of`` says which bit is which column. From ``n_live`` on none is set.
+    """
+    (n, h), vocab_size = p.h.shape, p.call.vocab_size
+    check(p)
+    t = tiles_for(n, h, vocab_size) if tiles is None else tiles
+    sums, parts, words = _partial_sums(p, n_live, t, screen)
+    whole = jax.tree.map(lambda x: x[:n], stats_epilogue.merged(sums, parts, t.tokens, p.transform))
+    out = st.finish(whole, valid_targets(p.targets, vocab_size), tr.factor(p.transform))
+    if words is not None:
+        words = words[:, :n]
+    if n_live is None:
+        return out, words
+    live = jnp.arange(n) < n_live
+    return masked_stats(out, live), None if words is None else jnp.where(live[:, None], words, 0)

@@ -1,0 +1,321 @@
+"""The head's backward over the vocabulary columns that carry the gradient: about 1.3 matmuls instead of three.
+
+A trained policy's softmax is nearly empty. Per chunk of C tokens, with M one ``C x H x V`` matmul and K active columns
+(``active_columns.py``; on real policies K is about 8 % of V):
+
+    grad in forward   x = h W^T (M), statistics, active columns; dx, dh and dW over K columns (2 M K / V)
+    by recompute      the forward sweep finds and keeps the columns; later x, dx, dh, dW over them (3 M K / V)
+    hard rows         those that would leave out more than the tolerance: x, dx, dh, dW, dense, as one group (3 M each)
+    dense chunks      where neither pays, x is made into dx as without all this
+
+What the columns left out would add to a row of dH, ``-g sum p_v W_v``, is replaced by ``-g u c``, with u their mass and
+c a mean row of the head: head rows have much in common, so this takes away half of the error or more, for the price of
+one more vector. What is left is at most ``|g| u max_v ||W_v - c||``, and ``|g| u ||h||`` in all of dW; u is known and
+reported (docs/sparse-backward.md).
+
+The K columns are taken in slabs by a loop with a traced trip count, so nothing compiles anew when the policy sharpens.
+Decisions are loops of no or one trip, too: a loop updates dW in place, where a conditional would copy it.
+
+Where statistics are complete only after the sweep that makes them (a shard of the vocabulary), the columns are found by
+a second one (:meth:`Sparse.shard_columns`, one more M).
+
+Bytes beside those of ``chunked.py``: a slab of the head, of x, dx and dW; ``[C, H]`` float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.core import row_passes
+from logitless.core.backend import Cost, Way
+from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.pytree import register
+from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
+from logitless.core.stats import StatCotangents, TokenStats, blank_stats
+from logitless.head.chunked import Chunked, add_chunk, chunk_of, finished, logits_of, no_gradients
+from logitless.head.linear import raw_logits
+from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
+from logitless.head.sparse.column_gather import Known, add_slabs, in_their_place, mean_row, misses, once, without
+from logitless.head.sparse.report import SparseReport, blank_report, chunk_report, noted
+
+_HARD_CHUNK = 1024
+"""Most tokens of a chunk of hard rows: there are few of them, and few should not be rounded up to many."""
+
+_PROBE = 64
+"""Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
+
+
+def auto_tolerance(dtype: Any) -> float:
+    """Mass a row may leave out under ``sparse_backward="auto"``: half an ulp of the operands' dtype, since dlogits are
+    rounded to it in any case. 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def in_words(mass: float | None) -> str:
+    """A tolerance as people write it."""
+    if mass is None or math.isnan(mass):
+        return "the given mass"
+    return f"2^{round(math.log2(mass))}" if math.log2(mass).is_integer() else f"{mass:.3g}"
+
+
+def hard_chunk(chunk: int) -> int:
+    """Tokens of a chunk of hard rows."""
+    return min(chunk, _HARD_CHUNK)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ChunkColumns:
+    """The columns that a forward sweep found for each of its chunks, for the backward sweep over the same chunks."""
+
+    index: Array  # [chunks, most] int32
+    count: Array  # [chunks] int32
+    left_out: Array  # [N] float32; infinite in the rows of dense chunks
+
+    def with_chunk(self, at: Array, visit: Visit, found: Columns) -> ChunkColumns:
+        """The ``at``-th chunk's columns in their place."""
+        mass = jnp.where(found.dense, jnp.inf, found.left_out)
+        return ChunkColumns(
+            lax.dynamic_update_index_in_dim(self.index, found.index, at, 0),
+            lax.dynamic_update_index_in_dim(self.count, found.count, at, 0),
+            visit.put(self.left_out, mass),
+        )
+
+
+def _nothing_kept(rule: Rule, n: int, chunk: int) -> ChunkColumns:
+    chunks = n // chunk + 3  # the rest takes one whole chunk, or at most two quarters
+    return ChunkColumns(
+        jnp.zeros((chunks, rule.most), jnp.int32), jnp.zeros((chunks,), jnp.int32), jnp.full((n,), jnp.inf, jnp.float32)
+    )
+
+
+def _probe_stride(size: int) -> int:
+    """Stride of the probed rows of a chunk."""
+    return max(size // _PROBE, min(size, 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """A backend around :class:`Chunked` (or one of its kernels): the same statistics, a sparse backward."""
+
+    own: Chunked
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def kernels(self) -> str | None:
+        return self.own.kernels
+
+    @property
+    def in_forward(self) -> bool:
+        return self.own.in_forward
+
+    def check(self, p: Any, columns_apart: bool) -> None:
+        self.own.check(p, columns_apart)
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        """How much it saves depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
+        cost, rule = self.own.describe(p, way), chunk_rule(p.head.vocab)
+        words = (
+            f"{cost.way}; backward over the K active columns of a chunk, which leave at most {in_words(way.mass)} of a "
+            f"row's mass out (rows that would leave out more: all columns, as a group); dense chunks where "
+            f"K > {rule.most:,}"
+        )
+        late = not way.in_forward
+        matmuls = f"1 + {3 if late else 2} K/V per live token, {4 if late else 3} in dense chunks, 4 a hard row"
+        if way.shards > 1:
+            words += (
+                "; what a row leaves out is the sum over shards, and where that is too much it takes all columns of "
+                f"those that leave out more than 1/{way.shards} of what it may"
+            )
+            matmuls = (
+                "2 + 3 K/V per live token (statistics of all shards first, columns by a second sweep), 4 to 5 in dense "
+                "chunks, 5 a hard row"
+            )
+        matmuls += "; one less of the K/V and of the rest with a frozen head, 1 without a gradient"
+        return dataclasses.replace(
+            cost, way=words, matmuls=matmuls, tiles={**cost.tiles, "slab": rule.slab}, counts=None
+        )
+
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
+        """Those of the backend within, by the sweep that finds the columns."""
+        if loss is not None:
+            return self.own.statistics(p, loss)[0], blank_report(p.n)
+        sweep = sweep_over(p.n, p.live, p.call.chunk)
+        return self.own.sweep_statistics(p, sweep, blank_stats(p.n)), blank_report(p.n)
+
+    # -- grad in forward ---------------------------------------------------------------------------------------------
+
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
+        """:meth:`Chunked.gradients_in_forward` within the tolerance."""
+        rule = chunk_rule(p.head.vocab, want.matmuls)
+        moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
+        common = mean_row(rule, p) if want.hidden else None
+
+        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> Any:
+            out, total, report = carry
+            part, x = chunk_of(visit, p)
+            own = visit.loss(loss, p.n)
+            part = dataclasses.replace(part, live=own.inputs.mask)
+
+            def look(_: Any) -> tuple[TokenStats, StatCotangents, Columns]:
+                stats = self.own.row_statistics(x, part)
+                g = own.cotangents(stats)
+                miss = misses(p.tolerance, stats, g, p.call.vocab_size)
+                return stats, g, columns_of.find(rule, x, part, stats, g.any_nonzero(), miss)
+
+            stats, g, found = once(~self._flat(rule, x, part, own), look, _unseen(rule, part))
+            miss = misses(p.tolerance, stats, g, p.call.vocab_size)
+            hard = g.any_nonzero() & miss(found.left_out) & ~found.dense
+            easy = Known(stats, without(g, hard))
+            start = None if common is None else in_their_place(common, found.left_out, easy.g, part.transform)
+            chunk = add_slabs(
+                rule, rule.slabs(found.count), found.index, lambda index, _: columns_of.take_logits(x, index), part,
+                easy, Gradients(start, total.head),
+            )  # fmt: skip
+            total = _put(visit, total, chunk)
+            stats, g, total = once_dense(self.own, found.dense, visit, x, part, own, (stats, g, total))
+            report = noted(visit, report, chunk_report(rule, p.head, found, g.any_nonzero(), hard))
+            return visit.put_all(out, stats), total, report
+
+        start = (blank_stats(p.n), no_gradients(p, want), blank_report(p.n))
+        out, total, report = moving.run(body, start)
+        out = self.own.sweep_statistics(p, rest, out)
+        return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))
+
+    def _flat(self, rule: Rule, x: Array, p: Problem, loss: Loss) -> Array:
+        """Whether a few of the chunk's rows show that it is dense, cotangents known."""
+        every = _probe_stride(p.n)
+        few, x = p.rows(lambda a: a[::every]), lax.optimization_barrier(x)[::every]
+        stats = row_passes.statistics(x, few)
+        moving = loss.rows(lambda a: a[::every]).cotangents(stats).any_nonzero()
+        return columns_of.surely_dense(rule, x, few, stats, moving)
+
+    def _add_hard(self, p: Problem, hard: Array, out: TokenStats, g: StatCotangents, total: Gradients) -> Gradients:
+        """``total`` with the rows ``hard [N]``, through all columns."""
+        sweep = live_sweep(hard, hard_chunk(p.call.chunk), rest_at_once=True)
+        return self.own.add_gradients(p, sweep, out, g, total)
+
+    # -- by recompute ------------------------------------------------------------------------------------------------
+
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, ChunkColumns]:
+        """Statistics, one matmul per live token, and each chunk's active columns for :meth:`backward`."""
+        return self._sweep_for_columns(p, want, None, p.tolerance)
+
+    def shard_columns(
+        self, p: Problem, want: Wanted, out: TokenStats, share: Array
+    ) -> tuple[ChunkColumns, SparseReport]:
+        """Each chunk's active columns of a head that has a part of the vocabulary, from the statistics of the whole.
+
+        One matmul per live token; none for chunks that a few of their rows show to be dense. The problem's tolerance is
+        that of the whole vocabulary, against which columns are judged, ``share`` what a row may leave out here if
+        nobody knows what it leaves out elsewhere. Which rows are hard is not decided here: the report has none, and all
+        of the masses.
+        """
+        _, report, kept = self._sweep_for_columns(p, want, out, share)
+        return kept, report
+
+    def _sweep_for_columns(
+        self, p: Problem, want: Wanted, known: TokenStats | None, limit: Array | None
+    ) -> tuple[TokenStats, SparseReport, ChunkColumns]:
+        rule = chunk_rule(p.head.vocab, want.matmuls)
+
+        def body(visit: Visit, carry: Any) -> Any:
+            out, kept, report, at = carry
+            part, x = chunk_of(visit, p) if known is None else (visit.problem(p), None)
+            every, live = _probe_stride(part.n), visit.inside(p.n)
+            few = part.rows(lambda a: a[::every])
+            if known is None:
+                assert x is not None
+                stats, few_x = self.own.row_statistics(x, part), x[::every]
+            else:
+                stats, few_x = jax.tree.map(visit.take, known), logits_of(few)
+            some = jax.tree.map(lambda a: a[::every], stats)
+            flat = columns_of.surely_dense(rule, few_x, few, some, live[::every])
+            miss = misses(limit, stats, None, p.call.vocab_size)
+
+            def look(_: Any) -> Columns:
+                return columns_of.find(rule, logits_of(part) if x is None else x, part, stats, live, miss)
+
+            found = once(~flat, look, columns_of.blank_columns(rule, p.head.vocab, part.n))
+            hard = live & miss(found.left_out) & ~found.dense
+            own = chunk_report(rule, p.head, found, live, hard if known is None else jnp.zeros_like(hard))
+            out = visit.put_all(out, stats) if known is None else out
+            return out, kept.with_chunk(at, visit, found), noted(visit, report, own), at + 1
+
+        out = blank_stats(p.n) if known is None else known
+        start = (out, _nothing_kept(rule, p.n, p.call.chunk), blank_report(p.n), jnp.int32(0))
+        out, kept, report, _ = sweep_over(p.n, p.live, p.call.chunk).run(body, start)
+        return out, report, kept
+
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: ChunkColumns, only_logp: bool
+    ) -> Gradients:
+        """Gradients for given cotangents, over the columns that the forward sweep found."""
+        hard = misses(p.tolerance, out, g, p.call.vocab_size)(residual.left_out)
+        return self.gradients_beside(p, want, Known(out, g), residual, hard)
+
+    def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ChunkColumns, hard: Array) -> Gradients:
+        """:meth:`backward` where it is known which rows are ``hard [N]``: those go through all columns."""
+        rule = chunk_rule(p.head.vocab, want.matmuls)
+        out, g = known.stats, known.g
+        moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
+        hard = hard & moving
+        easy = without(g, hard | ~moving)
+        common = mean_row(rule, p) if want.hidden else None
+
+        def body(visit: Visit, carry: Any) -> Any:
+            total, at = carry
+            part, own = visit.problem(p), Known(*visit.known(out, easy, p.n))
+            trips = jnp.where(jnp.any(own.g.any_nonzero()), rule.slabs(kept.count[at]), 0)
+            left_out = visit.take(kept.left_out)
+            start = None if common is None else in_their_place(common, left_out, own.g, part.transform)
+            chunk = add_slabs(
+                rule, trips, kept.index[at], lambda _, some: raw_logits(part.h, some, p.call.logits_dtype), part, own,
+                Gradients(start, total.head),
+            )  # fmt: skip
+            return _put(visit, total, chunk), at + 1
+
+        start = (no_gradients(p, want), jnp.int32(0))
+        total, _ = sweep_over(p.n, p.live, p.call.chunk).run(body, start)
+        return finished(p, self._add_hard(p, hard, out, g, total))
+
+
+def _unseen(rule: Rule, p: Problem) -> tuple[TokenStats, StatCotangents, Columns]:
+    """What is known of a chunk before anyone has looked."""
+    zero = jnp.zeros((p.n,), jnp.float32)
+    blank = columns_of.blank_columns(rule, p.head.vocab, p.n)
+    return blank_stats(p.n), StatCotangents(zero, zero, zero), blank
+
+
+def _put(visit: Visit, total: Gradients, chunk: Gradients) -> Gradients:
+    """A chunk's dH in its place; its part of the head's gradients is added already."""
+    if total.hidden is None or chunk.hidden is None:
+        return Gradients(total.hidden, chunk.head)
+    return Gradients(visit.put(total.hidden, chunk.hidden), chunk.head)
+
+
+def once_dense(
+    backend: Chunked, dense: Array, visit: Visit, x: Array, p: Problem, loss: Loss, carry: Any
+) -> tuple[TokenStats, StatCotangents, Gradients]:
+    """``carry`` (statistics, cotangents, gradients), or what all columns give if the chunk is ``dense``."""
+
+    def body(state: Any) -> Any:
+        x, _, _, total = state
+        dtype = x.dtype if backend.in_place else p.h.dtype
+        stats, dx = backend.row_statistics_and_dx(x, p, loss, dtype)
+        total = add_chunk(visit, total, dx.astype(p.h.dtype), p)
+        # What a loop hands on must not be overwritten: if x were, the kernel would write dx over a copy of it.
+        return (dx if dx.dtype == x.dtype else x), stats, loss.cotangents(stats), total
+
+    _, *rest = once(dense, body, (x, *carry))
+    return tuple(rest)  # type: ignore[return-value]

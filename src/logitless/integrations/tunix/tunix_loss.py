@@ -1,0 +1,105 @@
+"""``GRPOConfig(policy_loss_fn="logitless")``: Tunix' GRPO loss as one fused call.
+
+The loss is :func:`logitless.linear_grpo_loss` with the objective that the config says
+(:meth:`logitless.Objective.from_tunix`), three matmuls a token in place of four where it is uncoupled. Its metrics are
+Tunix' own: its loss function is run over the statistics that come out of the call, without a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.api import linear_grpo_loss
+from logitless.core.loss_stats import with_stats
+from logitless.core.stats import TokenStats
+from logitless.integrations.tunix.interface import Interface, modules
+from logitless.integrations.tunix.logps import TokenEntropy, entropy_from_logits, predictions
+from logitless.objectives.objective import Objective
+
+
+def policy_loss(interface: Interface) -> Callable[..., Any]:
+    """A loss for Tunix' registry."""
+
+    def logitless_loss_fn(
+        model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **kwargs: Any
+    ) -> Any:
+        """GRPO's loss, as ``tunix.rl.algo_core.grpo_loss_fn`` computes it, from hidden states."""
+        loss, stats = _loss(interface, model, train_example, algo_config, pad_id, eos_id)
+        theirs = _over_statistics(interface, stats)(model, train_example, algo_config, pad_id, eos_id, **kwargs)
+        theirs = jax.lax.stop_gradient(theirs)
+        if interface == "0.1.7":
+            return loss, theirs[1]
+        primary = dataclasses.replace(theirs.primary_loss, unreduced_sum=loss)
+        return dataclasses.replace(theirs, primary_loss=primary)
+
+    return logitless_loss_fn
+
+
+def _loss(
+    interface: Interface, model: Any, example: Any, algo_config: Any, pad_id: int, eos_id: int
+) -> tuple[Array, TokenStats]:
+    """The loss (0.1.8: its sum before it is divided), and statistics as wide as the example's arrays."""
+    from flax import nnx
+
+    graphdef, state = nnx.split(model)
+    segments = getattr(example, "segment_ids", None)
+    p = predictions(
+        graphdef, state, example.prompt_ids, example.completion_ids, pad_id, eos_id, segment_ids=segments,
+        segment_positions=getattr(example, "segment_positions", None),
+    )  # fmt: skip
+
+    def tokens(x: Any) -> Any:
+        """Without a packed row's first token, which has nothing before it."""
+        return x[:, 1:] if p.packed and x is not None and x.ndim == 2 else x
+
+    width = example.completion_mask.shape[-1]
+    objective = Objective.from_tunix(algo_config, max_length=float(width))
+    objective = objective.replace(correction=None, correction_max=2.0)  # sampler weights come with the example
+    denominator = None
+    if interface == "0.1.8":  # the trainer divides, by the denominator of Tunix' own loss
+        denominator = float(width) if objective.aggregation == "dr_grpo" else 1.0
+    loss, aux = with_stats(linear_grpo_loss)(
+        **p.arguments(),
+        advantages=tokens(jnp.asarray(example.advantages, jnp.float32)),
+        mask=tokens(example.completion_mask),
+        old_logp=tokens(example.old_per_token_logps),
+        ref_logp=None if objective.beta is None else tokens(example.ref_per_token_logps),
+        token_weights=tokens(getattr(example, "sampler_is_weights", None)),
+        segment_ids=tokens(segments) if interface == "0.1.8" else None,  # 0.1.7 averages over whole rows
+        objective=objective,
+        denominator=denominator,
+    )
+    stats = aux.stats
+    return loss, stats.map(lambda s: jnp.pad(s, ((0, 0), (1, 0)))) if p.packed else stats
+
+
+def _over_statistics(interface: Interface, stats: TokenStats) -> Callable[..., Any]:
+    """Tunix' loss function over statistics that are there: the same code, with other functions under two names.
+
+    Nothing is replaced in Tunix' modules, which other threads may be using.
+    """
+    common, core, _ = modules()
+    old = interface == "0.1.7"
+
+    class Common:
+        """``tunix.rl.common``, but for one function."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(common, name)
+
+        @staticmethod
+        def compute_per_token_logps(*_: Any, **__: Any) -> Any:
+            return stats.logp, TokenEntropy(stats.entropy) if old else stats.entropy
+
+    stock = core.grpo_loss_fn
+    names = dict(stock.__globals__, common=Common())
+    if old:
+        names["compute_entropy_from_logits"] = entropy_from_logits(core.compute_entropy_from_logits)
+    return types.FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)

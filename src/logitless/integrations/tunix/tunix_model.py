@@ -1,0 +1,201 @@
+"""A Tunix model as hidden states and a head.
+
+A model computes its logits with ``lm_head`` (``[H, V]``) or with its embedding (``[V, H]``). :func:`take_head` takes
+the head out of a copy that is thrown away afterwards, and leaves the identity in its place: the copy then returns the
+final hidden states where the model returns logits, whatever the release calls them, and everything that happens inside
+the model's call still happens (Qwix intercepts operations there, which is how its LoRA works).
+
+LoRA on the head itself is read from Qwix' parameters (``w_lora_a``, ``w_lora_b``) and rules (``alpha``, ``rank``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.core.problem import Layout
+
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3", "llama3": "Llama3"}
+"""Modules ``tunix.models.<family>.model`` and their classes; gemma2 is a ``Gemma``."""
+_SERVED = "qwen2, qwen3, gemma, gemma2, gemma3 and llama3"
+_SPEC_NAMES = ("out_sharding", "sharding", "sharding_names")
+"""Where releases of Flax keep a parameter's mesh axes."""
+
+
+class Identity:
+    """Stands in for a head, and remembers the dtype that came to it: some models return float32 in any case."""
+
+    dtype: Any = None
+
+    def __call__(self, x: Array) -> Array:
+        self.dtype = x.dtype
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyHead:
+    """A model's head, and what its logits go through."""
+
+    weight: Array
+    layout: Layout
+    dtype: Any  # of the head's matmul; None: that of what it multiplies
+    identity: Identity  # in the place of the head
+    lora: tuple[Array, Array] | None
+    lora_scale: float
+    softcap: float | None
+    axes: tuple[Any, ...]  # mesh axes of the weight's dimensions
+    batch_axes: Any  # of the batch dimension of activations
+
+    def arguments(self, hidden: Array) -> dict[str, Any]:
+        """For ``linear_logprobs`` and ``linear_grpo_loss``, in the precision of the model's own head."""
+        dtype = jnp.result_type(self.identity.dtype, self.weight) if self.dtype is None else self.dtype
+        weight, hidden = self.weight.astype(dtype), hidden.astype(dtype)
+        lora = None if self.lora is None else (self.lora[0].astype(dtype), self.lora[1].astype(dtype))
+        return {
+            "hidden": hidden,
+            "lm_head": weight,
+            "head_layout": self.layout,
+            "lora": lora,
+            "lora_scale": self.lora_scale,
+            "softcap": self.softcap,
+        }
+
+
+def refuse(model: Any, why: str) -> NotImplementedError:
+    """An error that names the model."""
+    return NotImplementedError(f"logitless.integrations.tunix: {type(model).__module__}.{type(model).__name__}: {why}")
+
+
+def take_head(model: Any) -> PolicyHead:
+    """The head of ``model``, a throw-away copy, which from now on returns hidden states in the place of logits."""
+    _known(model)
+    tied = not hasattr(model, "lm_head")
+    owner, name = (model.embedder, "input_embedding") if tied else (model.lm_head, "w")
+    parameter = getattr(owner, name)
+    weight = _array(model, f"{'embedder' if tied else 'lm_head'}.{name}", parameter)
+    if not tied and getattr(owner, "einsum_str", None) != "BTD,DV->BTV":
+        raise refuse(model, f"lm_head computes {getattr(owner, 'einsum_str', None)!r}, expected 'BTD,DV->BTV'.")
+    lora, scale = _lora(model, owner, name, "embedder" if tied else "lm_head")
+    activations = getattr(getattr(getattr(model, "config", None), "shd_config", None), "act_btd", None)
+    head = PolicyHead(
+        weight=weight,
+        layout="vh" if tied else "hv",
+        dtype=getattr(owner, "dtype", None),
+        identity=Identity(),
+        lora=lora,
+        lora_scale=scale,
+        softcap=getattr(model, "final_logits_softcap", None),
+        axes=_axes(parameter),
+        batch_axes=activations[0] if activations else "fsdp",
+    )
+    if tied:
+        object.__setattr__(model.embedder, "decode", head.identity)
+    else:
+        object.__setattr__(model, "lm_head", head.identity)
+    if head.softcap is not None:
+        object.__setattr__(model, "final_logits_softcap", None)
+    return head
+
+
+def _known(model: Any) -> None:
+    """Raise unless the model's own call is one of a family that was tried."""
+    cls = getattr(type(model), "_unquantized_type", type(model))  # Qwix makes a class of the same name
+    if any("maxtext" in c.__module__.lower() for c in cls.__mro__):
+        raise refuse(
+            model,
+            "MaxText's models are not served: its adapter returns logits alone, the hidden states that it keeps are "
+            "those before the final norm, and its heads have scales of their own. Use Tunix' own losses with it "
+            "(uninstall()), or a loop of your own (docs/maxtext.md).",
+        )
+    for base in cls.__mro__:
+        family = re.fullmatch(r"tunix\.models\.(\w+)\.model", base.__module__)
+        if family is None or FAMILIES.get(family.group(1)) != base.__name__:
+            continue
+        changed = [n for n in ("__call__", "compute_final_logits") if getattr(cls, n, None) != getattr(base, n, None)]
+        if changed:
+            raise refuse(model, f"it has a {changed[0]} of its own, not that of {base.__name__}.")
+        return
+    raise refuse(model, f"this model is not known here; {_SERVED} are. Use it with Tunix' own losses (uninstall()).")
+
+
+def _array(model: Any, path: str, parameter: Any) -> Array:
+    """The array of a parameter; a quantised one is refused."""
+    value = parameter.get_value() if hasattr(parameter, "get_value") else getattr(parameter, "value", parameter)
+    if hasattr(parameter, "how") or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+        kind = type(parameter if hasattr(parameter, "how") else value)
+        raise refuse(
+            model,
+            f"{path} is quantised ({kind.__module__}.{kind.__name__}); a quantised head is not served. Leave the head "
+            "out of the quantisation rules.",
+        )
+    return value
+
+
+def _axes(parameter: Any) -> tuple[Any, ...]:
+    """The mesh axes of a parameter's dimensions, as its Flax metadata name them."""
+    found = parameter.get_metadata()
+    for name in _SPEC_NAMES:
+        spec = found.get(name)
+        if spec is not None:
+            return tuple(getattr(spec, "spec", spec))
+    return ()
+
+
+# -- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def _lora(model: Any, owner: Any, name: str, path: str) -> tuple[tuple[Array, Array] | None, float]:
+    """``((A, B), alpha / rank)`` of Qwix' LoRA on the head."""
+    provider = _provider(type(model).__call__) if hasattr(type(model), "_unquantized_type") else None
+    rule = None if provider is None else _rule(provider, path, "dot_general" if path == "embedder" else "einsum")
+    for what in ("weight_qtype", "act_qtype"):
+        kind = getattr(rule, what, None)
+        if kind is not None:
+            raise refuse(model, f"{path} is quantised ({what}={kind!r}); a quantised head is not served.")
+    a, b = getattr(owner, f"{name}_lora_a", None), getattr(owner, f"{name}_lora_b", None)
+    if a is None and b is None:
+        return None, 1.0
+    if path == "embedder":
+        raise refuse(model, "LoRA on a tied embedding is not served; leave 'embedder' out of the LoRA's module_path.")
+    if rule is None or not hasattr(rule, "alpha"):
+        raise refuse(model, f"LoRA on {path} was found, but not the rule of Qwix that says its alpha.")
+    if rule.dropout:
+        raise refuse(model, f"LoRA on {path} has dropout={rule.dropout}, which is not served.")
+    factors = (_array(model, f"{path}.{name}_lora_a", a), _array(model, f"{path}.{name}_lora_b", b))
+    return factors, rule.alpha / rule.rank
+
+
+def _rule(provider: Any, path: str, operation: str) -> Any:
+    """The first rule for a module and an operation, which is how Qwix chooses."""
+    for rule in provider._rules:
+        if re.fullmatch(rule.module_path, path) and (not rule.op_names or operation in rule.op_names):
+            return rule
+    return None
+
+
+def _provider(call: Any) -> Any:
+    """Qwix' provider: it is in the closure of the call that Qwix gives a model, and nowhere else."""
+    to_see, seen = [call], set()
+    while to_see:
+        x = to_see.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if hasattr(x, "_rules") and hasattr(x, "get_intercept_map"):
+            return x
+        if isinstance(x, functools.partial):
+            to_see += [x.func, *x.args, *x.keywords.values()]
+        elif inspect.ismethod(x):
+            to_see.append(x.__self__)
+        elif inspect.isfunction(x):
+            to_see += [c.cell_contents for c in x.__closure__ or ()]
+        elif isinstance(x, (list, tuple)):
+            to_see += x
+    return None

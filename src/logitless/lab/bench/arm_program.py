@@ -1,0 +1,89 @@
+"""The program of an arm: ``f(x, rest)`` with the loss, its gradients, and what a sparse backward reports.
+
+Only names that users have are called, so that another tree's library can stand in for this one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import logitless
+from logitless.lab.bench.case import Arm
+
+SPARSE_METRICS = (
+    "left_out_mass", "left_out_mass_max", "hard_rows", "active_columns", "backward_columns", "dense_chunks"
+)  # fmt: skip
+"""Metrics of a sparse backward, by their public names: in another tree they may be declared elsewhere."""
+
+
+def program(c: dict[str, Any], arm: Arm) -> Callable[..., dict[str, Any]]:
+    """A jitted ``f(x, rest)`` that gives ``loss``, ``grads`` and ``metrics``; with ``call="loss"`` no gradients, with
+    ``call="logprobs"`` the statistics alone; a copy reads and writes ``x`` once."""
+    if arm.kind == "copy":
+        return jax.jit(lambda x, rest: dict(copy=x[0] + jnp.ones((), x[0].dtype)))
+    if arm.call == "logprobs":
+        return jax.jit(_logprobs(c, arm))
+    loss = _loss(c, arm)
+
+    def gradients(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
+        moved, fixed = (x[:1], x[1:]) if arm.frozen_head else (x, ())
+        step = jax.value_and_grad(lambda moved: loss((*moved, *fixed), rest), has_aux=True)
+        (value, metrics), grads = step(moved)
+        return dict(loss=value, metrics=metrics, grads=grads)
+
+    def alone(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
+        value, metrics = loss(x, rest)
+        return dict(loss=value, metrics=metrics)
+
+    return jax.jit(gradients if arm.call == "gradients" else alone)
+
+
+def _objective(c: dict[str, Any], arm: Arm) -> Any:
+    return logitless.Objective().replace(**{**c["objective"], **arm.objective})
+
+
+def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
+    """``loss(x, rest) -> (loss, metrics)``; only a sparse backward has metrics, so that nothing else is timed."""
+    objective, head = _objective(c, arm), c["level"] == "head"
+    if arm.kind == "baseline":
+        from logitless.lab.tools import baselines
+
+        if not head:
+            return lambda x, rest: (baselines.logits_loss(arm.form, x[0], objective=objective, **rest), {})
+        dtype = arm.logits_dtype
+        return lambda x, rest: (
+            baselines.head_loss(arm.form, *x, objective=objective, logits_dtype=dtype, **rest),
+            {},
+        )
+
+    def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+        if head:
+            value, metrics = logitless.linear_grpo_loss(
+                x[0], x[1], objective=objective, head_layout="vh", **rest, **arm.options
+            )
+        else:
+            value, metrics = logitless.grpo_loss(x[0], objective=objective, **rest, **arm.options)
+        return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
+
+    return loss
+
+
+def _logprobs(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
+    """Statistics of an old or reference policy: no gradient, no loss."""
+    if arm.kind == "baseline":
+        raise ValueError("call: logprobs is the library's; a baseline has call: loss")
+
+    def forward(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
+        if c["level"] == "head":
+            stats = logitless.linear_logprobs(
+                x[0], x[1], rest["targets"], mask=rest["mask"], head_layout="vh", **arm.options
+            )
+        else:
+            stats = logitless.logprobs(x[0], rest["targets"], mask=rest["mask"], **arm.options)
+        return dict(stats=stats)
+
+    return forward

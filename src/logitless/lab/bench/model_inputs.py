@@ -1,0 +1,84 @@
+"""Hidden states and head of a real model's forward pass, as inputs of a check."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.lab.tools.command_config import ConfigError
+
+
+def hidden_and_head(
+    model: str, layers: int, vocab: int, batch: int, tokens: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(hidden [B, T, H], lm_head [V, H], targets [B, T])`` in float32, on the host.
+
+    ``model`` is an architecture by name, with random weights; or a folder (config.json and safetensors), a ``.gguf``
+    file or a hub id, with its own. ``layers`` and ``vocab`` cut a model down to its first layers and tokens; 0 leaves
+    all. The prompt is random tokens, and every target is sampled from the model's own distribution, as a policy's are.
+    """
+    from logitless.train import model as models
+    from logitless.train.architectures import PRESETS, preset
+
+    rng = np.random.default_rng(seed)
+    try:
+        if model in PRESETS:
+            config = preset(model)
+            config = dataclasses.replace(
+                config, num_layers=layers or config.num_layers, vocab_size=vocab or config.vocab_size
+            )
+            params = models.init(config, jax.random.key(seed))
+        else:
+            config, params = _load(Path(model))
+            config, params = _cut(config, params, layers, vocab)
+    except models.ModelError as error:
+        raise ConfigError(f"model: {error}") from None
+    prompt = rng.integers(0, config.vocab_size, (batch, tokens), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), prompt.shape)
+    valid = np.ones(prompt.shape, bool)
+    hidden, _ = jax.jit(models.hidden_states, static_argnums=1)(params, config, prompt, positions, valid)
+    hidden = np.asarray(hidden, np.float32)
+    head = np.asarray(models.lm_head(params, config), np.float32)
+    logits = hidden @ head.T
+    targets = np.argmax(logits + rng.gumbel(size=logits.shape).astype(np.float32), axis=-1).astype(np.int32)
+    return hidden, head, targets
+
+
+def _load(path: Path) -> tuple:
+    if not path.exists():
+        from logitless.train import hub
+
+        if hub.is_id(str(path)):
+            from logitless.train.fetch import FetchError
+            from logitless.train.weights import load_model
+
+            try:
+                return load_model(str(path))
+            except FetchError as error:
+                raise ConfigError(f"model: {error}") from None
+        from logitless.train.architectures import PRESETS
+
+        raise ConfigError(
+            f"model: {str(path)!r} is neither an architecture ({', '.join(PRESETS)}) nor a folder, .gguf file or hub id"
+        )
+    if path.is_dir():
+        from logitless.train.weights import load_safetensors
+
+        return load_safetensors(path, jnp.float32)
+    from logitless.train.gguf import load_gguf
+
+    return load_gguf(path, jnp.float32)
+
+
+def _cut(config: object, params: dict, layers: int, vocab: int) -> tuple:
+    """The first ``layers`` layers and ``vocab`` tokens of a loaded model."""
+    if layers:
+        params = dict(params, layers=jax.tree.map(lambda x: x[:layers], params["layers"]))
+    if vocab:
+        params = {k: v[:vocab] if k in ("embed", "lm_head") else v for k, v in params.items()}
+    there = jax.tree.leaves(params["layers"])[0].shape[0]
+    return dataclasses.replace(config, num_layers=there, vocab_size=params["embed"].shape[0]), params  # type: ignore

@@ -1,0 +1,81 @@
+"""A benchmark's record as text, and two result files side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from logitless.lab.bench import ratios
+from logitless.lab.tools import result_files
+from logitless.lab.tools.command_config import ConfigError
+
+
+def table(record: dict[str, Any]) -> str:
+    """The arms of a record as text: time, ratio with its interval, the host's clocks, memory."""
+    lines = [f"{record['name']}: {record['config']['tokens']} tokens, vocabulary {record['config']['vocab']}"]
+    for name, row in record["arms"].items():
+        if "error" in row:
+            lines.append(f"  {name:28s} {row['error']}")
+            continue
+        said = [f"{row['median_ms']:10.2f} ms"]
+        if row.get("clock") == "device_ms":
+            said.append(f"wall {row['wall_ms']:.2f}")
+        if "back_to_back_ms" in row:
+            said.append(f"back to back {row['back_to_back_ms']:.2f}")
+        if row["mem/compiler"]:
+            said.append(f"plan {row['mem/compiler']['temporaries'] / 2**20:.1f} MiB")
+        if row.get("mem/device"):
+            said.append(f"seen {row['mem/device']['temporaries'] / 2**20:.1f} MiB")
+        for other, found in row.get("ratios", {}).items():
+            said.append(f"{ratios.shown(next(iter(found.values())))} of {other}")
+        lines.append(f"  {name:28s} " + "  ".join(said))
+    for name, gate in record.get("gates", {}).items():
+        value = "" if gate["value"] is None else f"{gate['value']:.3f}"
+        inside = f" [{gate['low']:.3f}, {gate['high']:.3f}]" if gate.get("low") is not None else ""
+        lines.append(f"  {gate['state']:12s} {name:48s} {value}{inside} (<= {gate['limit']:g})")
+    if record.get("busy", 0) >= 1 and _on_cpu(record):
+        lines.append(f"  not alone: {record['busy']:g} cores were busy before the start, and the intervals show it")
+    if "verify" not in record:
+        lines.append("  not verified")
+    return "\n".join(lines)
+
+
+def _on_cpu(record: dict[str, Any]) -> bool:
+    return any(row.get("environment", {}).get("platform") == "cpu" for row in record["arms"].values())
+
+
+def compare(a: Path, b: Path) -> str:
+    """Ratios of two result files (JSON lines, or a suite's JSON), arm by arm: B over A.
+
+    Two files are two runs: what a machine's state did in between is in these ratios and no interval tells it. Ratios
+    that decide something come from one run (``--against``).
+    """
+
+    def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+        try:
+            found = [r for r in result_files.read(path) if result_files.kind_of(r) == "bench"]
+        except result_files.RecordError as error:
+            raise ConfigError(str(error)) from None
+        if not found:
+            raise ConfigError(f"{path}: no benchmark results in it")
+        return {(r["name"], arm): row for r in found for arm, row in r["arms"].items()}
+
+    left, right = read(a), read(b)
+    lines = [
+        "Two runs, not one in alternation: a few percent are the machine's.",
+        f"{'case':44s}{'time B/A':>10s}{'temporaries B/A':>18s}",
+    ]
+    for key in left:
+        if key not in right:
+            lines.append(f"{' / '.join(key):44s}   only in A")
+            continue
+        x, y = left[key], right[key]
+        if "error" in x or "error" in y:
+            lines.append(f"{' / '.join(key):44s}   {x.get('error', 'ok')} -> {y.get('error', 'ok')}")
+            continue
+        ratio = y["median_ms"] / x["median_ms"]
+        ta, tb = ((row["mem/compiler"] or {}).get("temporaries") for row in (x, y))
+        memory = f"{tb / ta:.3f}" if ta and tb is not None else "-"
+        lines.append(f"{' / '.join(key):44s}{ratio:10.3f}{memory:>18s}")
+    lines += [f"{' / '.join(key):44s}   only in B" for key in right if key not in left]
+    return "\n".join(lines)

@@ -1,0 +1,132 @@
+"""``logitless demo``: a model learns to add twice, with the dense loss and with the chunked one, side by side.
+
+Both arms start from the same warm start and see the same problems. They run at the same time, so no time of theirs is
+compared; whether they agree is decided by a replay of the first steps (docs/training.md), and what each loss needs is
+measured alone, at a real vocabulary. It all ends up on one page. ``--quick`` compares loss and gradients of one batch
+instead, in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.core.explanation import explain
+from logitless.data.group_advantages import group_advantages
+from logitless.lab.tools.timing import wall_times
+from logitless.objectives.metrics import metric_values
+from logitless.objectives.objective import Objective
+
+_ROWS = 8
+_GROUP = 4
+REPLAYED = 10
+"""Steps that are replayed: a wrong loss shows in the first one."""
+
+
+def batch(tokens: int, hidden: int, vocab: int, seed: int) -> dict[str, Any]:
+    """A small RL batch made on the host: groups of completions of uneven length, prompts masked."""
+    rng = np.random.default_rng(seed)
+    width = max(tokens // _ROWS, 1)
+    lengths = rng.integers(width // 4 + 1, width + 1, _ROWS)
+    position = np.arange(width)
+    mask = (position < lengths[:, None]) & (position >= width // 8)
+    rewards = rng.integers(0, 2, _ROWS).astype(np.float32)
+    rewards[:_GROUP] = 1.0  # one group whose answers are all right: nothing to learn from
+    rewards[_GROUP] = 1.0 - rewards[_GROUP + 1]
+    return dict(
+        hidden=rng.standard_normal((_ROWS, width, hidden), np.float32),
+        lm_head=rng.standard_normal((vocab, hidden), np.float32) * np.float32(2 / hidden**0.5),
+        targets=rng.integers(0, vocab, (_ROWS, width), dtype=np.int32),
+        mask=mask,
+        advantages=np.asarray(group_advantages(jnp.asarray(rewards), _GROUP)),
+    )
+
+
+def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    def loss(hidden: jax.Array, lm_head: jax.Array, rest: dict[str, Any]) -> Any:
+        return linear_grpo_loss(hidden, lm_head, objective=objective, backend=backend, head_layout="vh", **rest)
+
+    rest = {k: v for k, v in arrays.items() if k not in ("hidden", "lm_head")}
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    compiled = step.lower(arrays["hidden"], arrays["lm_head"], rest).compile()
+    memory: Any = compiled.memory_analysis()
+    (value, metrics), grads = jax.block_until_ready(compiled(arrays["hidden"], arrays["lm_head"], rest))
+    ms = statistics.median(wall_times(compiled, arrays["hidden"], arrays["lm_head"], rest, repeats=3))
+    return dict(loss=value, metrics=metrics, grads=grads, temp=memory.temp_size_in_bytes, ms=ms)
+
+
+def _free_folder(folder: Path) -> Path:
+    """``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
+    candidates = (folder if i == 1 else folder.with_name(f"{folder.name}-{i}") for i in range(1, 10_000))
+    return next(f for f in candidates if not f.exists())
+
+
+def learn(*, out: Path, seed: int, steps: int = 100, overrides: tuple[str, ...] = ()) -> int:
+    """The tiny run's A/B, time and memory of both losses at a real vocabulary, and a page; 1 if they disagree."""
+    from logitless.lab.bench import case, microbench, report, text_table
+    from logitless.train import ab
+    from logitless.train.config import load
+
+    begin = time.perf_counter()
+    folder = _free_folder(out)
+    print(f"Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one. About three minutes.")
+    settings = [f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true"]
+    settings += [f"ab.replay_steps={min(steps, REPLAYED)}"]
+    result = ab.run(load(None, [*settings, *overrides]), say=lambda text: print(f"  {text}", flush=True))
+    print(ab.table(result))
+    print(ab.curve(result))
+
+    # Sixteen characters make no logits to speak of; what the two losses need shows at a real vocabulary.
+    c = case.BenchConfig(
+        name="loss_memory", baselines=["strong"], tokens=2048, hidden=256, vocab=32000, dtype="float32", verify=False,
+        repeats=1, rounds=3,
+    )  # fmt: skip
+    measured = microbench.run(c)
+    (folder / "loss_memory.json").write_text(json.dumps(measured) + "\n")
+    print(f"\nThe dense loss and the library's at a real vocabulary:\n{text_table.table(measured)}")
+
+    page = folder / "report.html"
+    report.write([folder / "ab.json", folder / "loss_memory.json"], page)
+    print(f"\n{time.perf_counter() - begin:.0f} s. The report: {page.absolute()}")
+    return 0 if not ab.disagreeing(result) and measured["passed"] else 1
+
+
+def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
+    """The quick comparison: print it; 1 if the two disagree."""
+    arrays = batch(tokens, hidden, vocab, seed)
+    stats = jax.jit(partial(linear_logprobs, head_layout="vh"))(arrays["hidden"], arrays["lm_head"], arrays["targets"])
+    noise = np.random.default_rng(seed + 1).standard_normal(stats.logp.shape).astype(np.float32)
+    arrays["old_logp"] = np.asarray(stats.logp) + 0.1 * noise
+    objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
+    shape = arrays["targets"].shape
+    print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
+    print(explain(linear_grpo_loss, arrays["hidden"], arrays["lm_head"], objective=objective, head_layout="vh"))
+    arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
+    print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
+    for name, arm in arms.items():
+        norms = [float(jnp.linalg.norm(g)) for g in arm["grads"]]
+        print(
+            f"{name:10s}{float(arm['loss']):14.8f}{norms[0]:12.4e}{norms[1]:12.4e}"
+            f"{arm['temp'] / 2**20:12.1f} MiB{arm['ms']:8.1f} ms"
+        )
+    a, b = arms["reference"], arms["chunked"]
+    worst = 0.0
+    for label, x, y in zip(("dH", "dW"), a["grads"], b["grads"], strict=True):
+        error = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
+        worst = max(worst, error)
+        print(f"{label}: relative difference {error:.1e}")
+    values = metric_values(b["metrics"])
+    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_tokens", "ratio", "entropy", "ess")))
+    print(f"memory: chunked needs {b['temp'] / a['temp']:.2f}x the temporaries of the dense loss")
+    agree = worst < 1e-5 and abs(float(a["loss"]) - float(b["loss"])) < 1e-5
+    print("the two agree" if agree else "THE TWO DISAGREE")
+    return 0 if agree else 1

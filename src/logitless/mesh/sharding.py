@@ -1,0 +1,263 @@
+"""What a user says about a mesh (:class:`Sharding`), and what follows from it for one call (:class:`Placement`).
+
+Every mesh axis does one of three things for the loss:
+
+    shards tokens                          each device has its own tokens; dW is summed over the axis
+    shards the vocabulary, not tokens      vocabulary-parallel: each device has its own columns of the head
+    shards both, or the hidden dimension   FSDP: the head is gathered over it, dW is reduce-scattered
+
+An axis that does none of them would repeat the same work on each of its devices; it has to be named in ``replicated``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from logitless.core.problem import Head, Layout, LogitsProblem, Problem
+
+Axes = tuple[str, ...]
+Kinds = tuple[str | None, ...]
+
+_KINDS: dict[Layout, dict[str, Kinds]] = {
+    "vh": {"weight": ("v", "h"), "bias": ("v",), "lora_a": ("v", None), "lora_b": (None, "h")},
+    "hv": {"weight": ("h", "v"), "bias": ("v",), "lora_a": ("h", None), "lora_b": (None, "v")},
+}
+"""Which dimension of each of a head's arrays is the vocabulary and which the hidden one."""
+
+
+def each_array(f: Callable[..., Any], layout: Layout, *heads: Any) -> dict[str, Any]:
+    """``f(arrays of that name, kinds of their dimensions)`` for each of the arrays of heads, or of their gradients;
+    ``None`` where one of them has none."""
+    found = {name: ([getattr(head, name) for head in heads], kinds) for name, kinds in _KINDS[layout].items()}
+    return {name: None if any(x is None for x in xs) else f(*xs, kinds) for name, (xs, kinds) in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How the arrays of a call lie on a mesh.
+
+    Args:
+      mesh: a ``jax.sharding.Mesh``; ``None`` takes the ambient one (``jax.set_mesh``, or the older ``with mesh:``).
+      tokens: mesh axes of the token dimensions, ``P("data")`` or ``P(("data", "fsdp"), "seq")`` for ``[B, T]``. It
+        holds for every array with one value per token, hidden states and logits included.
+      head: mesh axes of ``lm_head``, in its own order of dimensions. An axis on the vocabulary that does not shard
+        tokens makes the head vocabulary-parallel; any other axis is FSDP: gathered once, dW reduce-scattered. Bias
+        and LoRA factors follow.
+      vocab: mesh axes of the last dimension of the logits, for ``logprobs`` and ``grpo_loss``.
+      replicated: mesh axes over which the same work may be repeated.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> import logitless
+    >>> tuple(logitless.Sharding(tokens=P("data"), head=P("tensor", None)).head)
+    ('tensor', None)
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    tokens: PartitionSpec = PartitionSpec()
+    head: PartitionSpec = PartitionSpec()
+    vocab: str | Axes | None = None
+    replicated: str | Axes = ()
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
+            raise TypeError(f"Sharding: mesh is {type(self.mesh).__name__}, expected a jax.sharding.Mesh or None.")
+        for name in ("tokens", "head"):
+            given = getattr(self, name)
+            if not isinstance(given, PartitionSpec):
+                raise TypeError(
+                    f"Sharding: {name} is {given!r}, expected a jax.sharding.PartitionSpec, such as P('data')."
+                )
+            for entry in given:
+                _axes(name, entry)
+        object.__setattr__(self, "vocab", None if self.vocab is None else _axes("vocab", self.vocab))
+        object.__setattr__(self, "replicated", _axes("replicated", self.replicated))
+
+
+def _axes(name: str, entry: Any) -> Axes:
+    """An entry of a PartitionSpec as a tuple of names."""
+    if entry is None:
+        return ()
+    found = (entry,) if isinstance(entry, str) else entry
+    if not isinstance(found, (tuple, list)) or not all(isinstance(a, str) for a in found):
+        raise TypeError(f"Sharding: {name} has the entry {entry!r}, expected an axis name, a tuple of them or None.")
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A call's mesh axes, resolved and checked. Static and hashable; axes of size one are left out."""
+
+    mesh: Mesh | AbstractMesh
+    tokens: tuple[Axes, ...]  # of each token dimension
+    vocab: Axes  # vocabulary-parallel
+    vocab_gathered: Axes
+    hidden_gathered: Axes
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def token_axes(self) -> Axes:
+        """Axes whose devices have different tokens."""
+        return tuple(a for dimension in self.tokens for a in dimension)
+
+    @property
+    def token_spec(self) -> PartitionSpec:
+        """Of every array with one value, or one row, per token."""
+        return PartitionSpec(*(axes or None for axes in self.tokens))
+
+    def count(self, axes: Axes) -> int:
+        """Number of devices along the axes."""
+        return math.prod(dict(self.sizes)[a] for a in axes)
+
+    def gathered_over(self, kind: str | None) -> Axes:
+        """FSDP axes of a dimension: ``"v"``, ``"h"``, or ``None`` for one that is never cut."""
+        return {"v": self.vocab_gathered, "h": self.hidden_gathered}.get(kind or "", ())
+
+    def head_specs(self, head: Head) -> Head:
+        """Of each of a head's arrays before it is gathered, in the structure of the head."""
+
+        def spec(_: Any, kinds: Kinds) -> PartitionSpec:
+            return PartitionSpec(*(((self.vocab if k == "v" else ()) + self.gathered_over(k)) or None for k in kinds))
+
+        specs = each_array(spec, head.layout, head)
+        return Head(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
+
+    def one_device(self, p: Any) -> Any:
+        """The shapes of what a device works on: flat tokens, the head once it is gathered."""
+        tokens, parts = p.targets.size // self.count(self.token_axes), self.count(self.vocab)
+        targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
+        if isinstance(p, LogitsProblem):
+            logits = jax.ShapeDtypeStruct((tokens, p.logits.shape[-1] // parts), p.logits.dtype)
+            return dataclasses.replace(p, logits=logits, targets=targets)  # type: ignore[arg-type]
+
+        def local(x: Any, kinds: Kinds) -> Any:
+            shape = tuple(n // parts if kind == "v" else n for n, kind in zip(x.shape, kinds, strict=True))
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        head = Head(**each_array(local, p.head.layout, p.head), layout=p.head.layout)
+        hidden = jax.ShapeDtypeStruct((tokens, p.h.shape[-1]), p.h.dtype)
+        return dataclasses.replace(p, h=hidden, head=head, targets=targets)
+
+
+def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with every axis left to the compiler, which is how the loss maths is partitioned."""
+    if all(t == AxisType.Auto for t in mesh.axis_types):
+        return mesh
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update_axis_types(dict(zip(mesh.axis_names, types, strict=True)))
+
+
+def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
+    """The mesh that was given, or the ambient one; with its devices where JAX tells them (outside ``jit``)."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if not ambient.empty and ambient.manual_axes:
+        raise ValueError(
+            f"{call}: sharding= was given inside a shard_map (manual axes {', '.join(ambient.manual_axes)}), where "
+            "arrays are already one device's own. Leave it out, and reduce gradients and metrics yourself."
+        )
+    if sharding.mesh is not None:
+        return sharding.mesh
+    from logitless.core import compat  # here: it loads Pallas, which `import logitless` does not
+
+    mesh = compat.ambient_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{call}: sharding= names no mesh and there is no ambient one. Give Sharding(mesh=...), or call it under "
+            "jax.set_mesh(mesh) or in `with mesh:`."
+        )
+    return mesh
+
+
+def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placement:
+    """Check a sharding against the shapes of a call."""
+    mesh, tokens = mesh_of(call, sharding), p.targets.shape
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+    def known(name: str, entries: Iterable[Any]) -> tuple[Axes, ...]:
+        """The axes of each entry, without those of size one; each exists and is named once."""
+        found = tuple(_axes(name, e) for e in entries)
+        flat = [a for axes in found for a in axes]
+        for a in flat:
+            if a not in sizes:
+                raise ValueError(
+                    f"{call}: sharding.{name} names the axis {a!r}; the mesh has {', '.join(map(repr, sizes))}."
+                )
+            if flat.count(a) > 1:
+                raise ValueError(f"{call}: sharding.{name} uses the axis {a!r} twice; an axis cuts one dimension.")
+        return tuple(tuple(a for a in axes if sizes[a] > 1) for axes in found)
+
+    def divides(what: str, size: int, axes: Axes, hint: str) -> None:
+        parts = math.prod(sizes[a] for a in axes)
+        if size % parts:
+            raise ValueError(
+                f"{call}: {what} of size {size} is sharded over {_show(axes)}, {parts} devices, and does not divide "
+                f"by them; {hint}."
+            )
+
+    if len(sharding.tokens) > len(tokens):
+        raise ValueError(
+            f"{call}: sharding.tokens={sharding.tokens} has {len(sharding.tokens)} entries, but there are "
+            f"{len(tokens)} token dimensions {tokens}."
+        )
+    token_axes = known("tokens", sharding.tokens)
+    token_axes += ((),) * (len(tokens) - len(token_axes))
+    for d, (size, axes) in enumerate(zip(tokens, token_axes, strict=True)):
+        divides(f"token dimension {d}", size, axes, "pad the batch, with mask=0, or take fewer devices")
+    flat_tokens = {a for axes in token_axes for a in axes}
+
+    (named_vocab,) = known("vocab", [sharding.vocab])
+    parallel: Axes = ()
+    gathered: Axes = ()
+    hidden: Axes = ()
+    if isinstance(p, Problem):
+        head = p.head.weight.shape
+        if len(sharding.head) > 2:
+            raise ValueError(f"{call}: sharding.head={sharding.head} has {len(sharding.head)} entries, lm_head has 2.")
+        head_axes = known("head", sharding.head)
+        head_axes += ((),) * (2 - len(head_axes))
+        v, h = p.head.axis, 1 - p.head.axis
+        parallel = tuple(a for a in head_axes[v] if a not in flat_tokens)
+        gathered = tuple(a for a in head_axes[v] if a in flat_tokens)
+        hidden = head_axes[h]
+        if head_axes[v] != parallel + gathered:
+            raise ValueError(
+                f"{call}: sharding.head={sharding.head} cuts the vocabulary over {_show(head_axes[v])}, where "
+                f"{_show(gathered)} also shard tokens and are gathered: what is left on a device would not be a run of "
+                f"columns. Name the vocabulary-parallel axes first: {_show(parallel + gathered)}."
+            )
+        divides("lm_head's vocabulary", head[v], head_axes[v], "pad lm_head's vocabulary and say vocab_size=")
+        divides("lm_head's hidden dimension", head[h], hidden, "shard it over fewer devices")
+        if sharding.vocab is not None and named_vocab != parallel:
+            raise ValueError(
+                f"{call}: sharding.vocab={sharding.vocab!r}, but sharding.head={sharding.head} makes the vocabulary "
+                f"parallel over {_show(parallel)}; leave vocab out, it is for logits."
+            )
+    else:
+        parallel = named_vocab
+        both = [a for a in parallel if a in flat_tokens]
+        if both:
+            raise ValueError(
+                f"{call}: the axis {both[0]!r} is in sharding.tokens and in sharding.vocab; an axis cuts one dimension."
+            )
+        divides("the logits' vocabulary", p.logits.shape[-1], parallel, "pad the vocabulary and say vocab_size=")
+
+    (repeated,) = known("replicated", [sharding.replicated])
+    idle = [a for a, n in sizes.items() if n > 1 and a not in flat_tokens | set(parallel) | set(repeated)]
+    if idle:
+        raise ValueError(
+            f"{call}: the mesh axis {idle[0]!r} ({sizes[idle[0]]} devices) shards neither tokens nor the vocabulary: "
+            f"each of its devices would do the same work. Put it into sharding.tokens or on the vocabulary, or allow "
+            f"it: Sharding(..., replicated={idle[0]!r})."
+        )
+    return Placement(automatic(mesh), token_axes, parallel, gathered, hidden, tuple(sizes.items()))
+
+
+def _show(axes: Iterable[str]) -> str:
+    return "(" + ", ".join(repr(a) for a in axes) + ")"

@@ -1,0 +1,99 @@
+"""A vocabulary-parallel problem, on one of its devices: it has a run of the columns, and neither they nor logits move.
+
+    forward    sums over the device's own columns (``stats.RowSums``), merged over devices: five numbers a token
+    backward   logits of its own columns again, dx from the *global* statistics; dH summed over devices, dW is its own
+
+At the logits level dlogits follow from the global statistics without another collective.
+
+The direction ``d logp/d hidden`` of the TPU kernels is a sum over columns as well: each device scales its own part by
+the global statistics, and the parts are summed in the forward pass instead of dH in the backward pass.
+
+dH is summed over devices in float32: rounded parts would add up their roundings, and the target's part and the others'
+may cancel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.core.backend import Backend, Divisible
+from logitless.core.problem import Gradients, LogitsProblem, Loss
+from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
+from logitless.core.transform import factor
+from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
+from logitless.mesh.sharding import Placement
+
+
+def shard_of(own: Backend, place: Placement) -> Backend:
+    """What a device of a vocabulary-parallel placement does, by ``own``."""
+    if hasattr(own, "shard_columns"):
+        from logitless.mesh.vocab_parallel_sparse import SparseShard
+
+        return SparseShard(own, place)  # type: ignore[arg-type, return-value]
+    return VocabularyShard(own, place)  # type: ignore[arg-type, return-value]
+
+
+def width_of(p: Any) -> int:
+    """Columns that a device has, padding included."""
+    return p.logits.shape[-1] if isinstance(p, LogitsProblem) else p.head.vocab
+
+
+def no_columns(shapes: RowSums) -> RowSums:
+    """The sums over no columns at all."""
+    return dataclasses.replace(zeros(shapes), maximum=jnp.full(shapes.maximum.shape, NEG_INF, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyShard:
+    """``own`` on a device's columns, with the collectives between its passes."""
+
+    own: Divisible
+    place: Placement
+
+    def shard(self, p: Any) -> Any:
+        """The problem with its targets as columns of this device; -1 where they are another's."""
+        return dataclasses.replace(p, targets=own_targets(self.place, p.targets, width_of(p)))
+
+    def by_columns(self, p: Any, f: Any, empty: Any = zeros) -> Any:
+        """``f`` of the problem with the number of real columns of this device."""
+        place, call = self.place, p.call
+        return by_columns(place, call.vocab_size, width_of(p), lambda k: f(p.calling(vocab_size=k)), empty)
+
+    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        return self.forward(p, None)[0], None
+
+    def forward(self, p: Any, want: Any) -> tuple[TokenStats, None, Any]:
+        """Statistics over the vocabulary of all devices. A barrier keeps their bits the same with and without a
+        gradient."""
+        mine = self.shard(p)
+
+        def none(shapes: Any) -> Any:
+            return no_columns(shapes[0]), zeros(shapes[1])
+
+        local, part = self.by_columns(mine, lambda q: self.own.sums(q, want), none)
+        k = factor(p.transform)
+        stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), k)
+        stats = lax.optimization_barrier(masked_stats(stats, p.live))
+        mine = mine.calling(vocab_size=width_of(p))
+        residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))
+        return stats, None, residual
+
+    def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
+        """Gradients of a device's own columns; dH, complete."""
+        mine = self.shard(p)
+        if isinstance(p, LogitsProblem):
+            return self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, None, only_logp))
+        hidden: Array | None = None
+        if residual is not None and only_logp and want.hidden:  # it is that of all columns already
+            alone = dataclasses.replace(want, weight=False, bias=False, lora=False)
+            hidden = self.own.backward(mine, alone, out, g, residual, True).hidden
+            want = dataclasses.replace(want, hidden=False)
+        rest = residual if only_logp else None  # a device's own part of it serves LoRA's inner factor
+        found = self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, rest, only_logp))
+        if found.hidden is not None:
+            hidden = lax.psum(found.hidden, self.place.vocab)
+        return Gradients(None if hidden is None else hidden.astype(p.h.dtype), found.head)

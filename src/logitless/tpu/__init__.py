@@ -1,7 +1,0 @@
-"""What a program needs on a TPU that is not there: ``logitless tpu compile | cycles``.
-
-aot         compiled ahead of time by libtpu, the real compiler: what it refuses, bytes per chip
-cycles      time by the compiler's own cycle simulator
-programs    the programs that are compiled: loss and gradients at a named shape
-command     ``logitless tpu``
-"""

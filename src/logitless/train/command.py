@@ -1,0 +1,147 @@
+"""``logitless train`` and ``logitless ab``.
+
+Exit codes: 0 done (of an A/B: no arm was found to disagree); 1 arms of an A/B disagree; 2 bad usage, configuration or
+data; 3 the run could not go on (losses not finite, disk full, no readable checkpoint); 130 and 143 stopped by SIGINT or
+SIGTERM, with the state saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from logitless.lab import exits, shipped_configs
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the two commands to the command line's grammar."""
+    train = subparsers.add_parser("train", help="GRPO training; without a configuration, two-number addition on a CPU")
+    ab = subparsers.add_parser(
+        "ab", help="the same training with two or more losses, each in its own process, compared"
+    )
+    for command in (train, ab):
+        command.add_argument(
+            "--config", default=None, help="a file, or a name of `logitless configs`; default: the tiny run"
+        )
+        command.add_argument(
+            "--resume",
+            nargs="?",
+            const="",
+            metavar="FOLDER",
+            help="continue the run in FOLDER, with its configuration; without FOLDER, that in run_dir",
+        )
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """What is wrong with a user's input, and not with the program."""
+    from logitless.lab.tools.command_config import ConfigError
+    from logitless.train.data import DataError
+    from logitless.train.fetch import FetchError
+    from logitless.train.model import ModelError
+    from logitless.train.reward import RewardError
+
+    return ConfigError, DataError, FetchError, ModelError, RewardError
+
+
+def _missing(command: str) -> int:
+    """2 with a word about what to install, or 0."""
+    import importlib.util
+
+    needed = ("optax", "omegaconf", "orbax.checkpoint")
+    for name in needed:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            print(f"logitless {command}: needs {name.split('.')[0]}: pip install 'logitless[train]'", file=sys.stderr)
+            return exits.BAD_USAGE
+    return 0
+
+
+def _config(args: argparse.Namespace, saved: str) -> Any:
+    """The configuration that the arguments ask for; ``saved`` is where a run of this command keeps its own."""
+    from logitless.train.config import ConfigError, load
+
+    if meant := shipped_configs.mistaken("train", args.overrides):
+        raise ConfigError(meant)
+    if not args.resume:
+        return load(shipped_configs.find("train", args.config), args.overrides)
+    folder = Path(args.resume)
+    if args.config is not None:
+        raise ConfigError(f"--resume {folder} takes the configuration of the run in it; leave out --config")
+    if not (folder / saved).exists():
+        other = {"config.yaml": ("ab.yaml", "ab"), "ab.yaml": ("config.yaml", "train")}[saved]
+        holds = f"an A/B or a run of `logitless {other[1]}`" if (folder / other[0]).exists() else "no run to continue"
+        raise ConfigError(f"--resume: {folder} holds {holds} (no {saved})")
+    return dataclasses.replace(load(folder / saved, args.overrides), run_dir=str(folder))
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """``logitless train``."""
+    if code := _missing("train"):
+        return code
+    from logitless.train import checkpoints, folder, loop
+
+    try:
+        config = _config(args, "config.yaml")
+        summary = loop.run(config, resume=args.resume is not None)
+    except _user_errors() as error:
+        print(f"logitless train: {error}", file=sys.stderr)
+        return exits.BAD_USAGE
+    except (checkpoints.CheckpointError, loop.TrainingFailed) as error:
+        print(f"logitless train: {error}", file=sys.stderr)
+        return exits.FAILED
+    except loop.Stopped as stop:
+        print(f"logitless train: {stop}; step {stop.saved} is saved; continue with --resume", file=sys.stderr)
+        return 128 + stop.number
+    print(describe(summary, folder.run_folder(config)))
+    return 0
+
+
+def describe(summary: dict[str, Any], folder: Any) -> str:
+    """A few lines for the terminal."""
+
+    def number(key: str, form: str = ".3f") -> str:
+        return "-" if summary.get(key) is None else format(summary[key], form)
+
+    return (
+        f"{summary['name']}: {summary['steps']} steps, {number('time/train/step_avg_last10_s')} s a step\n"
+        f"  sampled reward: first 10 steps {number('train/reward_first10')}, last 10 {number('train/reward_last10')}\n"
+        f"  held-out reward {number('eval/first')} -> {number('eval/last')}\n"
+        f"  records in {folder}"
+    )
+
+
+def report_errors(command: str, run: Callable[[], int]) -> int:
+    """Run an A/B and turn what can go wrong with one into a message and an exit code."""
+    if code := _missing(command):
+        return code
+    from logitless.train import ab
+
+    try:
+        return run()
+    except _user_errors() as error:
+        print(f"logitless {command}: {error}", file=sys.stderr)
+        return exits.BAD_USAGE
+    except ab.ArmFailed as error:
+        print(f"logitless {command}: {error}", file=sys.stderr)
+        return error.code
+
+
+def run_ab(args: argparse.Namespace) -> int:
+    """``logitless ab``."""
+
+    def run() -> int:
+        from logitless.train import ab
+
+        result = ab.run(_config(args, "ab.yaml"), resume=args.resume is not None)
+        print(ab.table(result))
+        return 1 if ab.disagreeing(result) else 0
+
+    return report_errors("ab", run)
