@@ -28,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,12 @@ CHOSEN = (
     *("api.py", *(f"core/{m}.py" for m in CORE.split()), "data/*.py", "objectives/*.py", "settings/*.py"),
     *("head/*.py", "head/sparse/*.py", "logits/*.py", "train/*.py"),
 )
+HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_properties"
 TESTS = (
     *("test_*.py", "objectives/test_*.py", "oracle/test_*.py", "train/test_*.py", "mesh/test_sharding_errors.py"),
-    *(
-        f"head/test_{name}.py"
-        for name in ("head_numerics", "head_sweep", "reference_head", "sparse_backward", "head_properties")
-    ),
-    *("plan/test_explain_and_plan.py"),
+    *(f"head/test_{name}.py" for name in HEAD_TESTS.split()),
     *(f"logits/test_{name}.py" for name in ("logits_numerics", "reference_entropy", "constant_temperature")),
+    "plan/test_explain_and_plan.py",
 )
 LEFT_OUT = ("architecture", "docs", "doctests", "packages", "suite", "interpreted", "startup")
 """Tests of the repository's texts, packages and speed."""
@@ -208,12 +208,86 @@ def summary(mutants: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
+def plant(todo: list[Site], map_: Map, tree: Path, end: float, patience: float, jobs: int) -> Iterator[dict[str, Any]]:
+    """Verdicts as they come, from ``jobs`` processes with a copy of the tree each."""
+    read, write = os.pipe()
+    workers = []
+    for job in range(jobs):
+        worker = os.fork()
+        workers.append(worker)
+        if worker:
+            continue
+        own = tree if not job else Path(shutil.copytree(tree, tree.with_name(str(job))))
+        os.environ["PYTHONPATH"] = str(own / "src")
+        try:
+            for site in todo[job::jobs]:
+                if time.monotonic() > end:
+                    break
+                start = time.monotonic()
+                found = dict(file=site.file, line=site.line, column=site.span[2], fault=site.name)
+                found |= verdict_of(site, map_.tests(site.file, site.line), own, patience)
+                found["seconds"] = round(time.monotonic() - start, 1)
+                os.write(write, json.dumps(found).encode() + b"\n")
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            if job:
+                shutil.rmtree(own)
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        for line in lines:
+            yield json.loads(line)
+    for worker in workers:
+        os.waitpid(worker, 0)
+
+
+def run(chosen: list[Site], seed: int, map_: Map, tree: Path, end: float, arguments: argparse.Namespace) -> int:
+    """Verdicts of all that are not in the record, which is written after each."""
+    record = arguments.record
+    kept = json.loads(record.read_text()) if record.exists() else {}
+    again = {"survived": ("survived", "not executed"), "all": None}.get(arguments.again, ())
+    results = {
+        (m["fault"], m["line"], m["column"]): m
+        for m in (kept.get("mutants", []) if kept.get("seed") == seed else [])
+        if again is not None and m["verdict"] not in again
+    }
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    reasons = {e["fault"]: e["reason"] for e in json.loads(EQUIVALENT.read_text())}
+    todo = [s for s in chosen if (s.name, s.line, s.span[2]) not in results]
+
+    def save() -> list[dict[str, Any]]:
+        found = [results[(s.name, s.line, s.span[2])] for s in chosen if (s.name, s.line, s.span[2]) in results]
+        for m in found:
+            m.pop("reason", None)
+            if m["verdict"] in ("survived", "not executed") and m["fault"] in reasons:
+                m["reason"] = reasons[m["fault"]]
+        head = dict(seed=seed, commit=commit, planted=len(found), **summary(found))
+        record.write_text(json.dumps(dict(**head, mutants=found), indent=1) + "\n")
+        return found
+
+    for m in plant(todo, map_, tree, end, arguments.patience, arguments.jobs):
+        results[(m["fault"], m["line"], m["column"])] = m
+        save()
+        print(
+            f"{len(results):3}/{len(chosen)} {m['verdict']:12} {m['seconds']:4.0f} s  {m['line']}: {m['fault']}",
+            flush=True,
+        )
+    found = save()
+    for package, counts in summary(found)["packages"].items():
+        print(f"{package:12} {counts}")
+    left, share = len(chosen) - len(found), summary(found)["survived"]
+    print(f"seed {seed}: {share:.1%} of {len(found)} survived" + (f"; {left} are left" if left else ""))
+    return 3 if left else int(share > 0.1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="of the draw; without it a new one")
     parser.add_argument("--n", type=int, default=200, help="how many faults")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other fault after this time")
     parser.add_argument("--patience", type=float, default=60, help="seconds of processor time for the tests of a fault")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", nargs="+", default=[], help="files whose path contains one of these")
     parser.add_argument("--again", choices=("survived", "all"), help="run these once more")
     parser.add_argument("--map", action="store_true", help="only bring the map up to date")
@@ -226,9 +300,9 @@ def main() -> int:
     sys.dont_write_bytecode = True  # two faults of one file may have one size and one time
     for name in IMPORTED:
         importlib.import_module(name)
-    reasons = {e["fault"]: e["reason"] for e in json.loads(EQUIVALENT.read_text())}
     with tempfile.TemporaryDirectory(prefix="mutation") as folder:
-        tree = Path(folder).resolve()
+        tree = Path(folder).resolve() / "0"
+        tree.mkdir()
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, tree / name)
@@ -240,44 +314,8 @@ def main() -> int:
         map_.update(names, lambda file: record_lines(tree, file))
         if arguments.map:
             return 0
-        return run(drawn(seed, arguments.n, arguments.only), seed, map_, tree, reasons, begin, arguments)
-
-
-def run(
-    chosen: list[Site], seed: int, map_: Map, tree: Path, reasons: dict[str, str], begin: float, arguments: Any
-) -> int:
-    """Verdicts of all that are not in the record, which is written after each."""
-    record = arguments.record
-    kept = json.loads(record.read_text()) if record.exists() else {}
-    before = {(m["fault"], m["line"]): m for m in kept.get("mutants", [])} if kept.get("seed") == seed else {}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results: list[dict[str, Any]] = []
-    left = 0
-    for i, site in enumerate(chosen, start=1):
-        old = before.get((site.name, site.line))
-        if old and arguments.again != "all" and (not arguments.again or old["verdict"] in ("killed", "timeout")):
-            found = old
-        elif time.monotonic() - begin > arguments.seconds:
-            left += 1
-            continue
-        else:
-            start = time.monotonic()
-            found = dict(file=site.file, line=site.line, fault=site.name)
-            found |= verdict_of(site, map_.tests(site.file, site.line), tree, arguments.patience)
-            found["seconds"] = round(time.monotonic() - start, 1)
-            print(f"{i:3}/{len(chosen)} {found['verdict']:12} {found['seconds']:4.0f} s  {site.line}: {site.name}")
-            sys.stdout.flush()
-        found.pop("reason", None)
-        if found["verdict"] in ("survived", "not executed") and site.name in reasons:
-            found["reason"] = reasons[site.name]
-        results.append(found)
-        head = dict(seed=seed, commit=commit, planted=len(results), **summary(results))
-        record.write_text(json.dumps(dict(**head, mutants=results), indent=1) + "\n")
-    for package, counts in summary(results)["packages"].items():
-        print(f"{package:12} {counts}")
-    share = summary(results)["survived"]
-    print(f"seed {seed}: {share:.1%} of {len(results)} survived" + (f"; {left} are left" if left else ""))
-    return 3 if left else int(share > 0.1)
+        chosen = drawn(seed, arguments.n, arguments.only)
+        return run(chosen, seed, map_, tree, begin + arguments.seconds, arguments)
 
 
 if __name__ == "__main__":
