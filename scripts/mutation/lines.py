@@ -128,9 +128,8 @@ class Map:
 
     @staticmethod
     def _rank(file: str, tests: str, test: str, seconds: float) -> tuple[float, str]:
-        """Seconds, a quarter of them for a file of tests that is named like the module."""
-        words = set(Path(file).stem.split("_")) - {"", "test"}
-        near = any(word in Path(tests).stem for word in words)
+        """Seconds, a quarter of them for a file of tests that is named like the module or its folder."""
+        near = Path(file).stem in Path(tests).stem or Path(file).parent.name == Path(tests).parent.name
         return (seconds + 0.05) * (0.25 if near else 1.0), test
 
     @staticmethod

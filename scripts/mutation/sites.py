@@ -95,7 +95,7 @@ def _of_call(node: ast.Call) -> Iterator[ast.expr]:
     if name == "where" and len(node.args) == 3:
         yield from node.args[1:]
     for i, keyword in enumerate(node.keywords):
-        if keyword.arg is not None:
+        if keyword.arg not in (None, "frozen"):  # that a dataclass is frozen is a guard for who writes the next line
             less = copy.copy(node)
             less.keywords = node.keywords[:i] + node.keywords[i + 1 :]
             yield less
