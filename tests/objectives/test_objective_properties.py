@@ -17,3 +17,84 @@ def test_a_row_with_a_nan_has_a_gradient(name: str, beta: float | None, bad: flo
     found = rows_with_gradient(Objective(beta=beta), np.zeros(3, np.float32), np.ones((3, 2)), **{name: array})
     infinite_ratio = name == "old_logp" and np.isinf(bad)  # an advantage of zero is none for any ratio
     assert np.asarray(found).tolist() == [False, not infinite_ratio, False]
+
+
+CLAMPED = "log_ratio_clamp=20.0, "
+VERL_KL = "kl_log_ratio_clamp=20.0, kl_clamp=10.0"
+ROWS = "clip_metrics='liger', count_rows='non_empty', "
+WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
+    "trl": (Objective.preset("trl"), "aggregation='dapo', kl_bias_correction=True"),
+    "liger": (Objective.preset("liger"), "clip_metrics='liger', eps_high=0.4, beta=0.04, temperature=0.9"),
+    "verl": (
+        Objective.preset("verl"),
+        f"aggregation='bnpo', cispo_bound='interval', {ROWS}dual_clip=3.0, {CLAMPED}{VERL_KL}",
+    ),
+    "verl, gmpo": (
+        Objective.preset("verl", policy="gmpo"),
+        f"policy='gmpo', aggregation='bnpo', cispo_bound='interval', {ROWS}{VERL_KL}",
+    ),
+    "verl, gspo-token": (
+        Objective.preset("verl", level="sequence_token"),
+        f"level='sequence_token', aggregation='bnpo', cispo_bound='interval', {ROWS}dual_clip=3.0, "
+        f"sequence_log_ratio_max=10.0, {VERL_KL}",
+    ),
+    "tunix": (Objective.preset("tunix"), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
+    "tunix, gspo-token": (
+        Objective.preset("tunix", level="sequence_token"),
+        f"level='sequence_token', kl='k1', {ROWS}{CLAMPED}sequence_log_ratio_max=10.0, beta=0.04",
+    ),
+    "mllm-jax": (Objective.preset("mllm-jax"), "aggregation='dapo', clip_metrics='liger', temperature_on='logp'"),
+    "from_trl": (Objective.from_trl(), "aggregation='dapo'"),
+    "from_trl, sapo": (Objective.from_trl(loss_type="sapo"), "policy='sapo'"),
+    "from_trl, vespo": (Objective.from_trl(loss_type="vespo"), "policy='vespo', aggregation='dapo'"),
+    "from_trl, vllm": (
+        Objective.from_trl(use_vllm=True, entropy_coef=0.1, top_entropy_quantile=0.2, beta=0.3, temperature=0.7),
+        "aggregation='dapo', kl_bias_correction=True, correction='sequence', correction_mode='mask', beta=0.3, "
+        "correction_max=3.0, top_entropy=0.2, entropy_coef=0.1, temperature=0.7",
+    ),
+    "from_liger": (Objective.from_liger(), "aggregation='dapo', clip_metrics='liger', beta=0.04"),
+    "from_verl": (Objective.from_verl(), f"aggregation='bnpo', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0"),
+    "from_tunix": (Objective.from_tunix(), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_a_library_s_objective_written_out(name: str) -> None:
+    """What it sets beside the defaults, which are TRL's clip, k3 and the mean of a sequence's mean."""
+    objective, written = WRITTEN_OUT[name]
+    assert repr(objective) == f"Objective({written})"
+
+
+def test_the_defaults_written_out() -> None:
+    o = Objective()
+    assert (o.policy, o.level, o.aggregation, o.kl, o.count_rows) == ("clip", "token", "grpo", "k3", "all")
+    assert (o.eps_low, o.eps_high, o.tau_pos, o.tau_neg) == (0.2, 0.2, 1.0, 1.05)
+    assert (o.vespo_k_pos, o.vespo_lambda_pos, o.vespo_k_neg, o.vespo_lambda_neg) == (2.0, 3.0, 3.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["eps_low", "eps_high", "log_ratio_clamp", "kl_clamp", "delta"])
+def test_zero_is_a_bound_and_less_is_none(name: str) -> None:
+    assert getattr(Objective(**{name: 0}), name) == 0.0
+    with pytest.raises(ValueError, match=f"Objective: {name}=-0.5, expected a number >= 0"):
+        Objective(**{name: -0.5})
+
+
+@pytest.mark.parametrize("name", ["tau_pos", "tau_neg", "temperature", "max_length"])
+def test_zero_is_no_divisor(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Objective: {name}=0.0, expected a number > 0"):
+        Objective(**{name: 0, **({"aggregation": "dr_grpo"} if name == "max_length" else {})})
+    Objective(**{name: 0.5, **({"aggregation": "dr_grpo"} if name == "max_length" else {})})
+
+
+def test_bounds_of_a_dual_clip_a_quantile_and_a_correction() -> None:
+    for refused in (dict(dual_clip=1.0), dict(top_entropy=0.0), dict(top_entropy=1.5), dict(eps_low=np.nan)):
+        with pytest.raises(ValueError, match=f"Objective: {next(iter(refused))}"):
+            Objective(**refused)
+    Objective(dual_clip=1.5, top_entropy=1.0)
+    Objective(correction="token", correction_min=2.0, correction_max=2.0)
+    with pytest.raises(ValueError, match=r"correction_min=2.5 lies above correction_max=2.0"):
+        Objective(correction="token", correction_min=2.5, correction_max=2.0)
+    for bound in (dict(correction_min=0.5, correction_max=None), dict(correction_max=2.0)):
+        Objective(correction="token", correction_mode="mask", **bound)
+    with pytest.raises(ValueError, match="correction_mode='mask' has no effect without correction_min or"):
+        Objective(correction="token", correction_mode="mask", correction_max=None)
