@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow mutants conformance lint style types tests core docs site dist matrix test-tunix clean
+.PHONY: install demo test quick test-slow mutants conformance lint style types tests core site dist matrix test-tunix clean
 
 install: $(STAMP)
 
@@ -75,9 +75,6 @@ $(CONFORMANCE)/.installed: pyproject.toml
 
 conformance: $(CONFORMANCE)/.installed
 	$(CONFORMANCE)/bin/python tests/conformance benchmarks/results/conformance.json docs/conformance.md
-
-docs: $(STAMP)
-	$(BIN)/python -m logitless.lab.docs docs/api.md
 
 site: $(STAMP)  # the pages as a website, in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -3,7 +3,6 @@ benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # also where this file is imported from elsewhere
 
 import tables_gsm8k
-from tables_before import RESULTS, ROOT, head_tables, logits_tables, mib, read, sparse_tables
-from tables_suites import ratio_text, same_tables, suite_tables
+from tables_gsm8k import RESULTS, ROOT, markdown, read
+
+from logitless.lab.bench import ratios
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -28,93 +28,127 @@ README_CASES = {
     "logits_bpd1_t4096_vocab151936": "given logits (1, 4096, 151936), bf16",
 }
 """Cases of the suite that README.md shows, and what it calls them."""
+README_ARMS = {
+    "naive": "dense, log_softmax",
+    "strong": "dense, strongest form",
+    "default": "**logitless**, no options",
+    "kernel": "**logitless**",
+}
+SUITES = {
+    "h200": "The suite on one H200",
+    "gpu-head": "Every arm of the fused head on one H200",
+    "gpu-sparse": "Every arm of the sparse backward on one H200",
+    "gpu-logits": "Every arm over given logits on one H200",
+    "cpu": "The suite on a CPU",
+}
+CLOCKS = {"device_ms": "device", "wall_ms": "a call", "back_to_back_ms": "back to back"}
+IN_TURN = """The arms of a case took turns in one process;
+a ratio is that of paired rounds, with its 95 % interval, to the dense form of the same logits dtype.
+Times are medians by the device's clock, of one call with the wait for it, and of calls dispatched back to
+back. `default` is the call without options. Temporaries: the compiler's plan, and the device's peak less
+inputs and outputs in a process that compiled nothing (+: an upper bound). The roofline is that of three
+matmuls over live tokens, or of one read and one write of the logits."""
+TRAINED = {
+    "random": "Training, Qwen2.5-1.5B shape, random weights",
+    "smollm2_arithmetic": "Training, SmolLM2-135M-Instruct on sums below 100",
+    "abc": "Training, the same with three losses: dense, fused exact, fused sparse",
+}
+TRAINED_ROWS = (
+    ("steps", "steps", 1),
+    ("train/reward_first10", "sampled reward, first 10 steps", 1),
+    ("train/reward_last10", "sampled reward, last 10 steps", 1),
+    ("eval/last", "held-out reward at the end", 1),
+    ("time/train/step_avg_last10_s", "step, mean of the last 10 (s)", 1),
+    ("time/update_s/last10", "update phase, last 10 (s)", 1),
+    ("memory/device_peak_bytes", "device peak (GiB)", 2**30),
+    ("train/kl_last10", "KL, last 10 steps", 1),
+    ("train/left_out_mass_last10", "left-out mass, last 10 steps", 1),
+    ("train/left_out_mass_max", "left-out mass of a token, largest", 1),
+)
+
+
+def mib(n: float) -> str:
+    return f"{n / 2**20:,.0f}"
+
+
+def ratio_text(r: dict[str, Any]) -> str:
+    """A ratio as a claim: with its interval, and the verdict where one is inside."""
+    if r["low"] is None:
+        return f"{r['ratio']:.3f}"
+    said = ratios.verdict(r["low"], r["high"])
+    word = {ratios.NONE: ", none", ratios.UNSURE: f", {ratios.UNSURE}"}.get(said, "")
+    return f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}]{word}"
+
+
+def first_ratio(row: dict[str, Any]) -> tuple[str, str]:
+    """The ratio by the main clock as a claim, and the arm that it is to; both empty where there is none."""
+    found = next(iter(row.get("ratios", {}).items()), None)
+    return ("", "") if found is None else (ratio_text(next(iter(found[1].values()))), found[0])
+
+
+def suite_tables() -> list[str]:
+    out: list[str] = []
+    for suite, title in SUITES.items():
+        file = f"{suite.replace('-', '_')}_suite.json"
+        result = read(file)
+        if result is None:
+            continue
+        rows = [(r, arm, row) for r in result["records"] for arm, row in r.get("arms", {}).items()]
+        where = next((row["environment"] for _, _, row in rows if "error" not in row), {"device": "", "jax": ""})
+        said = f"{where['device']}, jax {where['jax']}, {result['seconds']:.0f} s in all. {IN_TURN}"
+        out += [f"## {title}", "", *said.split("\n"), *([result["note"]] if "note" in result else []), ""]
+        out += [f"    logitless bench --suite {suite} --out benchmarks/results/{file}", ""]
+        out += [*_ratio_table(rows), *_gates(result["records"])]
+    return out
+
+
+def _ratio_table(rows: list[Any]) -> list[str]:
+    clocks = [k for k in CLOCKS if any(k in row for _, _, row in rows)]
+    times = [f"ms, {CLOCKS[k]}" for k in clocks]
+    cells = []
+    for r, arm, row in rows:
+        if "error" in row:
+            cells.append([r["name"], arm, row["error"][:90], *[""] * (4 + len(clocks))])
+            continue
+        plan, device, roofline = row["mem/compiler"], row["mem/device"], row["roofline_ratio"]
+        seen = "" if not device else mib(device["temporaries"]) + ("+" if device["from_compile"] else "")
+        cells.append([
+            r["name"], arm, *first_ratio(row), *(f"{row[k]:.2f}" if k in row else "" for k in clocks),
+            mib(plan["temporaries"]) if plan else "", seen, f"{roofline:.2f}" if roofline else "",
+        ])  # fmt: skip
+    return markdown(["case", "arm", "ratio", "to", *times, "MiB: plan", "seen", "x roofline"], cells)
+
+
+def _gates(records: list[dict[str, Any]]) -> list[str]:
+    """The bars of a suite, and its checks against float64."""
+    cells = []
+    for r in records:
+        for name, gate in r.get("gates", {}).items():
+            value = "" if gate["value"] is None else f"{gate['value']:.3g}"
+            if gate.get("low") is not None:
+                value += f" [{gate['low']:.3g}, {gate['high']:.3g}]"
+            state = gate.get("state", "met" if gate["ok"] else "missed")
+            shown = state if gate["ok"] else f"**{state}**"
+            cells.append([r.get("name", r.get("config/name")), name, value, f"{gate['limit']:.3g}", shown])
+    return markdown(["case", "bar", "reached", "limit", ""], cells) if cells else []
 
 
 def training_tables() -> list[str]:
     out: list[str] = []
-    for file, case, title in (
-        ("train_h200_random.json", "random", "Training, Qwen2.5-1.5B shape, random weights"),
-        ("train_h200_smollm2_arithmetic.json", "arithmetic", "Training, SmolLM2-135M-Instruct on sums below 100"),
-        ("train_h200_abc.json", "abc", "Training, the same with three losses: dense, fused exact, fused sparse"),
-    ):
-        result = read(file)
+    for case, title in TRAINED.items():
+        result = read(f"train_h200_{case}.json")
         if result is None:
             continue
-        out += [
-            f"## {title}",
-            "",
-            f"`benchmarks/results/{file}`; {'; '.join(_tests(result))}.",
-            "",
-            f"    python benchmarks/train_h200.py {case} --out results",
-            "",
-            "| | " + " | ".join(f"{k} ({a['summary']['loss_backend']})" for k, a in result["arms"].items()) + " |",
-            "|---|" + "---|" * len(result["arms"]),
-        ]
-        for key, label, scale in (
-            ("steps", "steps", 1),
-            ("train/reward_first10", "sampled reward, first 10 steps", 1),
-            ("train/reward_last10", "sampled reward, last 10 steps", 1),
-            ("eval/last", "held-out reward at the end", 1),
-            ("time/train/step_avg_last10_s", "step, mean of the last 10 (s)", 1),
-            ("time/update_s/last10", "update phase, last 10 (s)", 1),
-            ("memory/device_peak_bytes", "device peak (GiB)", 2**30),
-            ("train/kl_last10", "KL, last 10 steps", 1),
-            ("train/left_out_mass_last10", "left-out mass, last 10 steps", 1),
-            ("train/left_out_mass_max", "left-out mass of a token, largest", 1),
-        ):
-            values = [a["summary"].get(key) for a in result["arms"].values()]
+        arms, agreement = result["arms"], result["agreement"]
+        tests = [agreement["test"]] if "test" in agreement else [f"{k}: {own['test']}" for k, own in agreement.items()]
+        out += [f"## {title}", "", f"`benchmarks/results/train_h200_{case}.json`; {'; '.join(tests)}.", ""]
+        out += [f"    python benchmarks/train_h200.py {case.split('_')[-1]} --out results", ""]
+        cells = []
+        for key, label, scale in TRAINED_ROWS:
+            values = [a["summary"].get(key) for a in arms.values()]
             if any(v is not None for v in values):
-                cells = ("" if v is None else f"{v / scale:.4g}" for v in values)
-                out.append(f"| {label} | {' | '.join(cells)} |")
-        out.append("")
-    return [*out, *largest_table()]
-
-
-def _tests(result: dict[str, Any]) -> list[str]:
-    """What was compared; a file with more than two arms says it for each but the first."""
-    agreement = result["agreement"]
-    if "test" in agreement:
-        return [agreement["test"]]
-    return [f"{name}: {own['test']}" for name, own in agreement.items()]
-
-
-def largest_table() -> list[str]:
-    result = read("train_h200_largest.json")
-    if result is None:
-        return []
-    out = [
-        "## Training, how long a completion fits",
-        "",
-        f"{result['environment']['device']}, {result['rows']} rows of {result['prompt_tokens']} prompt tokens and",
-        f"these completions; {result['config']}. {result['note']}",
-        "",
-        "    python benchmarks/train_h200.py largest --out results",
-        "",
-        "| arm | completion tokens a row | | device peak (GiB) | update (s) |",
-        "|---|---|---|---|---|",
-    ]
-    for arm, contexts in result["arms"].items():
-        for context, row in contexts.items():
-            said = "fits" if row["fits"] else row["error"]
-            peak, update = (row.get(k) for k in ("peak_bytes", "update_s"))
-            numbers = f"{peak / 2**30:.1f} | {update:.2f}" if peak and update else " | "
-            out.append(f"| {arm} | {int(context):,} | {said} | {numbers} |")
-    return [*out, ""]
-
-
-def tpu_tables() -> list[str]:
-    out: list[str] = []
-    for name, title in (
-        ("tpu_v6e_logits_estimate.json", "Logits level on a TPU v6e (estimate)"),
-        ("tpu_v6e_head_estimate.json", "The fused head on a TPU v6e (estimate)"),
-        ("tpu_v6e_sparse_estimate.json", "The sparse backward on a TPU v6e (estimate)"),
-    ):
-        result = read(name)
-        if result is None:
-            continue
-        script = name.replace("v6e_", "").replace(".json", ".py")
-        out += [f"## {title}", "", str(result.get("what", "")), "", f"    python benchmarks/{script}", ""]
-        out += ["```", json.dumps({k: v for k, v in result.items() if k != "what"}, indent=1), "```", ""]
+                cells.append([label, *("" if v is None else f"{v / scale:.4g}" for v in values)])
+        out += markdown(["", *(f"{k} ({a['summary']['loss_backend']})" for k, a in arms.items())], cells)
     return out
 
 
@@ -122,7 +156,14 @@ def sharded_tables() -> list[str]:
     result = read("tpu_sharded.json")
     if result is None:
         return []
-    out = [
+    cells = [
+        [slice_name, layout, name, mib(row["peak_bytes"]), sent(row), row["versions"]["libtpu"]]
+        for slice_name, layouts in result["slices"].items()
+        for layout, programs in layouts.items()
+        for name, row in programs.items()
+        if isinstance(row, dict) and "peak_bytes" in row
+    ]
+    return [
         "## Many chips, ahead of time",
         "",
         f"{result['what']}. {result['tokens_per_chip']} tokens a chip, H={result['hidden']}, V={result['vocab']}. "
@@ -130,16 +171,8 @@ def sharded_tables() -> list[str]:
         "",
         f"    {result['command']}",
         "",
-        "| slice | layout | program | peak MiB a chip | collectives, MiB | libtpu |",
-        "|---|---|---|---|---|---|",
+        *markdown(["slice", "layout", "program", "peak MiB a chip", "collectives, MiB", "libtpu"], cells),
     ]
-    for slice_name, layouts in result["slices"].items():
-        for layout, programs in layouts.items():
-            for name, row in programs.items():
-                if isinstance(row, dict) and "peak_bytes" in row:
-                    cells = [slice_name, layout, name, mib(row["peak_bytes"]), sent(row), row["versions"]["libtpu"]]
-                    out.append(f"| {' | '.join(cells)} |")
-    return [*out, ""]
 
 
 def sent(row: dict[str, Any]) -> str:
@@ -151,55 +184,39 @@ def sent(row: dict[str, Any]) -> str:
     return ", ".join(f"{k} {mib(v)}" for k, v in found.items() if v >= 1 << 20) or "-"
 
 
-def cpu_tables() -> list[str]:
-    path = RESULTS / "cpu_head.jsonl"
-    if not path.exists():
-        return []
-    out = [
-        "## The fused head on a CPU",
-        "",
-        "Two cores, float32, the host's clock.",
-        "",
-        "    logitless bench --config configs/bench/cpu_head_qwen2.5-0.5b.yaml out=benchmarks/results/cpu_head.jsonl",
-        "",
-        "| case | arm | ms | temporaries MiB |",
-        "|---|---|---|---|",
-    ]
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        for arm, row in record["arms"].items():
-            memory = row["mem/compiler"]["temporaries"]
-            out.append(f"| {record['name']} | {arm} | {row['median_ms']:.0f} | {memory / 2**20:,.1f} |")
-    return [*out, ""]
+def other_files(page: str) -> list[str]:
+    """The records that the page does not name."""
+    files = [p.name for p in sorted(RESULTS.iterdir()) if p.name not in page]
+    listed = [f"- `{name}`" + (f": {what}" if (what := _what(name)) else "") for name in files]
+    head = (
+        "`logitless report benchmarks/results` shows every record as charts and tables. Files that are not named above:"
+    )
+    return ["## Other records", "", head, "", *listed, ""] if files else []
+
+
+def _what(name: str) -> str:
+    result = read(name) if name.endswith(".json") else {}
+    return str(result.get("what", "")) if len(result.get("what", "")) > 20 else ""
 
 
 def readme() -> str:
     """README.md with its table made anew."""
-    arms = {
-        "naive": "dense, log_softmax",
-        "strong": "dense, strongest form",
-        "default": "**logitless**, no options",
-        "kernel": "**logitless**",
-    }
     records = {r["name"]: r["arms"] for r in read("h200_suite.json")["records"]}
-    arms = {k: v for k, v in arms.items() if any(k in records[name] for name in README_CASES)}
+    arms = {k: v for k, v in README_ARMS.items() if any(k in records[name] for name in README_CASES)}
 
     def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return ""
-        if "error" in row:
-            return row["error"]
+        if row is None or "error" in row:
+            return "" if row is None else row["error"]
         ms, memory = row["median_ms"], row["mem/compiler"]["temporaries"] / 2**20
         said = f"{ms:.{2 if ms < 10 else 1}f} ms, {memory:,.{1 if memory < 100 else 0}f} MiB"
-        first = next(iter(row.get("ratios", {}).items()), None)
-        return said if first is None else f"{ratio_text(next(iter(first[1].values())))} of {first[0]}; {said}"
+        ratio, to = first_ratio(row)
+        return f"{ratio} of {to}; {said}" if to else said
 
-    lines = [f"| | {' | '.join(arms.values())} |", "|---" * (len(arms) + 1) + "|"]
-    for name, title in README_CASES.items():
-        lines.append(f"| {title} | {' | '.join(cell(records[name].get(arm)) for arm in arms)} |")
+    cells = [[title, *(cell(records[name].get(arm)) for arm in arms)] for name, title in README_CASES.items()]
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END, 1)[1]
-    return tables_gsm8k.filled(before + BEGIN + "\n".join(lines) + "\n" + END + after, tables_gsm8k.readme_part())
+    table = "\n".join(markdown(["", *arms.values()], cells))
+    return tables_gsm8k.filled(before + BEGIN + table + END + after, tables_gsm8k.readme_part())
 
 
 def render() -> str:
@@ -210,24 +227,9 @@ def render() -> str:
         "command that made its file.",
         "",
     ]
-    return (
-        "\n".join(
-            [
-                *head,
-                *suite_tables(),
-                *same_tables(),
-                *logits_tables(),
-                *head_tables(),
-                *sparse_tables(),
-                *training_tables(),
-                *tables_gsm8k.benchmark_tables(),
-                *cpu_tables(),
-                *tpu_tables(),
-                *sharded_tables(),
-            ]
-        ).rstrip()
-        + "\n"
-    )
+    tables = [suite_tables(), training_tables(), tables_gsm8k.benchmark_tables(), sharded_tables()]
+    page = "\n".join([*head, *(line for table in tables for line in table)])
+    return "\n".join([page, *other_files(page)]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

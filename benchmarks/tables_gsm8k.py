@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tables_before import ROOT, read
-
 from logitless.lab.bench.charts import Lines, Series, to_svg
-from logitless.lab.bench.report_charts import own_tone
+from logitless.lab.bench.report_views import tone_of
 from logitless.train.ab_text import verdict
 from logitless.train.compare import agreements
 from logitless.train.config import load
 
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 FILE = "train_gsm8k_learn.json"
 BEGIN, END = f"<!-- from {FILE}: begin -->\n", f"<!-- from {FILE}: end -->\n"
 SHIPPED = ROOT / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
@@ -41,6 +41,22 @@ ROWS = (
     ("update's temporaries, the compiler's plan (GiB)", "memory/update_temporaries_bytes", 2**30, ".1f"),
 )
 """Label, key of :func:`numbers`, unit and format of the table's rows."""
+
+
+def read(name: str) -> Any:
+    """A record of benchmarks/results, or ``None``."""
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """A table, and an empty line."""
+    return [
+        f"| {' | '.join(columns).lstrip()} |",
+        "|---" * len(columns) + "|",
+        *(f"| {' | '.join(r)} |" for r in rows),
+        "",
+    ]
 
 
 def arms_of(result: Record) -> dict[str, Record]:
@@ -69,14 +85,14 @@ def table(result: Record) -> list[str]:
     """One column for each arm; rows that no arm has are left out."""
     arms = {name: numbers(arm) for name, arm in arms_of(result).items()}
     heads = [f"{name} ({n['loss_backend']})" for name, n in arms.items()]
-    out = [f"| | {' | '.join(heads)} |", "|---" * (len(arms) + 1) + "|"]
+    rows = []
     for label, key, unit, form in ROWS:
         values = [n.get(key) for n in arms.values()]
         if any(v is not None for v in values):
             spec, _, suffix = form.partition(" ")
             cells = ("" if v is None else format(v / unit, spec) + (f" {suffix}" if suffix else "") for v in values)
-            out.append(f"| {label} | {' | '.join(cells)} |")
-    return out
+            rows.append([label, *cells])
+    return markdown(["", *heads], rows)[:-1]
 
 
 def verdicts(result: Record) -> list[str]:
@@ -89,12 +105,12 @@ def verdicts(result: Record) -> list[str]:
 def curve(name: str, title: str, key: str, unit: str, result: Record) -> Lines | None:
     """A metric of every arm, as means of :data:`BLOCK` steps at the middle of each block."""
     series: list[Series] = []
-    for i, (arm, run) in enumerate(arms_of(result).items()):
+    for arm, run in arms_of(result).items():
         steps = [(r["step"], r[key]) for r in run["metrics"] if r.get(key) is not None and r["step"] > 0]
         blocks = [steps[j : j + BLOCK] for j in range(0, len(steps), BLOCK)]
         points = tuple((sum(s for s, _ in b) / len(b), sum(v for _, v in b) / len(b)) for b in blocks)
         if points:
-            series.append(Series(arm, points, own_tone(arm, i, series)))
+            series.append(Series(arm, points, tone_of(arm, (s.tone for s in series))))
     note = f"means of {BLOCK} steps" if series else ""
     return Lines(name, title, "step", unit, tuple(series), note=note) if series else None
 
@@ -180,13 +196,11 @@ def benchmark_tables() -> list[str]:
     return [
         "## Training, Qwen2.5-1.5B on GSM8K",
         "",
-        f"`benchmarks/results/{FILE}`. {_setting(result)}",
+        f"`benchmarks/results/{FILE}`.",
         "",
         " ".join([command, *unlike_shipped(result)]),
         "",
-        *table(result),
-        "",
-        *verdicts(result),
+        "[Training](training.md) has its curves, table and verdict.",
         "",
         *_update(),
         *_memory(),
@@ -230,13 +244,13 @@ def _memory() -> list[str]:
         f"What the allocator held at most in three steps of each arm (random weights of the same shapes, with a tied "
         f"head; packed micro-batches of {c['microbatch']} x {c['pack_length']:,} tokens; aimed at 0.75 of dense):",
         "",
-        "| arm | peak, GiB | of dense |",
-        "|---|---|---|",
-        *(
-            f"| {name} | {arm['peak_bytes'] / 2**30:.1f} | {peak['ratios'][name]:.2f} |"
-            for name, arm in peak["arms"].items()
+        *markdown(
+            ["arm", "peak, GiB", "of dense"],
+            [
+                [name, f"{arm['peak_bytes'] / 2**30:.1f}", f"{peak['ratios'][name]:.2f}"]
+                for name, arm in peak["arms"].items()
+            ],
         ),
-        "",
         "    python benchmarks/train_gsm8k.py peak --out benchmarks/results",
         "",
         *_largest(found),

@@ -75,12 +75,13 @@ def configured(args: argparse.Namespace, *settings: str) -> TrainConfig:
 
 
 def _rollouts(args: argparse.Namespace, c: TrainConfig) -> list[Rollouts]:
+    vocab = 16 if args.small else 151_936
     if not args.rollouts:
-        return [random_rollouts(c, 16 if args.small else 151_936, step) for step in range(1, args.steps + 1)]
+        return [random_rollouts(c, vocab, step) for step in range(1, args.steps + 1)]
     widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
     steps = min(args.steps, recorded.steps_in(args.rollouts))
     rows = c.train.prompts_per_step * c.train.group_size
-    return [recorded.load_rollouts(args.rollouts, step, rows, widths) for step in range(1, steps + 1)]
+    return [recorded.load_rollouts(args.rollouts, step, rows, widths, vocab) for step in range(1, steps + 1)]
 
 
 def _batch(c: TrainConfig, rolled: Rollouts) -> Batch:

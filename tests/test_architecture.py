@@ -120,7 +120,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) ->
 
 def test_few_functions_take_eight_parameters() -> None:
     public = {f"api.{c.__name__}" for c in CALLS} | {
-        "lab.plan.head.plan",
+        "lab.plan.plan.plan",
         "objectives.policy_loss.policy_loss",
         "data.rows_with_gradient.rows_with_gradient",
         "data.packing.pack",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,48 @@ def test_python_m_logitless(arguments: list[str], code: int) -> None:
     assert done.returncode == code
     assert (f"logitless {logitless.__version__}" in done.stdout) == (code == 0)
     assert "Traceback" not in done.stderr
+
+
+def test_closed_standard_streams_end_in_no_traceback(tmp_path: Path) -> None:
+    """As under some crons. What the command says is written as ever where a stream is open."""
+    command = f"{sys.executable} -m logitless configs >&- 2>{tmp_path / 'said'}"
+    assert subprocess.run(["sh", "-c", command], timeout=120, check=False).returncode == 0
+    assert (tmp_path / "said").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("configs", 0),
+        ("", 0),
+        ("plan --model qwen2.5-7b --chip v6e", 0),
+        ("demo --tokens 1", 2),
+        ("report nowhere.json", 2),
+        ("bench compare a b", 2),
+        ("train no.such=key", 2),
+    ],
+)
+def test_a_command_without_standard_streams(arguments: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(arguments.split()) == code
+
+
+def test_an_interrupted_demo_says_what_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo has no ``--resume``; the A/B that it runs has."""
+    from logitless.train import ab
+
+    def stopped(config: Any, **_: Any) -> None:
+        raise ab.ArmFailed("baseline", 130, f": stopped in {config.run_dir}")
+
+    monkeypatch.setattr(ab, "run", stopped)
+    (tmp_path / "demo").mkdir()  # taken, so that the demo has another folder
+    folder = tmp_path / "demo-2"
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 130
+    said = capsys.readouterr().err
+    assert f"stopped in {folder}; `logitless ab --resume {folder}` completes its training" in said
+    assert "with --resume" not in said
+    assert main(["ab", f"run_dir={folder}"]) == 130
+    assert capsys.readouterr().err.endswith(f"stopped in {folder}; continue with --resume\n")

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
-from logitless.lab import docs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -60,9 +59,10 @@ def test_snippets_of_a_page_run(page: Path) -> None:
             pytest.skip(f"block {number + 1} needs {error.name}")
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_has_the_api(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor exists (mkdocs.yml asks for it)."""
-    pytest.importorskip("material", reason="mkdocs-material comes with logitless[site]")
+    for package in ("material", "mkdocstrings"):
+        pytest.importorskip(package, reason=f"{package} comes with logitless[site]")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # --quiet would hide warnings from --strict
     done = subprocess.run(
         [*command, "--site-dir", tmp_path],
@@ -73,7 +73,25 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stdout + done.stderr
-    assert (tmp_path / "index.html").exists()
+    page = (tmp_path / "api.html").read_text()
+    methods = ("preset", "from_trl", "from_liger", "from_verl", "from_tunix", "replace", "grpo", "dapo", "gspo")
+    for name in (*PUBLIC, *(f"Objective.{m}" for m in methods), "oracle.policy_loss_grad", "Objective.eps_low"):
+        assert f'id="logitless.{name}"' in page, f"{name} is not on the page"
+    assert "Returns:" in page and "clip fractions, ratio, KL" in page
+    assert '<span class="o">&gt;&gt;&gt;</span>' in page or '<span class="gp">&gt;&gt;&gt; </span>' in page
+    assert ":func:" not in page and "<blockquote" not in page
+
+
+PUBLIC = sorted(set(logitless.__all__) - {"__version__", "oracle"})
+
+
+def test_the_api_page_names_every_public_name_once() -> None:
+    """The calls that people write every day come first; the oracle has its own part."""
+    named = re.findall(r"^::: logitless\.(\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted([*PUBLIC, "oracle"])
+    assert named[:4] == ["linear_grpo_loss", "grpo_loss", "linear_logprobs", "logprobs"]
+    listed = re.findall(r"^ +- (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(logitless.oracle.__all__)
 
 
 def test_settings_in_the_table_of_names_are_known_to_the_readers() -> None:
@@ -92,19 +110,6 @@ def test_settings_in_the_table_of_names_are_known_to_the_readers() -> None:
                 assert name in source, f"docs/losses.md names {name!r}, which {readers[column]}.py does not know"
                 checked += 1
     assert checked > 30
-
-
-def test_the_api_reference_has_every_public_name() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
-    for name in set(logitless.__all__) - {"__version__", "oracle"}:
-        assert re.search(rf"^### (class )?`{name}`$", text, re.MULTILINE), f"{name} is not in docs/api.md"
-    for name in ("preset", "from_trl", "from_liger", "from_verl", "from_tunix", "replace", "grpo", "dapo", "gspo"):
-        assert f"#### `Objective.{name}`" in text, f"Objective.{name} is not in docs/api.md"
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="signatures print differently in later Python versions")
-def test_api_reference_is_current() -> None:
-    assert (ROOT / "docs" / "api.md").read_text() == docs.render(), "run `make docs`"
 
 
 def test_links_in_the_docs_exist() -> None:
@@ -131,7 +136,9 @@ def test_benchmark_page_is_current() -> None:
     assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/tables.py`"
     for path, content in tables.tables_gsm8k.files().items():
-        assert path.read_text() == content, f"{path.name}: run `python benchmarks/tables.py`"
+        # Of a drawing what it says in words: its lines are matplotlib's, and differ with its version.
+        found, made = (re.findall("<desc.*?</desc>", text) or [text] for text in (path.read_text(), content))
+        assert found == made, f"{path.name}: run `python benchmarks/tables.py`"
 
 
 RATIO = re.compile(r"(\d+\.\d+) \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\]")

@@ -225,3 +225,17 @@ def test_nothing_is_cut_and_nothing_fits_by_accident() -> None:
         jax.jit(lambda p: pack(**{**x, "prompt": p}, length=24))(x["prompt"])
     with pytest.raises(ValueError, match=r"unpack: x has shape \(2, 2\)"):
         unpack(pack(**x, length=24), jnp.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("rows", [None, 0, 2])
+def test_a_batch_without_a_sequence_to_learn_from_unpacks_to_zeros(rows: int | None) -> None:
+    x = batch(0) | dict(advantages=np.zeros(B, np.float32))
+    keep = np.asarray(rows_with_gradient(Objective(), x["advantages"], x["completion_mask"]))
+    packed = pack(**x, length=LENGTH, rows=rows, keep=keep)
+    assert packed.tokens.shape == (rows or 0, LENGTH) and packed.fill() == 0.0
+    for trailing, dtype in (((), jnp.int32), ((3,), jnp.bfloat16)):
+        states = jnp.ones((*packed.tokens.shape, *trailing), dtype)
+        for got in (unpack(packed, states), jax.jit(unpack)(packed, states)):
+            assert got.shape == (B, C, *trailing) and got.dtype == dtype and not got.any()
+    grad = jax.grad(lambda x: jnp.sum(unpack(packed, x)))(jnp.ones(packed.tokens.shape))
+    assert grad.shape == packed.tokens.shape and not grad.any()

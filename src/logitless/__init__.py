@@ -31,7 +31,7 @@ from logitless.objectives.policy_loss import policy_loss
 if TYPE_CHECKING:
     from logitless import oracle
     from logitless.core.explanation import explain
-    from logitless.lab.plan.head import plan
+    from logitless.lab.plan.plan import plan
 
 __all__ = [
     "AdaptiveEntropy",
@@ -64,7 +64,7 @@ __all__ = [
     "with_stats",
 ]
 
-_LATER = {"explain": "logitless.core.explanation", "plan": "logitless.lab.plan.head", "oracle": "logitless.oracle"}
+_LATER = {"explain": "logitless.core.explanation", "plan": "logitless.lab.plan.plan", "oracle": "logitless.oracle"}
 """What a training step does not need is loaded when it is first asked for."""
 
 

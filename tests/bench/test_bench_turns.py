@@ -70,11 +70,12 @@ def test_the_devices_clock_comes_first_where_there_is_one(monkeypatch: pytest.Mo
     [
         ([1.0, 1.01, 0.99, 1.0], [2.0, 2.0, 2.0, 2.0], "faster", "0.500x [0.494, 0.507]"),
         ([2.0, 2.02, 1.98, 2.0], [1.0, 1.0, 1.0, 1.0], "slower", "2.000x [1.974, 2.026]"),
-        ([1.0, 1.2, 0.8, 1.0], [1.0, 1.0, 1.0, 1.0], "no difference", "no difference"),
+        ([1.0, 1.2, 0.8, 1.0], [1.0, 1.0, 1.0, 1.0], "cannot tell", "0.990x [0.760, 1.289] cannot tell"),
+        ([1.0, 1.02, 0.98, 1.0], [1.0, 1.0, 1.0, 1.0], "no difference", "no difference"),
         ([1.0], [2.0], "one round: no interval", "0.500x (one round)"),
     ],
 )
-def test_a_difference_inside_its_interval_is_none(a: list[float], b: list[float], verdict: str, said: str) -> None:
+def test_the_verdict_follows_from_the_interval(a: list[float], b: list[float], verdict: str, said: str) -> None:
     found = ratios.ratio(a, b)
     assert found["verdict"] == verdict and said in ratios.shown(found)
 

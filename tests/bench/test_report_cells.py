@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from logitless.lab.bench import charts, report
+from logitless.lab.bench import ratios, report, text_table
 from report_records import MIB, ab_record, bench_record, bench_row, gradcheck_record, plan_record
 
 Rows = list[dict[str, str]]
@@ -78,8 +78,6 @@ def test_benchmarks(tmp_path: Path) -> None:
         {"": "strong", "inputs": "11.0", "outputs": "22.0", "temporaries": "44.0"},
         {"": "default", "inputs": "22.0", "outputs": "44.0", "temporaries": "88.0"},
     ]
-    titles = [text(t) for t in tree.iter("title")]
-    assert "strong, outputs: 22.0 MiB" in titles and "default, temporaries: 88.0 MiB" in titles
     assert "the device's peak" in paragraphs(tree) and "the compiler's plan" not in paragraphs(tree)
 
 
@@ -130,8 +128,8 @@ def test_gradient_checks_with_a_gate_that_fails(tmp_path: Path) -> None:
     marks = {text(td): td.get("class") for td in tree.iter("td") if td.get("class")}
     assert marks == {"PASS": "good", "FAIL": "bad"}
     assert [r["value / limit"] for r in found["Gates (x limit)"]] == ["0.500", "1.50"]
-    tones = [r.get("style") for r in tree.iter("rect")]
-    assert "var(--good)" in str(tones[0]) and "var(--bad)" in str(tones[1])
+    fills = [r.get("style") for r in tree.iter("path")]
+    assert any("var(--good)" in str(f) for f in fills) and any("var(--bad)" in str(f) for f in fills)
 
 
 def test_plans(tmp_path: Path) -> None:
@@ -244,15 +242,7 @@ def test_the_page_says_how_it_came_about(tmp_path: Path) -> None:
     )
 
 
-def heights(chart: charts.Lines) -> dict[str, list[float]]:
-    """Of each line its points' distance from the axis, as a share of the drawing's height."""
-    root = ET.fromstring(charts.to_svg(chart))
-    lines = sorted(chart.series, key=lambda s: s.tone != "ours")
-    drawn = [[float(p.split(",")[1]) for p in str(e.get("points")).split()] for e in root.iter("polyline")]
-    return {s.label: [(270.0 - y) / 260.0 for y in ys] for s, ys in zip(lines, drawn, strict=True)}
-
-
-def test_the_flat_memory_curve_looks_flat_beside_the_dense_one(tmp_path: Path) -> None:
+def test_cases_that_differ_in_tokens_make_a_line_for_each_arm(tmp_path: Path) -> None:
     def record(tokens: int, kernel: float, strong: float | None) -> dict[str, Any]:
         r = bench_record(f"at {tokens}", gates={})
         r["config"]["tokens"] = tokens
@@ -262,21 +252,43 @@ def test_the_flat_memory_curve_looks_flat_beside_the_dense_one(tmp_path: Path) -
                 r["arms"][arm]["mem/compiler"]["temporaries"] = mib * MIB
         return r
 
-    from logitless.lab.bench import report_bench
-
-    section = report_bench.bench([record(32768, 1787, 28488), record(131072, 1790, None)])
-    (chart,) = [c for c in section.charts if c.title.startswith("Temporaries against tokens")]
-    assert isinstance(chart, charts.Lines) and not chart.log
-    found = heights(chart)
-    flat = found["default"]
-    assert abs(flat[1] - flat[0]) < 0.002 and flat[0] == pytest.approx(1787 / 28488, abs=0.005)
-    # The axis ends at the round number above the largest value.
-    assert found["strong (out of memory at 131,072)"] == pytest.approx([28488 / 30000], abs=1e-3)
+    found = tables(page(tmp_path, record(131072, 1790, None), record(32768, 1787, 28488)))
+    assert found["Temporaries against tokens: at 131072 (MiB)"] == [
+        {"tokens": "32,768", "strong (out of memory at 131,072)": "28,488", "default": "1,787"},
+        {"tokens": "131,072", "strong (out of memory at 131,072)": "", "default": "1,790"},
+    ]
 
 
-def test_axes_start_at_zero_or_say_that_they_do_not() -> None:
-    series = (charts.Series("s", ((1.0, 90.0), (2.0, 100.0)), "ours"),)
-    assert heights(charts.Lines("x", "T", "x", "y", series))["s"] == pytest.approx([0.9, 1.0], abs=1e-3)
-    svg = charts.to_svg(charts.Lines("x", "T", "tokens", "MiB", series, log=True))
-    assert "tokens, logarithmic" in svg and "MiB, logarithmic" in svg
-    assert "logarithmic" not in charts.to_svg(charts.Lines("x", "T", "tokens", "MiB", series))
+@pytest.mark.parametrize(
+    ("low", "high", "said", "mark"),
+    [
+        (0.52, 3.27, "cannot tell", ""),
+        (0.95, 1.2, "cannot tell", ""),
+        (0.91, 1.09, "no difference", ""),
+        (0.5, 0.99, "0.70x", "good"),
+        (1.01, 4.0, "0.70x", "bad"),
+        (None, None, "0.70x", ""),
+    ],
+)
+def test_a_verdict_on_time_follows_from_the_interval(
+    tmp_path: Path, low: float | None, high: float | None, said: str, mark: str
+) -> None:
+    """By the same rule in the tile, in the table and on the terminal, whatever the record calls it."""
+    record = bench_record()
+    found = dict(ratio=0.7, low=low, high=high, verdict="no difference")
+    record["arms"]["default"]["ratios"]["strong"] = {"device_ms": found}
+    tree = page(tmp_path, record)
+    (tile,) = [t for t in verdict(tree) if t[0] == "Time"]
+    assert (tile[1], tile[3]) == (said, mark)
+    assert [r[""] for r in tables(tree)["Ratios"]] == [ratios.verdict(low, high)]
+    assert (said in ratios.shown(found)) == (said in (ratios.NONE, ratios.UNSURE))
+
+
+@pytest.mark.parametrize(("busy", "platform", "shown"), [(3.1, "cpu", True), (0.4, "cpu", False), (3.1, "gpu", False)])
+def test_a_busy_machine_is_said_on_the_page_and_on_the_terminal(
+    tmp_path: Path, busy: float, platform: str, shown: bool
+) -> None:
+    record = bench_record(busy=busy)
+    record["arms"]["strong"]["environment"]["platform"] = platform
+    tree, said = page(tmp_path, record), "not alone: 3.1 cores were busy before the start"
+    assert (said in paragraphs(tree)) == (said in verdict(tree)[1][2]) == (said in text_table.table(record)) == shown

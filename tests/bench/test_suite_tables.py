@@ -15,20 +15,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def tables_suites(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("tables_suites")
+    return importlib.import_module("tables")
 
 
-def test_a_suite_of_arms_that_took_turns(
-    tables_suites: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_suite_of_arms_that_took_turns(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     record = bench_record()
     record["arms"]["strong"]["mem/device"]["from_compile"] = True
     result = dict(kind="bench_suite", suite="gpu-head", seconds=12.3, records=[record, gradcheck_record()])
     (tmp_path / "gpu_head_suite.json").write_text(json.dumps(result))
-    monkeypatch.setattr(importlib.import_module("tables_before"), "RESULTS", tmp_path)
-    lines = tables_suites.suite_tables()
+    monkeypatch.setattr(importlib.import_module("tables_gsm8k"), "RESULTS", tmp_path)
+    lines = tables.suite_tables()
     assert lines[0] == "## Every arm of the fused head on one H200" and "took turns" in lines[2]
     assert "    logitless bench --suite gpu-head --out benchmarks/results/gpu_head_suite.json" in lines
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
@@ -59,6 +57,8 @@ def test_a_suite_of_arms_that_took_turns(
     ]
 
 
-def test_a_difference_inside_its_interval_is_called_none(tables_suites: ModuleType) -> None:
-    assert tables_suites.ratio_text(dict(ratio=0.98, low=0.9, high=1.07, verdict="no difference")).endswith(", none")
-    assert tables_suites.ratio_text(dict(ratio=0.9, low=None, high=None, verdict="")) == "0.900"
+def test_a_ratio_is_told_with_its_verdict(tables: ModuleType) -> None:
+    assert tables.ratio_text(dict(ratio=0.98, low=0.9, high=1.07, verdict="no difference")).endswith(", none")
+    assert tables.ratio_text(dict(ratio=0.98, low=0.5, high=2.0)) == "0.980 [0.500, 2.000], cannot tell"
+    assert tables.ratio_text(dict(ratio=0.98, low=0.97, high=0.99)) == "0.980 [0.970, 0.990]"
+    assert tables.ratio_text(dict(ratio=0.9, low=None, high=None, verdict="")) == "0.900"

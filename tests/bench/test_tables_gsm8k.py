@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys.modules["tables_before"], "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(module, "PAGE", tmp_path / "training.md")
     monkeypatch.setattr(module, "PLOTS", tmp_path)
     module.PAGE.write_text(f"# Before\n\n{module.BEGIN}old\n{module.END}\nafter\n")

@@ -21,9 +21,10 @@ alone. Tunix' stock loss is compared by the tests of its integration.
 Each row below is one set of settings over several batches: full rows, rows of 6, 3, 1 and 5 tokens, rows with holes,
 an empty row, and a batch with nothing in it. Losses, gradients by every token's log-probability and entropy (for
 Liger by hidden states, head and bias) and the metrics that the peer logs have to agree. *float64* is the largest
-difference between the peer in float64 and the oracle, relative to the largest entry; *float32* that between the peer
-and the library. Allowed are 1e-9 (2e-7 with an adaptive entropy, whose coefficient is float32 here; 5e-8 for veRL,
-which adds 1e-8 to the length of a row) and 2e-5. TRL's `clip_ratio/low_min` and `high_max` are compared at the
+difference between the peer in float64 and the oracle, relative to the largest entry (of a loss near zero: to the size
+of its terms); *float32* that between the peer and the library. Allowed are 1e-9 (2e-7 with an adaptive entropy, whose
+coefficient is float32 here; 5e-8 for veRL, which adds 1e-8 to the length of a row) and 2e-5. TRL's
+`clip_ratio/low_min` and `high_max` are compared at the
 sequence level, the only one at which this library has them.
 """
 

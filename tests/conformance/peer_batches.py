@@ -75,17 +75,19 @@ class Answer:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def relative(a: Any, b: Any) -> float:
-    """The largest difference, relative to the largest entry; NaN agrees with nothing."""
+def relative(a: Any, b: Any, size: float = 0.0) -> float:
+    """The largest difference, relative to the largest entry or to ``size``; NaN agrees with nothing."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
-    scale = max(np.abs(b).max(initial=0.0), 1e-3)  # a loss of zero is compared absolutely
+    scale = max(np.abs(b).max(initial=0.0), size, 1e-3)  # a loss of zero is compared absolutely
     return float(np.abs(a - b).max(initial=0.0) / scale)
 
 
 def difference(ours: Answer, theirs: Answer) -> float:
-    """Of loss and gradients, whichever is larger."""
-    found = [relative(ours.loss, theirs.loss), relative(ours.dlogp, theirs.dlogp)]
+    """Of loss and gradients, whichever is larger. A loss near zero is compared by the size of its terms: the derivative
+    of a token's term by its log-probability is as large as the term."""
+    terms = float(np.abs(theirs.dlogp).sum())
+    found = [relative(ours.loss, theirs.loss, terms), relative(ours.dlogp, theirs.dlogp)]
     if theirs.dentropy is not None:
         found.append(relative(ours.dentropy, theirs.dentropy))
     return float(np.max(found))

@@ -184,7 +184,7 @@ def test_within_the_contract_and_dense_where_flat(name: str) -> None:
 
     nobody = dict(rest, mask=np.zeros_like(rest["mask"]))
     _, metrics, _, grads = sparse(case, nobody)
-    assert metrics["live_tokens"] == 0 and not any(f64(g).any() for g in grads)
+    assert metrics["live_token_share"] == 0 and not any(f64(g).any() for g in grads)
 
 
 # -- shards of the vocabulary ----------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_live_tokens_of_devices_differ_and_nothing_recompiles() -> None:
         rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
         h = np.where(mask[..., None], np.nan_to_num(data["hidden"]), np.nan)
         value, metrics = jax.device_get(compiled(h, data["lm_head"], dict(rest, mask=mask)))
-        assert np.isfinite(value) and metrics["live_tokens"].sum == sum(live)
+        assert np.isfinite(value) and metrics["live_token_share"].sum == sum(live)
     assert count == 1
 
 

@@ -51,7 +51,7 @@ def test_every_metric_by_hand() -> None:
         "ratio_squared": ((live**2).sum(), 11),
         "ratio_min": (0.5, 11),
         "ratio_max": (4.0, 11),
-        "live_tokens": (11, 12),
+        "live_token_share": (11, 12),
         "clip_fraction_low": (2, 11),  # row 1: 0.5 and 0.7
         "clip_fraction_high": (2, 11),  # row 0: 1.5 and 4.0
         "clip_fraction": (4, 11),
@@ -68,7 +68,7 @@ def test_every_metric_by_hand() -> None:
         assert pair(got[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
     values = metric_values(got)
     assert values["ess"] == pytest.approx(live.mean() ** 2 / (live**2).mean(), rel=1e-5)
-    assert values["ratio_max"] == 4.0 and values["live_tokens"] == pytest.approx(11 / 12)
+    assert values["ratio_max"] == 4.0 and values["live_token_share"] == pytest.approx(11 / 12)
     assert values["kl_k1"] == pytest.approx(0.5)
 
 
@@ -124,12 +124,14 @@ def test_a_micro_batch_with_nothing_in_it_changes_no_metric() -> None:
     nothing = metrics_of(o, np.full_like(logp, np.nan), entropy, **{**inputs, "mask": np.zeros((4, 6))})
     assert metric_values(whole)["entropy_coef"] == pytest.approx(0.01)
     assert set(metric_values(nothing).values()) == {0.0}  # nothing was counted, and no NaN to log
-    assert all(not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_tokens")
+    assert all(
+        not np.isnan(float(m.sum)) and float(m.count) == 0 for k, m in nothing.items() if k != "live_token_share"
+    )
     reduced = reduce_metrics([nothing, whole])
     for name in whole:
-        if name != "live_tokens":
+        if name != "live_token_share":
             assert pair(reduced[name]) == pair(whole[name]), name
-    assert pair(reduced["live_tokens"]) == (inputs["mask"].sum(), 48)
+    assert pair(reduced["live_token_share"]) == (inputs["mask"].sum(), 48)
 
 
 def test_sequence_level_metrics_as_trl_logs_them() -> None:
@@ -226,3 +228,48 @@ def test_reduce_metrics_takes_extremes_and_refuses_different_sets() -> None:
         reduce_metrics([a, {**b, "entropy": a["ratio_min"]}])
     with pytest.raises(ValueError, match="nothing to reduce"):
         reduce_metrics([])
+
+
+def test_metrics_that_a_scan_stacked_reduce_to_those_of_the_batch() -> None:
+    """Over the leading axis, alone or beside a set that is not stacked; sums add up, extremes stay extremes."""
+    logp, entropy, inputs = random_batch(3, shape=(8, 6))
+    o = objective_of("clip", **EVERY_METRIC, aggregation="bnpo")
+
+    def micro(rows: slice | None) -> Any:
+        return metrics_of(o, logp[rows], entropy[rows], **{k: v[rows] for k, v in inputs.items()})
+
+    parts = [micro(slice(i, i + 2)) for i in range(0, 8, 2)]
+    stacked = jax.lax.scan(lambda c, x: (c, x), 0, jax.tree.map(lambda *x: jnp.stack(x), *parts))[1]
+    rest = jax.tree.map(lambda x: x[1:], stacked)
+    whole = metric_values(micro(slice(None)))
+    for got in (stacked, reduce_metrics([stacked]), reduce_metrics([parts[0], rest])):
+        assert metric_values(got) == pytest.approx(whole, rel=1e-5)
+    assert np.ndim(reduce_metrics([stacked])["ratio_min"].count) == 0
+
+
+def test_a_mean_ratio_lies_between_the_smallest_and_the_largest() -> None:
+    """At the sequence level every token of a sequence has one ratio: the mean is that ratio, and a float32 sum of it is
+    not always its multiple."""
+    outside = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(3, 40))
+        logp = -rng.exponential(size=(1, n)).astype(np.float32)
+        old = (logp + 0.3 * rng.normal(size=(1, n))).astype(np.float32)
+        metrics = metrics_of(Objective(level="sequence"), logp, logp, advantages=np.ones(1, np.float32), old_logp=old)
+        values = metric_values(metrics)
+        assert values["ratio_min"] <= values["ratio"] <= values["ratio_max"]
+        mean = float(metrics["ratio"].sum) / n
+        assert values["ratio"] == pytest.approx(mean, rel=1e-6)
+        outside += not values["ratio_min"] <= mean <= values["ratio_max"]
+    assert outside  # there was something to do
+
+
+def test_a_mean_ratio_that_is_wrong_is_not_hidden() -> None:
+    one = jnp.float32(1.0)
+    metrics = {
+        "ratio": Metric(2.99 * one, 3 * one),
+        "ratio_min": Metric(one, 3 * one),
+        "ratio_max": Metric(one, 3 * one),
+    }
+    assert metric_values(metrics)["ratio"] == pytest.approx(2.99 / 3)

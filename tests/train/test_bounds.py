@@ -94,6 +94,54 @@ def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -
     assert render("{{ messages[0].content }}!", CHAT, True, {}) == "hi!"
 
 
+WORDS = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
+
+
+def write_tokenizer(folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=WORDS, merges=[("a", "b")])).save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(("given", "stop"), [(None, (0,)), (2, (0, 2)), ([0, 2, 3, 2], (0, 2, 3))])
+def test_all_end_tokens_of_a_folder_end_a_completion(tmp_path: Path, given: Any, stop: tuple[int, ...]) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert tokenizer.load_tokenizer(tmp_path).stop_ids == stop
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        *(("generation_config.json", {"eos_token_id": i}) for i in (99999999999, 4000000000, 4, -1, True, "a")),
+        ("generation_config.json", {"eos_token_id": [0, -1]}),
+        ("generation_config.json", {"eos_token_id": [True]}),
+        ("tokenizer_config.json", {"unk_token": 5}),
+        ("tokenizer_config.json", {"unk_token": {"text": "<unk>"}}),
+        ("tokenizer_config.json", {"eos_token": "<nope>"}),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }}\ud800"}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": [5]}),
+        ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"<eos>": 0, "a": 1}, "unk_token": "<unk>"}}),
+        ("tokenizer.json", {"model": {"type": "WordLevel", "vocab": {"<eos>": 4000000000}, "unk_token": "<eos>"}}),
+    ],
+)
+def test_strangers_tokenizers_are_refused(tmp_path: Path, file: str, change: dict[str, Any]) -> None:
+    write_tokenizer(tmp_path)
+
+    def use() -> list[int]:
+        return tokenizer.load_tokenizer(tmp_path).encode_prompt("ab", chat=True)
+
+    assert use() == [3]
+    path = tmp_path / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | change))
+    with pytest.raises(ModelError, match=str(tmp_path)) as error:
+        use()
+    assert "\n" not in str(error.value)
+
+
 def test_a_time_limit_cannot_be_caught_by_what_it_cuts_short() -> None:
     def stubborn() -> None:
         while True:
@@ -117,6 +165,8 @@ def backtracks(completion, problem):
     return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
 def texts(completion, problem):
     return "much"
+def large(completion, problem):
+    return 1e39
 """
 
 
@@ -126,7 +176,8 @@ def texts(completion, problem):
         ("raises", r"raises' raised KeyError: '12' \(completion '12', problem '1\+1='\)"),
         ("hangs", r"hangs' took longer than reward.timeout_s = 0.2 s \(completion '12'"),
         ("backtracks", r"backtracks' took longer than reward.timeout_s = 0.2 s"),
-        ("texts", r"texts' returned 'much', expected a finite number. \(completion '12'"),
+        ("texts", r"texts' returned 'much', expected a finite number of at most 1e\+09 in size. \(completion '12'"),
+        ("large", r"large' returned 1e\+39, expected a finite number .* \(completion '12', problem '1\+1='\)"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_its_sample(tmp_path: Path, name: str, message: str) -> None:

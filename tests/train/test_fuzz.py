@@ -13,11 +13,17 @@ import jax
 import numpy as np
 import pytest
 
+from logitless.train import checkpoints, recorded
 from logitless.train.bounds import memory_limit, time_limit
+from logitless.train.checkpoints import CheckpointError
+from logitless.train.command import describe
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.data import DataError, gsm8k
+from logitless.train.folder import keep_records, read_records, read_summary
 from logitless.train.gguf import GGUF_NAMES
 from logitless.train.model import ModelError, init
+from logitless.train.random_rollouts import random_rollouts
+from logitless.train.run_records import run_numbers
 from logitless.train.tokenizer import load_tokenizer, render
 from logitless.train.weights import load_model, save_safetensors
 from train_micro import MICRO
@@ -95,6 +101,55 @@ def write_gguf(path: Path, params: Any) -> None:
     writer.close()
 
 
+def use_tokenizer(source: Path) -> None:
+    """Load a tokenizer and do with it what a run does."""
+    tokenizer = load_tokenizer(source)
+    tokenizer.encode("ab")
+    tokenizer.decode([*tokenizer.encode_prompt("a b", chat=True, system=None), tokenizer.eos_id, tokenizer.pad_id])
+
+
+def own_targets(run: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
+    """The same of a run's own files. Two of them are read as far as they go: what is named counts as refused."""
+    tree = {"w": jax.numpy.arange(6.0).reshape(2, 3), "n": jax.numpy.int32(3)}
+    checkpoints.save(run, 1, tree, {"skipped_in_a_row": 0}, 1)
+    kept = checkpoints.step_folder(run, 1)
+    rolled = random_rollouts(
+        load(None, ["rollout.kind=random", "warm_start.steps=0", "train.prompts_per_step=2"]), 9, 1
+    )
+    rolled.trainer_logp, rolled.parts = np.zeros(rolled.completions.mask.shape, np.float32), {"answer": 0.5}
+    recorded.save_rollouts(run, 1, rolled)
+    recorded.save_trace(run, 1, rolled, jax.numpy.ones(5))
+    numbers = {"train/loss": 1.5, "train/reward": None, "train/losses": [1.5], "train/grad_norms": [None]}
+    lines = [json.dumps({"step": i, **numbers, "time/train/step_avg_last10_s": 0.5}) + "\n" for i in (1, 2, 3)]
+    metrics, summary = run / "metrics.jsonl", run / "summary.json"
+    metrics.write_text("".join(lines))
+    summary.write_text(json.dumps({"name": "a", "steps": 3, "train/reward_first10": 0.5, "eval/last": None}, indent=1))
+
+    def read_metrics() -> None:
+        recorded.load_traces(run, read_records(metrics))
+        said: list[str] = []
+        keep_records(metrics, 3, said.append)
+        json.dumps(run_numbers(read_records(metrics)))
+        if said:
+            raise ConfigError(said[0])
+
+    def read_finished() -> None:
+        if (found := read_summary(run)) is None:
+            raise ConfigError("not readable")
+        describe(found, run)
+
+    rows, widths = len(rolled.rewards), (6, 3)
+    traced = [{"step": 1, **numbers}]
+    return {
+        "about.json": (kept / "about.json", lambda: checkpoints.restore(run, tree, str, ["skipped_in_a_row"])),
+        "arrays": (kept / "arrays.safetensors", lambda: checkpoints.restore(run, tree, str, ["skipped_in_a_row"])),
+        "rollouts": (run / "rollouts/step_00000001.npz", lambda: recorded.load_rollouts(run, 1, rows, widths, 9)),
+        "trace": (run / "trace/step_00000001.npz", lambda: recorded.load_traces(run, traced)),
+        "metrics": (metrics, read_metrics),
+        "summary": (summary, read_finished),
+    }
+
+
 def targets(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
     """By name: the file that is mutated, and what reads it."""
     params = init(MICRO, jax.random.key(0))
@@ -115,13 +170,14 @@ def targets(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
         "safetensors": (folder / "one" / "model.safetensors", lambda: load_model(folder / "one")),
         "index": (folder / "shards" / "model.safetensors.index.json", lambda: load_model(folder / "shards")),
         "gguf": (folder / "model.gguf", lambda: load_model(folder / "model.gguf")),
-        "gguf tokenizer": (folder / "model.gguf", lambda: load_tokenizer(folder / "model.gguf")),
-        "tokenizer": (folder / "words" / "tokenizer.json", lambda: load_tokenizer(folder / "words")),
-        "tokenizer_config": (folder / "words" / "tokenizer_config.json", lambda: load_tokenizer(folder / "words")),
-        "generation_config": (folder / "words" / "generation_config.json", lambda: load_tokenizer(folder / "words")),
+        "gguf tokenizer": (folder / "model.gguf", lambda: use_tokenizer(folder / "model.gguf")),
+        "tokenizer": (folder / "words" / "tokenizer.json", lambda: use_tokenizer(folder / "words")),
+        "tokenizer_config": (folder / "words" / "tokenizer_config.json", lambda: use_tokenizer(folder / "words")),
+        "generation_config": (folder / "words" / "generation_config.json", lambda: use_tokenizer(folder / "words")),
         "problems": (problems, lambda: gsm8k(problems)),
         "yaml": (config, lambda: load(config)),
         "template": (template, lambda: render(template.read_bytes().decode(errors="replace"), chat, True, {})),
+        **own_targets(folder / "run"),
     }
 
 
@@ -140,7 +196,7 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
             try:
                 with time_limit(30.0), memory_limit(GIB):
                     read()
-            except (ModelError, DataError, ConfigError):
+            except (ModelError, DataError, ConfigError, CheckpointError):
                 n += 1
             except BaseException as error:
                 raise AssertionError(f"{name}, mutation {i}: {type(error).__name__}: {error}: {bad[:300]!r}") from error
@@ -154,4 +210,4 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
 @pytest.mark.parametrize("count", [15, pytest.param(1200, marks=pytest.mark.slow)])
 def test_mutated_files_are_read_or_refused(tmp_path: Path, count: int) -> None:
     refused = fuzz(tmp_path, count)
-    assert len(refused) == 11 and all(n > 0 for n in refused.values()), refused
+    assert len(refused) == 17 and all(n > 0 for n in refused.values()), refused

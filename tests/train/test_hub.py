@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from logitless.train import fetch, hub
-from logitless.train.fetch import FetchError, local_source
+from logitless.train import hub
+from logitless.train.hub import FetchError, local_source
 from logitless.train.model import init
 from logitless.train.weights import load_model, save_safetensors
 from train_micro import MICRO
@@ -35,10 +35,10 @@ def test_a_hub_id_comes_out_of_the_cache_of_the_real_client(tmp_path: Path) -> N
     pytest.importorskip("huggingface_hub", reason="hub ids need huggingface_hub: pip install 'logitless[hub]'")
     snapshot = cache_of(tmp_path)
     script = (
-        "import sys; from logitless.train import fetch\n"
-        f"print(fetch.local_source({ID!r}), fetch.missing({ID!r}), fetch.missing('someone/else'))\n"
-        "try: fetch.local_source('someone/else')\n"
-        "except fetch.FetchError as error: print(error)\n"
+        "import sys; from logitless.train import hub\n"
+        f"print(hub.local_source({ID!r}), hub.missing({ID!r}), hub.missing('someone/else'))\n"
+        "try: hub.local_source('someone/else')\n"
+        "except hub.FetchError as error: print(error)\n"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -73,7 +73,7 @@ class FakeHub:
 def test_a_hub_id_is_fetched_once_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeHub(cache_of(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)  # type: ignore[arg-type]
-    assert fetch.missing(ID)
+    assert hub.missing(ID)
     config, params = load_model(f"{ID}@v2")
     assert config.vocab_size == MICRO.vocab_size and (ID, False, "v2") in fake.asked
     np.testing.assert_array_equal(params["embed"], init(MICRO, jax.random.key(0))["embed"])

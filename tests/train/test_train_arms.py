@@ -92,7 +92,7 @@ def test_sparse_metrics_add_up_over_micro_batches() -> None:
     values = metric_values(found)
     assert 0 < values["left_out_mass"] < values["left_out_mass_max"] <= 0.05
     # Every token with a gradient counts once, and every micro-batch has one chunk of 12 tokens.
-    moving = float(found["live_tokens"].sum) * (1 - values["zero_gradient_tokens"])
+    moving = float(found["live_token_share"].sum) * (1 - values["zero_gradient_tokens"])
     assert float(found["left_out_mass"].count) == float(found["hard_rows"].count) == pytest.approx(moving)
     assert float(found["dense_chunks"].count) == float(found["backward_columns"].count) == 4
     assert 0 < values["active_columns"] < 1

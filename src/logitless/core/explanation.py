@@ -71,20 +71,22 @@ def _described(name: str, given: dict[str, Any]) -> Route:
     return dataclasses.replace(route, reference=first.route)
 
 
-def call_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def call_arguments(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], who: str = "explain"
+) -> dict[str, Any]:
     """Every argument of a call by its name; what the route does not depend on may be missing."""
     signature = inspect.signature(call)
     try:
         bound = signature.bind_partial(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"explain({call.__name__}): {error}") from None
+        raise TypeError(f"{who}({call.__name__}): {error}") from None
     bound.apply_defaults()
     given = dict(bound.arguments)
     first = next(iter(signature.parameters))
     for name in (first, "lm_head"):
         if name in signature.parameters and not hasattr(given.get(name), "shape"):
             what = type(given.get(name)).__name__
-            raise TypeError(f"explain({call.__name__}): {name} is {what}, expected an array or ShapeDtypeStruct.")
+            raise TypeError(f"{who}({call.__name__}): {name} is {what}, expected an array or ShapeDtypeStruct.")
     tokens = tuple(given[first].shape[:-1])
     given.setdefault("targets", jax.ShapeDtypeStruct(tokens, jnp.int32))
     if "advantages" in signature.parameters:

@@ -15,6 +15,9 @@ from logitless.objectives.checks import whole_objective
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS
 
+_COMPUTED_IN = (jnp.bfloat16, jnp.float16, jnp.float32)
+_INT32 = np.iinfo(np.int32)
+
 
 def as_array(call: str, name: str, value: Any) -> Array:
     """``value`` as a JAX array; anything that is not array-like is refused by name."""
@@ -31,17 +34,26 @@ def float_array(call: str, name: str, value: Any) -> Array:
     array = as_array(call, name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected a float dtype (bfloat16, float16, float32).")
-    if array.dtype == jnp.float64:
-        raise TypeError(f"{call}: {name} is float64, which no backend computes in; cast it to float32 or bfloat16.")
+    if array.dtype not in _COMPUTED_IN:
+        raise TypeError(
+            f"{call}: {name} is {array.dtype}, which no backend computes in; cast it to float32 or bfloat16."
+        )
     return array
 
 
 def floats(call: str, name: str, value: Any) -> Array:
-    """Numbers of the loss, in any float dtype."""
+    """Numbers of the loss, in a float dtype of 16 bits or more."""
     array = as_array(call, name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected a float dtype.")
+    float_dtype(call, name, array.dtype)
     return array
+
+
+def float_dtype(call: str, name: str, dtype: Any) -> None:
+    """``dtype`` is a float dtype of 16 bits or more."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{call}: {name} has dtype {dtype}, expected a float dtype.")
+    if jnp.finfo(dtype).bits < 16:
+        raise TypeError(f"{call}: {name} is {dtype}, too coarse for the numbers of a loss; give it as float32.")
 
 
 def token_array(call: str, name: str, value: Any, shape: tuple[int, ...], shape_of: str) -> Array:
@@ -59,17 +71,48 @@ def same_shape(call: str, name: str, array: Array, shape: tuple[int, ...], shape
 
 def target_array(call: str, targets: Any, shape: tuple[int, ...], shape_of: str) -> Array:
     """Integer targets of the given shape, as int32."""
-    if isinstance(targets, np.ndarray) and np.issubdtype(targets.dtype, np.integer):
-        # On its way into JAX a 64-bit id would wrap around to a valid one.
-        targets = np.where((targets < 0) | (targets > 2**31 - 1), -1, targets).astype(np.int32)
-    array = as_array(call, "targets", targets)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{call}: targets has dtype {array.dtype}, expected an integer dtype (token ids).")
+    array = int32_ids(call, "targets", targets)
     same_shape(call, "targets", array, shape, shape_of)
-    # Ids that int32 cannot hold name no column in any case: keep them invalid instead of wrapping around.
-    if jnp.iinfo(array.dtype).bits > 32 or array.dtype == jnp.uint32:
-        array = jnp.where((array < 0) | (array > 2**31 - 1), -1, array)
-    return array.astype(jnp.int32)
+    return array
+
+
+def int32_ids(call: str, name: str, value: Any) -> Array:
+    """Token ids of any integer dtype as int32. An id outside int32 becomes -1: it names no column, and conversion alone
+    would wrap it around to a valid id."""
+    if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
+        return jnp.asarray(host_int32_ids(np.asarray(value)))
+    array = as_array(call, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected an integer dtype (token ids).")
+    ids = array.astype(jnp.int32)
+    if array.dtype in (jnp.uint32, jnp.uint64, jnp.int64):
+        wide = array > _INT32.max
+        if array.dtype == jnp.int64:
+            wide |= array < _INT32.min
+        ids = jnp.where(wide, jnp.int32(-1), ids)
+    return ids
+
+
+def host_int32_ids(ids: np.ndarray) -> np.ndarray:
+    """:func:`int32_ids` of a NumPy array, on the host."""
+    if np.can_cast(ids.dtype, np.int32):
+        return ids.astype(np.int32, copy=False)
+    return np.where((ids < _INT32.min) | (ids > _INT32.max), np.int32(-1), ids.astype(np.int32))
+
+
+def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:
+    """Segment ids of the shape of the targets: equal where the given ids are equal, all 64 bits of them."""
+    if isinstance(segment_ids, np.ndarray) and segment_ids.dtype in (np.int64, np.uint64) and segment_ids.size:
+        if (
+            segment_ids.min() < _INT32.min or segment_ids.max() > _INT32.max
+        ):  # on its way into JAX an id loses its upper half
+            segment_ids = np.unique(segment_ids, return_inverse=True)[1].reshape(segment_ids.shape)
+        segment_ids = segment_ids.astype(np.int32)
+    array = as_array(call, "segment_ids", segment_ids)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{call}: segment_ids has dtype {array.dtype}, expected an integer dtype.")
+    same_shape(call, "segment_ids", array, shape, "targets")
+    return array
 
 
 def mask_array(call: str, mask: Any, shape: tuple[int, ...]) -> Array | None:
@@ -143,13 +186,15 @@ def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: 
     rows = shape[0]
     a, segment_ids, token_weights = map(given.get, ("advantages", "segment_ids", "token_weights"))
     a = floats(call, "advantages", a)
-    if a.shape not in ((rows,), shape):
-        raise ValueError(f"{call}: advantages has shape {a.shape}, expected [B] = ({rows},) or [B, T] = {shape}.")
+    if a.shape not in ((rows,), (rows, 1), shape):
+        raise ValueError(
+            f"{call}: advantages has shape {a.shape}, expected [B] = ({rows},), [B, 1] = ({rows}, 1) or [B, T] = "
+            f"{shape}."
+        )
+    if a.shape != shape:
+        a = a.reshape(rows)
     if segment_ids is not None:
-        segment_ids = as_array(call, "segment_ids", segment_ids)
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(f"{call}: segment_ids has dtype {segment_ids.dtype}, expected an integer dtype.")
-        same_shape(call, "segment_ids", segment_ids, shape, "targets")
+        segment_ids = segment_array(call, segment_ids, shape)
         if a.ndim == 1:
             raise ValueError(
                 f"{call}: advantages has shape {a.shape}, but with segment_ids a row holds several sequences; "

@@ -36,11 +36,9 @@ def group_advantages(
     >>> group_advantages(rewards, group_size=3, scale="none", baseline="leave_one_out").tolist()
     [0.0, -1.5, 1.5]
     """
-    rewards = validation.as_array("group_advantages", "rewards", rewards)
+    rewards = validation.floats("group_advantages", "rewards", rewards)
     if rewards.ndim != 1:
         raise ValueError(f"group_advantages: rewards has shape {rewards.shape}, expected one reward a completion [B].")
-    if not jnp.issubdtype(rewards.dtype, jnp.floating):
-        raise TypeError(f"group_advantages: rewards has dtype {rewards.dtype}, expected a float dtype.")
     if not isinstance(group_size, (int, np.integer)) or isinstance(group_size, bool):
         raise TypeError(f"group_advantages: group_size is {group_size!r}, expected a Python int (it is static).")
     if group_size < 1 or rewards.size == 0 or rewards.size % group_size:

@@ -32,14 +32,13 @@ def next_tokens(
     ([[6, 7, 8, 0]], [[0, 1, 1, 0]])
     """
     name = "next_tokens"
-    ids = validation.as_array(name, "ids", ids)
-    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"{name}: ids has shape {ids.shape} and dtype {ids.dtype}, expected integer ids [B, T].")
+    ids = validation.int32_ids(name, "ids", ids)
+    if ids.ndim != 2:
+        raise ValueError(f"{name}: ids has shape {ids.shape}, expected integer ids [B, T].")
     live = validation.mask_array(name, completion_mask, ids.shape)
     live = jnp.ones(ids.shape, bool) if live is None else live
     within = jnp.arange(ids.shape[1]) < ids.shape[1] - 1
     if segment_ids is not None:
-        segment_ids = validation.as_array(name, "segment_ids", segment_ids)
-        validation.same_shape(name, "segment_ids", segment_ids, ids.shape, "ids")
+        segment_ids = validation.segment_array(name, segment_ids, ids.shape)
         within = within & (segment_ids == jnp.roll(segment_ids, -1, axis=1))
     return jnp.pad(ids[:, 1:], ((0, 0), (0, 1))), jnp.roll(live, -1, axis=1) & within

@@ -30,6 +30,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from logitless.core import validation
 from logitless.core.pytree import register
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
@@ -73,8 +74,9 @@ class Packed:
         return attention_mask(self.segment_ids, self.prefix_ids)
 
     def fill(self) -> float:
-        """Share of the slots that hold a token; on the host."""
-        return float(np.mean(np.asarray(self.segment_ids) > 0))
+        """Share of the slots that hold a token, 0 without rows; on the host."""
+        used = np.asarray(self.segment_ids) > 0
+        return float(np.mean(used)) if used.size else 0.0
 
 
 def attention_mask(segment_ids: Any, prefix_ids: Any = None) -> Bool[Array, "R L L"]:
@@ -97,11 +99,11 @@ def pack(
     keep: Bool[Array, "B"] | None = None,
     share_prompts: bool = False,
     completion_valid: Array | None = None,
-    advantages: Float[Array, "B"] | Float[Array, "B C"] | None = None,
+    advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B C"] | None = None,
     old_logp: Float[Array, "B C"] | None = None,
     ref_logp: Float[Array, "B C"] | None = None,
     rollout_logp: Float[Array, "B C"] | None = None,
-    token_weights: Float[Array, "B C"] | Float[Array, "B 1"] | Float[Array, "B"] | None = None,
+    token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B C"] | None = None,
 ) -> Packed:
     """Sequences in rows of ``length`` slots, with block-diagonal attention and all arrays of the loss; on the host.
 
@@ -183,11 +185,13 @@ def pack(
 
 def unpack(packed: Packed, x: Array) -> Array:
     """``x [R, L, ...]`` of packed slots at the completion tokens that they predict, ``[B, C, ...]``; 0 where there is
-    none. Differentiable, and free to be jitted."""
+    none, so zeros where :func:`rows_with_gradient` left no row to pack. Differentiable, and free to be jitted."""
     x = jnp.asarray(x)
     if x.shape[:2] != packed.tokens.shape:
         raise ValueError(f"unpack: x has shape {x.shape}, expected {packed.tokens.shape}, that of the packed rows.")
     slots = jnp.asarray(packed.slots)
+    if not x.size:
+        return jnp.zeros((*slots.shape, *x.shape[2:]), x.dtype)
     found = x.reshape(-1, *x.shape[2:])[jnp.maximum(slots, 0)]
     return jnp.where((slots >= 0).reshape(*slots.shape, *[1] * (x.ndim - 2)), found, jnp.zeros((), x.dtype))
 
@@ -300,7 +304,7 @@ def _tokens(name: str, value: Any) -> np.ndarray:
     array = _host(name, value)
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"pack: {name} is {array.dtype}{list(array.shape)}, expected integer ids with two dimensions.")
-    return array
+    return validation.host_int32_ids(array)
 
 
 def _mask(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -312,10 +316,8 @@ def _mask(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def _per_token(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     array = _host(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"pack: {name} has dtype {array.dtype}, expected a float dtype.")
-    allowed = [shape, *([(shape[0],)] if name in ("advantages", "token_weights") else [])]
-    allowed += [(shape[0], 1)] if name == "token_weights" else []
+    validation.float_dtype("pack", name, array.dtype)
+    allowed = [shape, *([(shape[0],), (shape[0], 1)] if name in ("advantages", "token_weights") else [])]
     if array.shape not in allowed:
         raise ValueError(f"pack: {name} has shape {array.shape}, expected {' or '.join(map(str, allowed))}.")
     return np.broadcast_to(array[:, None] if array.ndim == 1 else array, shape).astype(np.float32)

@@ -18,7 +18,7 @@ from logitless.objectives.objective import Objective
 
 def rows_with_gradient(
     objective: Objective,
-    advantages: Float[Array, "B"] | Float[Array, "B T"],
+    advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
     mask: Array,
     *,
     old_logp: Float[Array, "B T"] | None = None,

@@ -52,9 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "runs", nargs="+", type=Path, metavar="RUN", help="JSON or JSON-lines files, or folders of them"
     )
     report.add_argument("--out", type=Path, default=None, help="default: report.html in the folder RUN, else in runs/")
-    report.add_argument(
-        "--plots", type=Path, default=None, help="also write each chart as SVG (and PNG) to this folder"
-    )
+    report.add_argument("--plots", type=Path, default=None, help="also write each chart as SVG and PNG to this folder")
     commands.add_parser("configs", help="the configurations that come with the package, by name")
     return p
 
@@ -89,7 +87,14 @@ def _demo(args: argparse.Namespace) -> int:
     if args.out.exists() and not args.out.is_dir():
         exits.check_folder(args.out)
     exits.check_folder(args.out.parent)
-    return train_cli.report_errors("demo", lambda: demo.learn(out=args.out, seed=args.seed))
+    from logitless.lab.bench import report
+
+    if lacks := report.missing():
+        print(f"logitless demo: {lacks}", file=sys.stderr)
+        return 2
+    folder = demo.free_folder(args.out)
+    again = f"`logitless ab --resume {folder}` completes its training, and `logitless demo` starts anew"
+    return train_cli.report_errors("demo", lambda: demo.learn(folder=folder, seed=args.seed), again)
 
 
 def _over_configs(
@@ -143,6 +148,9 @@ def _bench(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from logitless.lab.bench import report
 
+    if lacks := report.missing():
+        print(f"logitless report: {lacks}", file=sys.stderr)
+        return 2
     out = args.out or report.default_out(args.runs)
     left: list[Path] = []
     exits.check_file(out)
@@ -164,6 +172,7 @@ def _configs(_: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command."""
+    exits.open_streams()
     args = parse(argv)
     if args.command is None:
         parser().print_help()

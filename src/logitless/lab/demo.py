@@ -64,20 +64,19 @@ def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str
     return dict(loss=value, metrics=metrics, grads=grads, temp=memory.temp_size_in_bytes, ms=ms)
 
 
-def _free_folder(folder: Path) -> Path:
+def free_folder(folder: Path) -> Path:
     """``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
     candidates = (folder if i == 1 else folder.with_name(f"{folder.name}-{i}") for i in range(1, 10_000))
     return next(f for f in candidates if not f.exists())
 
 
-def learn(*, out: Path, seed: int, steps: int = 100, overrides: tuple[str, ...] = ()) -> int:
+def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ...] = ()) -> int:
     """The tiny run's A/B, time and memory of both losses at a real vocabulary, and a page; 1 if they disagree."""
     from logitless.lab.bench import case, microbench, report, text_table
     from logitless.train import ab
     from logitless.train.config import load
 
     begin = time.perf_counter()
-    folder = _free_folder(out)
     print(f"Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one. About three minutes.")
     settings = [f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true"]
     settings += [f"ab.replay_steps={min(steps, REPLAYED)}"]
@@ -125,7 +124,7 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
         worst = max(worst, error)
         print(f"{label}: relative difference {error:.1e}")
     values = metric_values(b["metrics"])
-    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_tokens", "ratio", "entropy", "ess")))
+    print("metrics: " + ", ".join(f"{k} {values[k]:.4g}" for k in ("live_token_share", "ratio", "entropy", "ess")))
     print(f"memory: chunked needs {b['temp'] / a['temp']:.2f}x the temporaries of the dense loss")
     agree = worst < 1e-5 and abs(float(a["loss"]) - float(b["loss"])) < 1e-5
     print("the two agree" if agree else "THE TWO DISAGREE")

@@ -51,6 +51,13 @@ def run(name: str, command: Callable[[], int]) -> int:
             return FAILED
 
 
+def open_streams() -> None:
+    """Give a standard stream that was closed before Python began (``>&-``) a place: what is printed there is lost."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (as long as the process)
+
+
 def _out_of_memory(error: Exception) -> str | None:
     """What did not fit, where that is what happened: to Python and NumPy, or to a device's allocator."""
     text = " ".join(str(error).split())

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core import validation
 from logitless.core.pytree import register
 from logitless.objectives.objective import Objective
 
@@ -97,7 +98,10 @@ def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | Non
     >>> float(loss_denominator(Objective(count_rows="non_empty"), mask))
     2.0
     """
-    return default_denominator(objective, sequences_of(jnp.asarray(mask) != 0, segment_ids))
+    live = jnp.asarray(mask) != 0
+    if segment_ids is not None:
+        segment_ids = validation.segment_array("loss_denominator", segment_ids, live.shape)
+    return default_denominator(objective, sequences_of(live, segment_ids))
 
 
 def aggregation_weights(objective: Objective, sequences: Sequences, denominator: Array) -> Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from logitless.core.stats import TokenStats
@@ -37,12 +38,18 @@ class LossAux(NamedTuple):
 def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
     """One set of metrics from those of several devices or micro-batches.
 
+    A part may be a stack of sets, as ``lax.scan`` and ``jax.vmap`` return them: each array has a leading axis, and the
+    result is that over all entries of the stack.
+
     >>> import jax.numpy as jnp
     >>> from logitless import Metric, reduce_metrics, metric_values
     >>> a = {"entropy": Metric(jnp.float32(6.0), jnp.float32(2.0))}
     >>> b = {"entropy": Metric(jnp.float32(0.0), jnp.float32(1.0))}
     >>> metric_values(reduce_metrics([a, b]))["entropy"]
     2.0
+    >>> stacked = {"entropy": Metric(jnp.array([6.0, 0.0]), jnp.array([2.0, 1.0]))}
+    >>> metric_values(reduce_metrics([stacked]))["entropy"], metric_values(stacked)["entropy"]
+    (2.0, 2.0)
     """
     if not parts:
         raise ValueError("reduce_metrics: nothing to reduce; expected at least one set of metrics.")
@@ -52,8 +59,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
             raise ValueError(f"reduce_metrics: the sets differ in {sorted(set(names) ^ set(p.keys()))}.")
     out: Metrics = {}
     for name in names:
-        sums = jnp.stack([jnp.asarray(p[name].sum) for p in parts])
-        counts = jnp.stack([jnp.asarray(p[name].count) for p in parts])
+        sums = jnp.concatenate([jnp.ravel(p[name].sum) for p in parts])
+        counts = jnp.concatenate([jnp.ravel(p[name].count) for p in parts])
         if name.endswith("_min"):
             total = jnp.min(sums)
         elif name.endswith("_max"):
@@ -67,19 +74,31 @@ def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Plain numbers for a log: means, extremes, and the effective sample size as a fraction (``ess``).
 
-    A metric of which nothing was counted is 0: a batch that is masked throughout has no NaN to log.
+    A metric of which nothing was counted is 0: a batch that is masked throughout has no NaN to log. A stack of sets, as
+    ``lax.scan`` returns them, gives the numbers of all its entries together (:func:`reduce_metrics`).
     """
     values: dict[str, float] = {}
+    if any(np.ndim(m.sum) for m in metrics.values()):
+        metrics = reduce_metrics([metrics])
     for name, (total, count) in metrics.items():
         n = float(count)
         if n == 0:
             values[name] = 0.0
         else:
             values[name] = float(total) if name.endswith(("_min", "_max")) else float(total) / n
+    if {"ratio", "ratio_min", "ratio_max"} <= values.keys():
+        values["ratio"] = _between(values["ratio_min"], values["ratio"], values["ratio_max"])
     if "ratio" in values and "ratio_squared" in values:
         squared = values["ratio_squared"]
         values["ess"] = 0.0 if squared == 0 else values["ratio"] ** 2 / squared
     return values
+
+
+def _between(low: float, mean: float, high: float) -> float:
+    """``mean``, a float32 sum divided by its count, without the rounding of that sum where it leads out of
+    ``[low, high]``. A mean that lies further outside is an error, and stays visible."""
+    nearest = min(max(mean, low), high)
+    return nearest if abs(mean - nearest) <= 1e-6 * abs(mean) else mean
 
 
 def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTerms) -> Metrics:
@@ -99,7 +118,7 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         "ratio_squared": over_tokens(ratio * ratio),
         "ratio_min": Metric(jnp.min(jnp.where(mask, ratio, jnp.inf)), tokens),
         "ratio_max": Metric(jnp.max(jnp.where(mask, ratio, -jnp.inf)), tokens),
-        "live_tokens": Metric(tokens, jnp.float32(mask.size)),
+        "live_token_share": Metric(tokens, jnp.float32(mask.size)),
     }
     for name in ("entropy", "is_top1"):  # statistics that a user made may lack them
         if getattr(stats, name) is not None:

@@ -16,7 +16,7 @@ from logitless.objectives.objective import Objective
 def policy_loss(
     stats: TokenStats,
     *,
-    advantages: Float[Array, "B"] | Float[Array, "B T"],
+    advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
     mask: Array | None = None,
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,

@@ -53,12 +53,12 @@ CLOCKS = ("time/", "throughput/")
 
 
 class ArmFailed(RuntimeError):
-    """An arm did not finish; ``code`` is its exit code."""
+    """An arm did not finish; ``code`` is its exit code, and ``stopped`` whether it can be continued."""
 
-    def __init__(self, name: str, code: int, detail: str):
+    def __init__(self, name: str, code: int, detail: str, stopped: bool = False):
         self.code = code if code > 0 else 3
-        again = "; continue with --resume" if self.code > 128 else ""
-        super().__init__(f"arm {name} ended with exit code {code}{detail}{again}")
+        self.stopped = stopped or self.code > 128
+        super().__init__(f"arm {name} ended with exit code {code}{detail}")
 
 
 def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) -> dict[str, Any]:
@@ -252,12 +252,13 @@ def _wait(
         failed = [name for name, code in codes.items() if code]
         if failed and not (passed_on and running):
             log = _log(arms[failed[0]], failed[0])
-            raise ArmFailed(failed[0], codes[failed[0]] or 0, f": {_last_words(log)} (all it said: {log})")
+            said = _last_words(log).removesuffix("; continue with --resume")  # which is advice for the arm alone
+            raise ArmFailed(failed[0], codes[failed[0]] or 0, f": {said} (all it said: {log})")
         if not running:
             break
         limit = min(arms[name].ab.timeout_s for name in running)
         if time.monotonic() - begin > limit:
-            raise ArmFailed(running[0], 3, f": stopped after ab.timeout_s = {limit}; continue with --resume")
+            raise ArmFailed(running[0], 3, f": stopped after ab.timeout_s = {limit}", stopped=True)
         if time.monotonic() - shown > 1:
             shown = time.monotonic()
             text = _show(arms, running, progress, before + sum(_course(arms[name])[0] for name in started))

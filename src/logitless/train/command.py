@@ -41,7 +41,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """What is wrong with a user's input, and not with the program."""
     from logitless.lab.tools.command_config import ConfigError
     from logitless.train.data import DataError
-    from logitless.train.fetch import FetchError
+    from logitless.train.hub import FetchError
     from logitless.train.model import ModelError
     from logitless.train.reward import RewardError
 
@@ -52,7 +52,7 @@ def _missing(command: str) -> int:
     """2 with a word about what to install, or 0."""
     import importlib.util
 
-    needed = ("optax", "omegaconf", "orbax.checkpoint")
+    needed = ("optax", "omegaconf", "safetensors")
     for name in needed:
         try:
             found = importlib.util.find_spec(name) is not None
@@ -108,7 +108,8 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
     """A few lines for the terminal."""
 
     def number(key: str, form: str = ".3f") -> str:
-        return "-" if summary.get(key) is None else format(summary[key], form)
+        value = summary.get(key)
+        return format(value, form) if isinstance(value, (int, float)) else "-"
 
     return (
         f"{summary['name']}: {summary['steps']} steps, {number('time/train/step_avg_last10_s')} s a step\n"
@@ -118,8 +119,8 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
     )
 
 
-def report_errors(command: str, run: Callable[[], int]) -> int:
-    """Run an A/B and turn what can go wrong with one into a message and an exit code."""
+def report_errors(command: str, run: Callable[[], int], again: str = "continue with --resume") -> int:
+    """Run an A/B and turn what can go wrong with one into a message and an exit code; ``again``: what continues it."""
     if code := _missing(command):
         return code
     from logitless.train import ab
@@ -130,7 +131,7 @@ def report_errors(command: str, run: Callable[[], int]) -> int:
         print(f"logitless {command}: {error}", file=sys.stderr)
         return exits.BAD_USAGE
     except ab.ArmFailed as error:
-        print(f"logitless {command}: {error}", file=sys.stderr)
+        print(f"logitless {command}: {error}{f'; {again}' if error.stopped else ''}", file=sys.stderr)
         return error.code
 
 

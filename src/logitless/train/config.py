@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from logitless.core.chunk_size import platform
+from logitless.core.registry import BACKENDS as REGISTERED
 from logitless.core.registry import KERNELS
-from logitless.lab.tools.command_config import ConfigError
+from logitless.lab.tools.command_config import ConfigError, number, one_of
 from logitless.lab.tools.command_config import load as load_schema
 from logitless.objectives.objective import Objective
+from logitless.objectives.presets import PRESETS
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
 
 NAIVE = "naive"
 """The backend that the library does not have: log_softmax and a gather over all logits, to compare with."""
+BACKENDS = ("auto", "pallas", NAIVE, *REGISTERED["head"])
+DTYPES = ("float32", "bfloat16")
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """The maps of a layer that can be adapted, and by default are."""
 WARM_START_STEPS = 300
@@ -30,8 +34,8 @@ WARM_START_STEPS = 300
 class Lora:
     """Train low-rank additions to the layers' maps instead of the weights; rank 0 turns it off."""
 
-    rank: int = 0
-    alpha: float = 16.0
+    rank: int = number(0, "[0, inf)")
+    alpha: float = number(16.0, "(0, inf)")
     targets: list[str] = dataclasses.field(default_factory=lambda: list(LORA_TARGETS))
 
 
@@ -39,12 +43,12 @@ class Lora:
 class Model:
     """Which model, in which precision."""
 
-    weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name that can be fetched; empty: random
+    weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name of scripts/fetch.py; empty: random
     architecture: str = "tiny"  # shape of random weights
     tokenizer: str = ""  # a folder with tokenizer.json, a .gguf, or "char"; empty: the one that belongs to the weights
-    cache_dir: str = ""  # where fetched weights and data are kept; empty: ~/.cache/logitless
-    master_dtype: str = "float32"
-    compute_dtype: str = "float32"
+    cache_dir: str = ""  # where scripts/fetch.py put weights and data; empty: ~/.cache/logitless
+    master_dtype: str = one_of(*DTYPES)
+    compute_dtype: str = one_of(*DTYPES)
     remat: bool = False
     lora: Lora = dataclasses.field(default_factory=Lora)
 
@@ -53,11 +57,11 @@ class Model:
 class Data:
     """Which problems."""
 
-    kind: str = "arithmetic"  # arithmetic | gsm8k | reasoning_gym
-    path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: fetched
+    kind: str = one_of("arithmetic", "gsm8k", "reasoning_gym")
+    path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: that of scripts/fetch.py
     task: str = ""  # reasoning_gym: the name of the task
-    limit: int = 20  # arithmetic: both numbers are below it
-    form: str = "bare"  # how a problem becomes a prompt: bare text, or a chat message
+    limit: int = number(20, "[2, inf)")  # arithmetic: both numbers are below it
+    form: str = one_of("bare", "chat")  # how a problem becomes a prompt: bare text, or a chat message
     system: str = ""  # system message of a chat; empty: the template's own
     instruction: str = ""  # text after the question of a chat message
 
@@ -67,28 +71,30 @@ class Reward:
     """What a completion earns: ``weight`` times the reward, ``format_weight`` times that of the right form."""
 
     kind: str = "exact_match"  # a name of logitless.train.reward, or package.module:function of your own
-    weight: float = 1.0
-    format_weight: float = 0.0
-    overlong_buffer: int = (
-        0  # tokens before max_completion_tokens over which a completion loses up to the penalty (DAPO)
-    )
-    overlong_penalty: float = 1.0
-    timeout_s: float = 60.0  # of one completion; a reward that takes longer ends the run
+    weight: float = number(1.0, "[0, 1e9]")
+    format_weight: float = number(0.0, "[0, 1e9]")
+    # Tokens before max_completion_tokens over which a completion loses up to the penalty (DAPO).
+    overlong_buffer: int = number(0, "[0, inf)")
+    overlong_penalty: float = number(1.0, "[0, 1e9]")
+    timeout_s: float = number(60.0, "(0, inf)")  # of one completion; a reward that takes longer ends the run
 
 
 @dataclasses.dataclass
 class Rollout:
     """How completions are made."""
 
-    kind: str = "sample"  # sample from the policy, or "random" tokens and lengths (for time and memory)
-    max_prompt_tokens: int = 6
-    max_completion_tokens: int = 3
-    temperature: float = 1.0
-    top_p: float = 1.0
-    rows: int = 0  # completions sampled at a time; 0: all of a step
-    redraw: int = 0  # times that groups without a spread are drawn anew, with other problems (dynamic sampling, DAPO)
+    # Sample from the policy, or "random" tokens and lengths (for time and memory)
+    kind: str = one_of("sample", "random")
+    max_prompt_tokens: int = number(6, "[1, inf)")
+    max_completion_tokens: int = number(3, "[1, inf)")
+    temperature: float = number(1.0, "(0, inf)")
+    top_p: float = number(1.0, "(0, 1]")
+    rows: int = number(0, "[0, inf)")  # completions sampled at a time; 0: all of a step
+    # Times that groups without a spread are drawn anew, with other problems (dynamic sampling, DAPO)
+    redraw: int = number(0, "[0, inf)")
     sampler: str = ""  # package.module:make of a sampler from outside (train/sampler.py); empty: the trainer's own
-    record: int = 0  # steps whose completions are kept, with a trace of what the updates made of them
+    # Steps whose completions are kept, with a trace of what the updates made of them
+    record: int = number(0, "[0, inf)")
     replay: str = ""  # a run's folder: update on the completions that it recorded, as long as there are any
 
 
@@ -97,12 +103,12 @@ class Loss:
     """How the loss is computed; ``backend`` is the one line that differs between the arms of an A/B."""
 
     # naive (log_softmax and gather) | reference | chunked | pallas_tpu | mosaic_gpu | pallas (this platform's) | auto
-    backend: str = "auto"
+    backend: str = one_of(*BACKENDS)
     sparse_backward: Any = "off"  # off | auto | mass that a token's gradient may leave out (docs/sparse-backward.md)
-    logits_dtype: str = "float32"
-    head_grad_dtype: str = "float32"  # float32 | param
-    chunk_size: int = 0  # tokens; 0: the library's choice
-    memory_budget: int = 0  # bytes, in place of chunk_size
+    logits_dtype: str = one_of(*DTYPES)
+    head_grad_dtype: str = one_of("float32", "param")
+    chunk_size: int = number(0, "[0, inf)")  # tokens; 0: the library's choice
+    memory_budget: int = number(0, "[0, inf)")  # bytes, in place of chunk_size
 
     def __post_init__(self) -> None:
         if self.sparse_backward is False:  # what YAML makes of a plain `off`
@@ -113,32 +119,34 @@ class Loss:
 class Train:
     """The update."""
 
-    steps: int = 100
-    prompts_per_step: int = 64
-    group_size: int = 8
-    inner_epochs: int = 2  # passes over a step's completions
-    minibatches: int = 1  # optimiser updates in one pass
-    microbatch: int = 0  # rows of one gradient; 0: all rows of an update. With packing: packed rows
-    microbatch_tail: int = 0  # with packing: rows of the last ones, where a whole one would be partly empty; 0: as many
-    packing: str = "off"  # off | sequences | shared (a group's prompt once in a row): rows without padding
-    pack_length: int = 0  # tokens of a packed row; 0: max_prompt_tokens + max_completion_tokens
+    steps: int = number(100, "[1, inf)")
+    prompts_per_step: int = number(64, "[1, inf)")
+    group_size: int = number(8, "[1, inf)")
+    inner_epochs: int = number(2, "[1, inf)")  # passes over a step's completions
+    minibatches: int = number(1, "[1, inf)")  # optimiser updates in one pass
+    microbatch: int = number(0, "[0, inf)")  # rows of one gradient; 0: all rows of an update. With packing: packed rows
+    # With packing: rows of the last ones, where a whole one would be partly empty; 0: as many
+    microbatch_tail: int = number(0, "[0, inf)")
+    # Rows without padding; shared: a group's prompt once in a row
+    packing: str = one_of("off", "sequences", "shared")
+    pack_length: int = number(0, "[0, inf)")  # tokens of a packed row; 0: max_prompt_tokens + max_completion_tokens
     skip_rows: bool = False  # with packing: sequences that can have no gradient do not go through the model
     report_skipped: bool = False  # with skip_rows: they do, forward only, for entropy, KL and ratios of the whole batch
-    learning_rate: float = 3e-4
-    warmup_steps: int = 10
-    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
-    clip_norm: float = 1.0
-    weight_decay: float = 0.0
-    adam_b1: float = 0.9
-    adam_b2: float = 0.999
-    adam_eps: float = 1e-8
-    preset: str = ""  # an objective preset: trl | liger | verl | tunix | mllm-jax
+    learning_rate: float = number(3e-4, "(0, inf)")
+    warmup_steps: int = number(10, "[0, inf)")
+    schedule: str = one_of("constant", "linear", "cosine")  # after the warm-up
+    clip_norm: float = number(1.0, "(0, inf)")
+    weight_decay: float = number(0.0, "[0, inf)")
+    adam_b1: float = number(0.9, "[0, 1)")
+    adam_b2: float = number(0.999, "[0, 1)")
+    adam_eps: float = number(1e-8, "(0, inf)")
+    preset: str = one_of("", *PRESETS)  # an objective preset
     objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
-    kl_beta: float | None = None  # pull towards the initial policy
+    kl_beta: float | None = number(None, "[0, inf)")  # pull towards the initial policy
     kl_report: bool = True  # measure the KL to the initial policy even without the pull
-    advantage_scale: str = "group"  # group | batch | none
-    advantage_eps: float = 1e-4
-    max_skipped: int = 5  # stop after so many steps in a row whose loss or gradient is not finite
+    advantage_scale: str = one_of("group", "batch", "none")
+    advantage_eps: float = number(1e-4, "(0, inf)")
+    max_skipped: int = number(5, "[1, inf)")  # stop after so many steps in a row whose loss or gradient is not finite
     loss: Loss = dataclasses.field(default_factory=Loss)
 
     def __post_init__(self) -> None:
@@ -150,10 +158,11 @@ class Train:
 class WarmStart:
     """Supervised steps before the first rollout, on answers of which some are wrong: something to improve on."""
 
-    steps: int | None = None  # null: 300 for random weights on the built-in sums, and none for anything else
-    batch: int = 64
-    learning_rate: float = 1e-3
-    wrong_fraction: float = 0.5
+    # Null: 300 for random weights on the built-in sums, and none for anything else
+    steps: int | None = number(None, "[0, inf)")
+    batch: int = number(64, "[1, inf)")
+    learning_rate: float = number(1e-3, "(0, inf)")
+    wrong_fraction: float = number(0.5, "[0, 1]")
     cache: str = ""  # folder of the result; empty: in the run's folder
 
 
@@ -161,25 +170,25 @@ class WarmStart:
 class Mesh:
     """Devices per axis: batch, batch and parameters, matrices and vocabulary."""
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = number(1, "[1, inf)")
+    fsdp: int = number(1, "[1, inf)")
+    tensor: int = number(1, "[1, inf)")
 
 
 @dataclasses.dataclass
 class Eval:
     """Greedy completions of held-out problems."""
 
-    every: int = 25  # steps; 0: never
-    problems: int = 64
+    every: int = number(25, "[0, inf)")  # steps; 0: never
+    problems: int = number(64, "[1, inf)")
 
 
 @dataclasses.dataclass
 class Checkpoint:
     """What survives a kill."""
 
-    every: int = 20  # steps; 0: none at all
-    keep: int = 2
+    every: int = number(20, "[0, inf)")  # steps; 0: none at all
+    keep: int = number(2, "[1, inf)")
 
 
 @dataclasses.dataclass
@@ -193,22 +202,23 @@ class Kernel:
 class AB:
     """The arms of ``logitless ab``, and how they are compared (docs/training.md)."""
 
-    baseline: str = "reference"
-    kernel: str = ""  # empty: train.loss.backend
+    baseline: str = one_of(*BACKENDS, default="reference")
+    kernel: str = one_of("", *BACKENDS)  # empty: train.loss.backend
     # Name -> keys of train.loss that are its own; the first one is the baseline. Empty: the two arms above.
     arms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     # Replay: all arms, and a second baseline that differs in rounding alone, update on the baseline's completions.
     replay: bool = True
-    replay_steps: int = 0  # 0: all
-    replay_factor: float = 10.0  # times the second baseline's distance that an arm may be away
+    replay_steps: int = number(0, "[0, inf)")  # 0: all
+    replay_factor: float = number(10.0, "[1, inf)")  # times the second baseline's distance that an arm may be away
     # Free runs: a second baseline that samples for itself, or several seeds; without, differences are not judged.
     control: bool = False
-    seeds: int = 1
-    control_factor: float = 5.0  # times the second baseline's distance that an arm's curve may be away
-    confidence: float = 0.99  # of the t-test over seeds
-    reward_tolerance: float = 0.02  # differences below it do not count
-    kl_tolerance: float = 0.05  # the same, as a share of the baseline's mean KL
-    timeout_s: int = 7200  # of one arm
+    seeds: int = number(1, "[1, inf)")
+    # Times the second baseline's distance that an arm's curve may be away
+    control_factor: float = number(5.0, "[1, inf)")
+    confidence: float = number(0.99, "[0.5, 1)")  # of the t-test over seeds
+    reward_tolerance: float = number(0.02, "[0, inf)")  # differences below it do not count
+    kl_tolerance: float = number(0.05, "[0, inf)")  # the same, as a share of the baseline's mean KL
+    timeout_s: int = number(7200, "[1, inf)")  # of one arm
     parallel: bool = False  # all arms at the same time: sooner done on a CPU, but their times disturb each other
 
 
@@ -230,7 +240,7 @@ class TrainConfig:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     kernel: Kernel = dataclasses.field(default_factory=Kernel)
     ab: AB = dataclasses.field(default_factory=AB)
-    samples: int = 4  # completions written to samples.jsonl at each evaluation
+    samples: int = number(4, "[0, inf)")  # completions written to samples.jsonl at each evaluation
     wandb_mode: str = "disabled"
     wandb_project: str = "logitless"
 
@@ -305,3 +315,8 @@ def objective_of(c: TrainConfig) -> Objective:
             hint = f" Did you mean 'train.objective.{close[0]}'?" if close else ""
             raise ConfigError(f"train.objective.{unknown[0]} is not known.{hint}") from None
         raise ConfigError(f"train.objective: {error}") from None
+
+
+def needs_rollout(objective: Objective) -> bool:
+    """Whether the loss reads the sampler's log-probabilities."""
+    return objective.correction is not None or objective.off_policy_threshold is not None

@@ -5,121 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import Any
 
-from logitless.core import registry
-from logitless.lab.tools.command_config import ConfigError, check_common, sparse_backward_of
+from logitless.lab.tools.command_config import ConfigError, check_common, check_fields, sparse_backward_of
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
-from logitless.objectives.presets import PRESETS as OBJECTIVE_PRESETS
-from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, objective_of, warm_start_fits
-
-BACKENDS = ("auto", "pallas", NAIVE, *registry.BACKENDS["head"])
-DTYPES = ("float32", "bfloat16")
-_CHOICES = {
-    "model.master_dtype": DTYPES,
-    "model.compute_dtype": DTYPES,
-    "data.kind": ("arithmetic", "gsm8k", "reasoning_gym"),
-    "data.form": ("bare", "chat"),
-    "rollout.kind": ("sample", "random"),
-    "train.packing": ("off", "sequences", "shared"),
-    "train.schedule": ("constant", "linear", "cosine"),
-    "train.advantage_scale": ("group", "batch", "none"),
-    "train.loss.backend": BACKENDS,
-    "train.loss.logits_dtype": DTYPES,
-    "train.loss.head_grad_dtype": ("float32", "param"),
-    "train.preset": ("", *OBJECTIVE_PRESETS),
-    "ab.baseline": BACKENDS,
-    "ab.kernel": ("", *BACKENDS),
-}
-_AT_LEAST: dict[str, float] = {
-    "samples": 0,
-    "model.lora.rank": 0,
-    "data.limit": 2,
-    "reward.weight": 0,
-    "reward.format_weight": 0,
-    "rollout.max_prompt_tokens": 1,
-    "rollout.max_completion_tokens": 1,
-    "reward.overlong_buffer": 0,
-    "reward.overlong_penalty": 0,
-    "rollout.rows": 0,
-    "rollout.redraw": 0,
-    "rollout.record": 0,
-    "train.steps": 1,
-    "train.prompts_per_step": 1,
-    "train.group_size": 1,
-    "train.inner_epochs": 1,
-    "train.minibatches": 1,
-    "train.microbatch": 0,
-    "train.microbatch_tail": 0,
-    "train.pack_length": 0,
-    "train.warmup_steps": 0,
-    "train.weight_decay": 0,
-    "train.max_skipped": 1,
-    "train.loss.chunk_size": 0,
-    "train.loss.memory_budget": 0,
-    "warm_start.batch": 1,
-    "mesh.data": 1,
-    "mesh.fsdp": 1,
-    "mesh.tensor": 1,
-    "eval.every": 0,
-    "eval.problems": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "ab.replay_steps": 0,
-    "ab.replay_factor": 1,
-    "ab.control_factor": 1,
-    "ab.seeds": 1,
-    "ab.reward_tolerance": 0,
-    "ab.kl_tolerance": 0,
-    "ab.timeout_s": 1,
-}
-_ABOVE_ZERO = (
-    "model.lora.alpha",
-    "reward.timeout_s",
-    "rollout.temperature",
-    "train.learning_rate",
-    "train.clip_norm",
-    "train.adam_eps",
-    "train.advantage_eps",
-    "warm_start.learning_rate",
-)
-
-
-def _get(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
+from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, needs_rollout, objective_of, warm_start_fits
 
 
 def check(c: TrainConfig) -> None:
     """Refuse by key what cannot be run."""
     check_common(c.seed, c.wandb_mode)
-    for key, allowed in _CHOICES.items():
-        value = _get(c, key)
-        if value not in allowed:
-            close = difflib.get_close_matches(str(value), allowed, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{key}: {value!r}, expected one of {', '.join(a or 'nothing' for a in allowed)}.{hint}")
-    for key, least in _AT_LEAST.items():
-        if not _get(c, key) >= least:
-            raise ConfigError(f"{key}: {_get(c, key)}, expected at least {least:g}")
-    if c.warm_start.steps is not None and c.warm_start.steps < 0:
-        raise ConfigError(f"warm_start.steps: {c.warm_start.steps}, expected at least 0")
-    for key in _ABOVE_ZERO:
-        if not 0 < _get(c, key) < float("inf"):
-            raise ConfigError(f"{key}: {_get(c, key)}, expected a finite number above 0")
-    if not 0 < c.rollout.top_p <= 1:
-        raise ConfigError(f"rollout.top_p: {c.rollout.top_p}, expected a share in (0, 1]")
-    if not 0 <= c.warm_start.wrong_fraction <= 1:
-        raise ConfigError(f"warm_start.wrong_fraction: {c.warm_start.wrong_fraction}, expected a share in [0, 1]")
-    if not 0.5 <= c.ab.confidence < 1:
-        raise ConfigError(f"ab.confidence: {c.ab.confidence}, expected a share in [0.5, 1)")
-    for key in ("train.adam_b1", "train.adam_b2"):
-        if not 0 <= _get(c, key) < 1:
-            raise ConfigError(f"{key}: {_get(c, key)}, expected a number in [0, 1)")
-    if c.train.kl_beta is not None and not 0 <= c.train.kl_beta < float("inf"):
-        raise ConfigError(f"train.kl_beta: {c.train.kl_beta}, expected a number >= 0, or null for no KL term")
+    check_fields(c)
     if c.train.warmup_steps >= c.train.steps and c.train.schedule != "constant":
         raise ConfigError(
             f"train.warmup_steps: {c.train.warmup_steps} of {c.train.steps} steps leave nothing for the "
@@ -133,6 +29,12 @@ def check(c: TrainConfig) -> None:
     objective = objective_of(c)
     _check_naive(c, objective)
     _check_sparse(c)
+    divided = objective.temperature_on == "logp" and objective.temperature is not None
+    if c.rollout.sampler and divided and needs_rollout(objective):
+        raise ConfigError(
+            "rollout.sampler: its log-probabilities are of logits divided by the temperature, which no correction can "
+            "compare with those of temperature_on=logp; use temperature_on=logits, or rollout.temperature=1"
+        )
     if objective.top_entropy is not None and c.train.microbatch:
         raise ConfigError(
             "train.objective.top_entropy takes a quantile over the whole update, which micro-batches do not see; "

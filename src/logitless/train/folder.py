@@ -72,11 +72,11 @@ def check_folder(config: TrainConfig, resume: bool, say: Say) -> Path:
 def finished(config: TrainConfig, steps: int) -> bool:
     """Whether the run's folder holds all ``steps`` of this run: another run's folder is refused."""
     folder = run_folder(config)
-    if not (folder / "config.yaml").exists() or not (folder / "summary.json").exists():
+    if not (folder / "config.yaml").exists() or (summary := read_summary(folder)) is None:
         return False
     check_same(load(folder / "config.yaml"), config, folder)
     done = [r for r in read_records(folder / "metrics.jsonl") if "train/loss" in r]
-    return len(done) == steps == json.loads((folder / "summary.json").read_text())["steps"]
+    return len(done) == steps == summary["steps"]
 
 
 def open_folder(config: TrainConfig, folder: Path) -> None:
@@ -115,30 +115,66 @@ def check_same(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
             )
 
 
+def read_summary(folder: Path, say: Say = lambda _: None) -> dict[str, Any] | None:
+    """The run's ``summary.json``; ``None`` where there is none, or none that can be read, which is named."""
+    file = folder / "summary.json"
+    if not file.exists():
+        return None
+    summary = _json_object(file.read_bytes())
+    if isinstance(summary.get("name"), str) and isinstance(summary.get("steps"), int):
+        return summary
+    say(f"WARNING: {file} cannot be read; it is written again from the records")
+    return None
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty where the text is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON; nested too deep
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line of a JSON-lines file, if it is an object with the number of its step."""
+    record = _json_object(line)
+    return record if type(record.get("step")) is int else None
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a last line that a kill cut off is left out."""
-    records = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return records
+    """Records of a JSON-lines file, without the lines that are none (:func:`keep_records` names them)."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for record in map(_record, lines) if record is not None]
 
 
-def keep_records(path: Path, last_step: int) -> None:
-    """Drop the records of steps after ``last_step``."""
-    if path.exists():
-        kept = [r for r in read_records(path) if r["step"] <= last_step]
-        replace(path, "".join(json.dumps(r) + "\n" for r in kept))
+def keep_records(path: Path, last_step: int, say: Say) -> None:
+    """Drop the records of steps after ``last_step``, and lines that are no record.
+
+    A last line that a kill cut off goes without a word. Any other is named, and the file as it was is kept beside.
+    """
+    if not path.exists():
+        return
+    before = path.read_bytes()
+    lines = before.splitlines()
+    records = [_record(line) for line in lines]
+    bad = [str(i) for i, record in enumerate(records[:-1], 1) if record is None and lines[i - 1].strip()]
+    if bad:
+        copy = path.with_name(path.name + ".damaged")
+        replace(copy, before)
+        say(
+            f"WARNING: {path}: line {', '.join(bad)} of {len(lines)} cannot be read and is left out; "
+            f"the file as it was is {copy}"
+        )
+    kept = [line for line, r in zip(lines, records, strict=True) if r is not None and r["step"] <= last_step]
+    replace(path, b"".join(line + b"\n" for line in kept))
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str | bytes) -> None:
     """Write a file so that a kill leaves the old one or the new one, whole."""
     beside = path.with_name(path.name + ".new")
-    with beside.open("w") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

@@ -235,6 +235,8 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
     settings = {"chat_template": _field(path, file, "tokenizer.chat_template", None)}
     for ours, theirs in (("eos_token", "eos"), ("pad_token", "padding"), ("bos_token", "bos")):
         token_id = _field(path, file, f"tokenizer.ggml.{theirs}_token_id", None)
+        if token_id is not None and not 0 <= token_id < len(words):
+            raise ModelError(f"{path}: tokenizer.ggml.{theirs}_token_id is {token_id}, expected 0 to {len(words) - 1}.")
         settings[ours] = None if token_id is None else words[token_id]
     return built, settings
 

@@ -1,7 +1,8 @@
-"""Models by their hub ids (``Qwen/Qwen2.5-0.5B-Instruct``), out of huggingface_hub's cache or from the hub itself.
+"""Where a model is: a path, a hub id (``Qwen/Qwen2.5-0.5B-Instruct``), or a name that scripts/fetch.py has fetched.
 
-``id@revision`` takes another branch, tag or commit than ``main``, and ``id/file.gguf`` one file of a repository.
-Only configuration, tokenizer and weights are fetched; no code of a repository is, and none ever runs.
+A hub id comes out of huggingface_hub's cache or from the hub itself. ``id@revision`` takes another branch, tag or
+commit than ``main``, and ``id/file.gguf`` one file of a repository. Only configuration, tokenizer and weights are
+fetched; no code of a repository is, and none ever runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+
+from logitless.lab.tools.compiled import user_cache
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>{_PART}\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
@@ -18,6 +21,45 @@ WANTED = ("config.json", "generation_config.json", "tokenizer*", "chat_template*
 
 class NotInReach(Exception):
     """Why a model did not come from the hub, and what to do."""
+
+
+class FetchError(RuntimeError):
+    """There is no model by that name or path; the message says what to do."""
+
+
+def by_name(name: str, cache_dir: str | Path | None = None) -> Path:
+    """The folder that scripts/fetch.py makes for ``name``."""
+    return Path(cache_dir if cache_dir is not None else user_cache()) / name
+
+
+def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Path:
+    """A model's path: ``source`` itself where it exists, what was fetched by that name, or what the hub has."""
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise FetchError(f"{source}: is a file; expected a folder of a hub's model, or a .gguf file.")
+    if path.exists():
+        return path
+    if (fetched := _fetched(str(source), cache_dir)) is not None:
+        return fetched
+    if not is_id(str(source)):
+        raise FetchError(
+            f"no model at {source}: expected a hub folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-0.5B. "
+            f"Without a hub, `python scripts/fetch.py` in a checkout puts some models into {by_name('', cache_dir)}."
+        )
+    try:
+        return download(str(source))
+    except NotInReach as error:
+        raise FetchError(f"no model at {source}: no such folder or file here, and as a hub id: {error}") from None
+
+
+def missing(source: str | Path, cache_dir: str | Path | None = None) -> bool:
+    """Whether :func:`local_source` would have to download it first."""
+    here = Path(source).expanduser().exists() or _fetched(str(source), cache_dir) is not None
+    return not here and is_id(str(source)) and cached(str(source)) is None
+
+
+def _fetched(name: str, cache_dir: str | Path | None) -> Path | None:
+    return next(by_name(name, cache_dir).glob("*.gguf"), None) if re.fullmatch(_PART, name) else None
 
 
 def is_id(source: str) -> bool:

@@ -28,7 +28,7 @@ from logitless.lab.signals import held
 from logitless.lab.tools import timing
 from logitless.lab.tools.progress import Progress, of_step
 from logitless.lab.tools.tracking import Tracker
-from logitless.train import checkpoints, fetch, recorded
+from logitless.train import checkpoints, hub, recorded
 from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.folder import (
@@ -38,6 +38,7 @@ from logitless.train.folder import (
     locked,
     open_folder,
     read_records,
+    read_summary,
     replace,
     run_folder,
 )
@@ -89,9 +90,9 @@ def steps_of(config: TrainConfig) -> int:
 def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     steps, weights, cache = progress.total, config.model.weights, config.model.cache_dir or None
-    if weights and fetch.missing(weights, cache):
+    if weights and hub.missing(weights, cache):
         progress.announce(f"fetching {weights}")
-        fetch.local_source(weights, cache)
+        hub.local_source(weights, cache)
     if weights:
         progress.announce(f"loading {weights}")
     task = build_task(config)
@@ -100,7 +101,8 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
     if config.warm_start.steps:
         check_warm_start(config, task, folder)
     # Compiling needs shapes alone and begins beside the loading, unless there may be nothing left to do.
-    early = not (resume and (folder / "summary.json").exists())
+    finished = read_summary(folder, say) if resume else None
+    early = finished is None
     with ThreadPoolExecutor(1) as pool:
         compiling = time.perf_counter()
         compiled = pool.submit(trainer.compile, *trainer.like()) if early else None
@@ -114,16 +116,16 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
         start, skipped_in_a_row = 0, 0
         saved = folder / "checkpoints"
         if resume:
-            found = checkpoints.restore(saved, state, say)
+            found = checkpoints.restore(saved, state, say, counts=("skipped_in_a_row",))
             if found is None:
                 say(f"--resume: no checkpoint in {saved}, starting from step 0")
             else:
                 start, state, notes = found
                 skipped_in_a_row = notes["skipped_in_a_row"]
                 say(f"resumed after step {start}")
-                if start >= steps and (folder / "summary.json").exists():
+                if start >= steps and finished is not None:
                     say("the run is complete")
-                    return json.loads((folder / "summary.json").read_text())
+                    return finished
         progress.at(start)
         progress.announce("compiling")
         if compiled is None:
@@ -133,7 +135,7 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
             compiled.result()
     compile_s = time.perf_counter() - compiling
     for name in ("metrics.jsonl", "samples.jsonl"):
-        keep_records(folder / name, start if start else -1)
+        keep_records(folder / name, start if start else -1, say)
     tracker = Tracker(
         folder / "metrics.jsonl",
         mode=config.wandb_mode,

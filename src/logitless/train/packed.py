@@ -33,7 +33,7 @@ from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
-from logitless.train.config import TrainConfig
+from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, Parts, without_cache
 from logitless.train.update import (
@@ -43,7 +43,6 @@ from logitless.train.update import (
     apply_gradients,
     make_part_logp,
     make_part_loss,
-    needs_rollout,
     whole_batch_counts,
 )
 
@@ -245,7 +244,7 @@ def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch,
             else:
                 known = found.sum
             out[name] = Metric(known, found.count + more)
-    out["live_tokens"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
+    out["live_token_share"] = Metric(jnp.sum(mask, dtype=jnp.float32), jnp.float32(mask.size))
     out["update_rows"] = Metric(jnp.sum(batch.learned, dtype=jnp.float32), jnp.float32(len(mask)))
     read = jnp.arange(rows.tokens.shape[0]) < batch.learning
     slots = jnp.sum(jnp.where(read[:, None, None], rows.segment_ids > 0, False), dtype=jnp.float32)

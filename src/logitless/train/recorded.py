@@ -62,12 +62,26 @@ def _write(file: Path, **arrays: Any) -> None:
     os.replace(beside, file)
 
 
-def _read(file: Path) -> dict[str, np.ndarray]:
+_ROLLOUTS = dict(prompt="iNP", prompt_valid="bNP", completion="iNC", mask="bNC", logp="fNC", rewards="fN", parts="U")
+_TRACE = dict(logp="fT", weights="fW")
+"""Arrays of a file by name: the kind of their numbers, and their axes."""
+
+
+def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
+    """The arrays of a file, whose kinds and axes are those of ``layout``."""
     try:
         with np.load(file, allow_pickle=False) as found:
-            return dict(found)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{file}: not readable as a recorded step ({error})") from None
+            arrays = {name: found[name] for name in layout}
+    except Exception as error:  # whatever damaged bytes make of the reader
+        detail = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{file}: not readable as a recorded step ({type(error).__name__}: {detail})") from None
+    sizes: dict[str, int] = {}
+    for name, x in arrays.items():
+        kind, axes = layout[name][0], layout[name][1:]
+        fits = x.ndim == len(axes) and all(sizes.setdefault(a, n) == n for a, n in zip(axes, x.shape, strict=True))
+        if x.dtype.kind != kind or not fits:
+            raise ConfigError(f"{file}: {name} is {x.dtype}{[*x.shape]}, which is not what a step records")
+    return arrays
 
 
 def steps_in(folder: Path) -> int:
@@ -93,8 +107,9 @@ def save_rollouts(folder: Path, step: int, rolled: Rollouts) -> None:
     )
 
 
-def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int]) -> Rollouts:
-    """A step's completions from another run; ``rows`` and the ``widths`` of prompt and completion must be its own."""
+def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int], vocab: int) -> Rollouts:
+    """A step's completions from another run; ``rows``, the ``widths`` of prompt and completion and the vocabulary
+    must be this run's."""
     found = read_rollouts(folder, step)
     given = np.shape(found.prompts.tokens), np.shape(found.completions.tokens)
     expected = (rows, widths[0]), (rows, widths[1])
@@ -104,17 +119,32 @@ def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int]) -
             f"{given[1]} tokens, expected {expected[0]} and {expected[1]}; replay with the configuration of the run "
             "that recorded them"
         )
+    for tokens in (found.prompts.tokens, np.asarray(found.completions.tokens)):
+        if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocab:
+            raise ConfigError(
+                f"rollout.replay: {_file(folder, 'rollouts', step)} has token ids from {tokens.min()} to "
+                f"{tokens.max()}, expected 0 to {vocab - 1}; replay with the model of the run that recorded them"
+            )
     return found
 
 
 def read_rollouts(folder: Path, step: int) -> Rollouts:
     """A step's completions, of whatever shape they were."""
-    found = _read(_file(folder, "rollouts", step))
+    file = _file(folder, "rollouts", step)
+    found = _read(file, _ROLLOUTS)
+    if not np.isfinite(found["rewards"]).all():
+        raise ConfigError(f"{file}: rewards has a number that is not finite")
+    if not found["mask"].any(axis=1).all():
+        raise ConfigError(f"{file}: mask has a completion without a token")
+    try:
+        parts = {str(name): float(value) for name, value in json.loads(str(found["parts"])).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{file}: parts is not a JSON object of numbers") from None
     return Rollouts(
         Prompts(found["prompt"], found["prompt_valid"]),
         Completions(found["completion"], found["mask"], found["logp"]),  # type: ignore[arg-type]
         found["rewards"],
-        json.loads(str(found["parts"])),
+        parts,
         [],
     )
 
@@ -132,10 +162,17 @@ def load_traces(folder: Path, records: list[dict[str, Any]]) -> list[Trace]:
     for record in records:
         file = _file(folder, "trace", record.get("step", 0))
         if "train/losses" in record and file.exists():
-            arrays = _read(file)
-            losses, norms = (
-                np.array([np.nan if v is None else v for v in record[key]], np.float64)
-                for key in ("train/losses", "train/grad_norms")
-            )
+            arrays = _read(file, _TRACE)
+            losses, norms = (_numbers(folder, record, key) for key in ("train/losses", "train/grad_norms"))
             out.append(Trace(losses, norms, arrays["logp"], arrays["weights"]))
     return out
+
+
+def _numbers(folder: Path, record: dict[str, Any], key: str) -> np.ndarray:
+    """A list of a step's record; NaN where it has ``null``."""
+    try:
+        return np.array([np.nan if v is None else v for v in record[key]], np.float64)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"{folder / 'metrics.jsonl'}: step {record['step']}: {key} is not a list of numbers"
+        ) from None

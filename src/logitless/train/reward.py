@@ -32,6 +32,8 @@ _NUMBER = rf"{_SIGN}{_DIGITS}(?:/[0-9]+)?"
 _ANYWHERE = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 _FORMATTED = re.compile(rf"####[ ]?{_NUMBER}\Z")
+LARGEST = 1e9
+"""Of a reward and of its weight: their product, squared and summed over a group, is far from the end of float32."""
 _LONGEST = 64  # characters of a number: a model can write any number of digits
 
 
@@ -127,8 +129,11 @@ def load_reward(spec: str) -> Reward:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(f"reward {spec!r} returned {value!r}, expected a finite number.")
+        if not abs(number) <= LARGEST:
+            given = " ".join(repr(value).split())[:80]
+            raise RewardError(
+                f"reward {spec!r} returned {given}, expected a finite number of at most {LARGEST:g} in size."
+            )
         return number
 
     return checked

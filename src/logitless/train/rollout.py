@@ -5,8 +5,9 @@
     token_t ~ p_t, cut to its top-p nucleus and normalised anew where top_p < 1
 
 The recorded log-probability is ``log p_t[token_t]``: at the sampling temperature, over the whole vocabulary, before the
-nucleus is cut. It is the number that the trainer computes for the same token; under greedy decoding (temperature 0) it
-is the one at temperature 1.
+nucleus is cut. For an objective with ``temperature_on="logp"`` it is ``log softmax(logits_t)[token_t] / temperature``.
+Either is the number that the trainer computes for the same token; under greedy decoding (temperature 0) it is the one
+at temperature 1.
 
 Prompts are padded on the left, so that all rows continue in the same slot. Noise belongs to a row and a position: the
 amount of padding, the rows beside it and the number of rows sampled at a time change nothing about a row's completion.
@@ -39,6 +40,8 @@ class Sampling:
     group_size: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    temperature_on: str = "logits"
+    """What the recorded log-probability is: the objective's ``temperature_on``."""
     stages: int = STAGES
     """At most; each is a copy of all layers to compile, and another one where rows make room (not with one stage)."""
 
@@ -65,15 +68,15 @@ def nucleus(logp: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
 
 def sample(logits: Float[Array, "B V"], keys: Array, s: Sampling) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row and its recorded log-probability; ``keys`` are one a row."""
-    z = logits if s.temperature == 0 else logits / s.temperature
     if s.temperature == 0:
-        return best_with_logp(z, z)
+        return best_with_logp(logits, logits)
+    z = logits / s.temperature
     noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:], z.dtype))(keys)
-    if s.top_p == 1:
-        return best_with_logp(z, z + noise)
-    logp = jax.nn.log_softmax(z, axis=-1)
-    token = jnp.argmax(nucleus(logp, s.top_p) + noise, axis=-1).astype(jnp.int32)
-    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
+    kept = z if s.top_p == 1 else nucleus(jax.nn.log_softmax(z, axis=-1), s.top_p)
+    if s.temperature_on == "logits":
+        return best_with_logp(z, kept + noise)
+    token, logp = best_with_logp(logits, kept + noise)
+    return token, logp / s.temperature
 
 
 def best_with_logp(z: Float[Array, "B V"], score: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:

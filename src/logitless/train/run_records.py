@@ -68,27 +68,30 @@ def step_record(
 def run_numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
     """What a run's records come to: its first and last ten steps, and its phases' times over the last ten."""
     steps = [r for r in records if "train/loss" in r]
-    rewards = [r["train/reward"] for r in steps]
-    evals = [r["eval/reward"] for r in records if "eval/reward" in r]
     last = steps[-10:]
 
-    def mean(values: list[Any]) -> float | None:
-        known = [v for v in values if v is not None]
-        return sum(known) / len(known) if known else None
+    def known(key: str, of: list[dict[str, Any]]) -> list[float]:
+        """The numbers under ``key``, without those that are ``null`` or that a damaged file made something else."""
+        values = (r.get(key) for r in of)
+        return [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
 
-    left_out = [r["train/left_out_mass_max"] for r in steps if r.get("train/left_out_mass_max") is not None]
+    def mean(key: str, of: list[dict[str, Any]]) -> float | None:
+        values = known(key, of)
+        return sum(values) / len(values) if values else None
+
+    left_out, evals = known("train/left_out_mass_max", steps), known("eval/reward", records)
     phases = {k for r in last for k in r if k.startswith("time/") and not k.startswith("time/train/")}
     return {
         "steps": len(steps),
-        "train/reward_first10": mean(rewards[:10]),
-        "train/reward_last10": mean(rewards[-10:]),
+        "train/reward_first10": mean("train/reward", steps[:10]),
+        "train/reward_last10": mean("train/reward", last),
         "eval/first": evals[0] if evals else None,
         "eval/last": evals[-1] if evals else None,
-        "train/skipped": sum(r["train/skipped"] for r in steps),
-        **{f"{k}_last10": mean([r.get(k) for r in last]) for k in LAST_TEN if any(k in r for r in last)},
+        "train/skipped": sum(known("train/skipped", steps)),
+        **{f"{k}_last10": mean(k, last) for k in LAST_TEN if any(k in r for r in last)},
         **({"train/left_out_mass_max": max(left_out)} if left_out else {}),
-        **{f"{k}/last10": mean([r.get(k) for r in last]) for k in sorted(phases)},
-        "time/train/step_avg_last10_s": steps[-1]["time/train/step_avg_last10_s"] if steps else None,
+        **{f"{k}/last10": mean(k, last) for k in sorted(phases)},
+        "time/train/step_avg_last10_s": mean("time/train/step_avg_last10_s", steps[-1:]),
     }
 
 

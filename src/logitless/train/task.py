@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from logitless.train import architectures, data, model
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.data import Problem
+from logitless.train.hub import by_name
 from logitless.train.model import ModelConfig, Params
 from logitless.train.reward import format_reward, load_reward, score
 from logitless.train.rollout import Completions
@@ -142,11 +144,13 @@ def _problems(config: TrainConfig, split: str) -> list[Problem]:
         return data.arithmetic(d.limit, split, seed=config.seed, form=d.form, **extra)
     if d.kind == "reasoning_gym":
         return data.reasoning_gym(d.task, split, seed=config.seed, **extra)
-    if d.path:
-        return data.gsm8k(d.path, split, **extra)
-    from logitless.train.fetch import fetch
-
-    return data.gsm8k(fetch("gsm8k", config.model.cache_dir or None), split, **extra)
+    folder = Path(d.path) if d.path else by_name("gsm8k", config.model.cache_dir or None)
+    if not d.path and not folder.is_dir():
+        raise ConfigError(
+            f"data.path: empty, and there is no GSM8K in {folder}; give a JSONL file, or a folder with train.jsonl and "
+            "test.jsonl (`python scripts/fetch.py gsm8k` in a checkout fetches it)"
+        )
+    return data.gsm8k(folder, split, **extra)
 
 
 def _check_lengths(task: Task) -> None:

@@ -61,7 +61,12 @@ class Tokenizer:
         self.eos_id: int = eos
         self.pad_id: int = eos if pad is None else pad
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))
+        for token_id in (*self.stop_ids, self.pad_id):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise ModelError(f"{source}: token id {token_id!r}, expected 0 to {self.vocab_size - 1}.")
         self.chat_template: str | None = _default_template(settings.get("chat_template"))
+        if not isinstance(self.chat_template, str | None):
+            raise ModelError(f"{source}: the chat template is {self.chat_template!r}, expected a text.")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -80,10 +85,7 @@ class Tokenizer:
         if template.is_file():
             settings["chat_template"] = template.read_text(errors="replace")
         stop = _json(folder / "generation_config.json").get("eos_token_id") or []
-        stop = stop if isinstance(stop, list) else [stop]
-        if not all(isinstance(i, int) for i in stop):
-            raise ModelError(f"{folder / 'generation_config.json'}: eos_token_id is {stop}, expected ids.")
-        return cls(backend, settings, str(folder), stop)
+        return cls(backend, settings, str(folder), stop if isinstance(stop, list) else [stop])
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
@@ -104,7 +106,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it are recognised, none is added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a text that is no Unicode; an unknown token that a stranger's file lacks
+            raise ModelError(f"{self._source}: cannot encode {text[:80]!r}: {error}") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of some ids."""
@@ -143,7 +148,10 @@ class Tokenizer:
 
     def _special_texts(self) -> dict[str, str]:
         found = {key: self._settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in found.items()}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+        for key, text in texts.items():
+            if not isinstance(text, str) and found[key] is not None:
+                raise ModelError(f"{self._source}: {key} is {found[key]!r}, expected a text.")
         return {key: text for key, text in texts.items() if text is not None}
 
 
@@ -176,10 +184,10 @@ class CharTokenizer:
 
 
 def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> TextTokenizer:
-    """The tokenizer at ``source``: a folder, a ``.gguf``, a name that can be fetched, or ``"char"``."""
+    """The tokenizer at ``source``: a folder, a ``.gguf``, a fetched name, or ``"char"``."""
     if str(source) == "char":
         return CharTokenizer()
-    from logitless.train.fetch import local_source
+    from logitless.train.hub import local_source
     from logitless.train.weights import untrusted
 
     path = local_source(source, cache_dir)

@@ -74,8 +74,9 @@ class Trainer:
         r = config.rollout
         dtype = jnp.dtype(config.model.compute_dtype)
         self.sampling = Sampling(
-            r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id
-        )
+            r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id,
+            self.objective.temperature_on,
+        )  # fmt: skip
         # A run evaluates a few times: one stage is a seventh of the program, and costs tenths of a second each time.
         greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, group_size=1, stages=1)
         make = partial(generate, config=task.model, compute_dtype=dtype)
@@ -217,7 +218,7 @@ class Trainer:
             widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
             with self.timed("rollout"):
                 wanted = c.train.prompts_per_step * c.train.group_size
-                return load_rollouts(Path(c.rollout.replay), step, wanted, widths)
+                return load_rollouts(Path(c.rollout.replay), step, wanted, widths, self.task.model.vocab_size)
         return collect(self, state, frozen, step)
 
     def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
@@ -246,7 +247,8 @@ class Trainer:
         if self.traced(step):
             with self.timed("trace"):  # no part of the step's time: other runs do without
                 rolled.trainer_logp = np.asarray(self._score(params, lora, batch) if old is None else old)
-        if old is not None and c.rollout.kind == "sample" and self.objective.temperature_on == "logits":
+        comparable = self.sampler is None or self.objective.temperature_on == "logits"
+        if old is not None and c.rollout.kind == "sample" and comparable:
             known = done.mask & ~np.isnan(done.logp)
             gap = np.abs(np.where(known, np.asarray(old) - done.logp, 0.0))
             record["rollout/logp_gap_max"] = float(gap.max())

@@ -23,11 +23,12 @@ from jaxtyping import Bool, Float, Int
 
 from logitless.core.pytree import register
 from logitless.objectives.aggregate import default_denominator, sequences_of
+from logitless.objectives.correction import entropy_denominator
 from logitless.objectives.metrics import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.train import train_mesh
 from logitless.train.backward import add_gradients
-from logitless.train.config import TrainConfig
+from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, Parts, lm_head, positions_of, without_cache
@@ -134,17 +135,15 @@ def completion_parts(
     return parts.then(lambda hidden: hidden[:, batch.prompt.shape[1] - 1 :])
 
 
-def needs_rollout(objective: Objective) -> bool:
-    """Whether the loss reads the sampler's log-probabilities."""
-    return objective.correction is not None or objective.off_policy_threshold is not None
+def whole_batch_counts(objective: Objective, mask: Bool[Array, "B C"]) -> dict[str, Array]:
+    """Denominators of an update, whatever micro-batches it is cut into.
 
-
-def whole_batch_counts(objective: Objective, mask: Bool[Array, "B C"]) -> dict[str, Any]:
-    """Denominators of an update, whatever micro-batches it is cut into."""
-    return {
-        "denominator": default_denominator(objective, sequences_of(mask, None)),
-        "entropy_denominator": jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0),
-    }
+    With ``top_entropy`` an update is one micro-batch (config_check.py), whose loss counts the tokens of the bonus.
+    """
+    counts = {"denominator": default_denominator(objective, sequences_of(mask, None))}
+    if objective.entropy_coef is not None and objective.top_entropy is None:
+        counts["entropy_denominator"] = entropy_denominator(objective, mask)
+    return counts
 
 
 def apply_gradients(

@@ -205,12 +205,12 @@ def save_safetensors(
 def load_model(
     source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None, *, tie_head: bool = False
 ) -> tuple[ModelConfig, Params]:
-    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that ``fetch.fetch`` knows.
+    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py has fetched.
 
     ``tie_head`` is for GGUF files that hold a tied head twice; see :func:`logitless.train.gguf.load_gguf`.
     """
-    from logitless.train.fetch import local_source
     from logitless.train.gguf import load_gguf
+    from logitless.train.hub import local_source
 
     path = local_source(source, cache_dir)
     if tie_head and path.suffix != ".gguf":
@@ -221,8 +221,8 @@ def load_model(
 
 def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> ModelConfig:
     """The shape of the model at ``source``, whose tensors are seen to be there but not read."""
-    from logitless.train.fetch import local_source
     from logitless.train.gguf import gguf_shape
+    from logitless.train.hub import local_source
 
     path = local_source(source, cache_dir)
     with untrusted(path):

@@ -53,7 +53,7 @@ def _load(path: Path) -> tuple:
         from logitless.train import hub
 
         if hub.is_id(str(path)):
-            from logitless.train.fetch import FetchError
+            from logitless.train.hub import FetchError
             from logitless.train.weights import load_model
 
             try:

@@ -2,8 +2,8 @@
 
 The turns of one round stand next to each other in time, so that a drift of the machine (a chip at its power limit moves
 a matmul by 10 % between two runs) is in both and leaves their ratio alone. With ``d_i`` the logarithm of the ratio in
-round ``i``, the ratio is ``exp(mean d)`` and its interval ``exp(mean d +- t s / sqrt n)`` with Student's ``t``. If one
-is inside the interval there is no difference, whatever the ratio.
+round ``i``, the ratio is ``exp(mean d)`` and its interval ``exp(mean d +- t s / sqrt n)`` with Student's ``t``. Only an
+interval without one is a difference; :func:`verdict` has the words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ T_95 = (
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
-NONE, FASTER, SLOWER, ONE = "no difference", "faster", "slower", "one round: no interval"
+NONE, UNSURE, FASTER, SLOWER, ONE = "no difference", "cannot tell", "faster", "slower", "one round: no interval"
+SAME = 0.9, 1.1
+"""An interval around one is called no difference if it lies between these."""
+
+
+def verdict(low: float | None, high: float | None) -> str:
+    """What an interval of a time ratio says in words."""
+    if low is None or high is None:
+        return ONE
+    if high < 1 or low > 1:
+        return FASTER if high < 1 else SLOWER
+    return NONE if SAME[0] <= low and high <= SAME[1] else UNSURE
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
@@ -28,11 +39,10 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     d = [math.log(x / y) for x, y in zip(a, b, strict=True)]
     middle = statistics.fmean(d)
     if len(d) == 1:
-        return dict(ratio=math.exp(middle), low=None, high=None, verdict=ONE)
+        return dict(ratio=math.exp(middle), low=None, high=None, verdict=verdict(None, None))
     wide = T_95[min(len(d) - 1, len(T_95)) - 1] * statistics.stdev(d) / math.sqrt(len(d))
     low, high = math.exp(middle - wide), math.exp(middle + wide)
-    verdict = FASTER if high < 1 else SLOWER if low > 1 else NONE
-    return dict(ratio=math.exp(middle), low=low, high=high, verdict=verdict)
+    return dict(ratio=math.exp(middle), low=low, high=high, verdict=verdict(low, high))
 
 
 def clocks(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -46,11 +56,12 @@ def main_ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(r: dict[str, Any]) -> str:
-    """``0.912x [0.905, 0.919]``; a difference inside its interval is called none."""
+    """``0.912x [0.905, 0.919]``, and the verdict where the interval has one in it."""
     if r["low"] is None:
         return f"{r['ratio']:.3f}x (one round)"
     inside = f"{r['ratio']:.3f}x [{r['low']:.3f}, {r['high']:.3f}]"
-    return f"{inside} {NONE}" if r["verdict"] == NONE else inside
+    said = verdict(r["low"], r["high"])
+    return f"{inside} {said}" if said in (NONE, UNSURE) else inside
 
 
 # Gates: bars that a case has to meet.

@@ -33,15 +33,18 @@ def table(record: dict[str, Any]) -> str:
         value = "" if gate["value"] is None else f"{gate['value']:.3f}"
         inside = f" [{gate['low']:.3f}, {gate['high']:.3f}]" if gate.get("low") is not None else ""
         lines.append(f"  {gate['state']:12s} {name:48s} {value}{inside} (<= {gate['limit']:g})")
-    if record.get("busy", 0) >= 1 and _on_cpu(record):
-        lines.append(f"  not alone: {record['busy']:g} cores were busy before the start, and the intervals show it")
+    if busy := not_alone(record):
+        lines.append(f"  {busy}, and the intervals show it")
     if "verify" not in record:
         lines.append("  not verified")
     return "\n".join(lines)
 
 
-def _on_cpu(record: dict[str, Any]) -> bool:
-    return any(row.get("environment", {}).get("platform") == "cpu" for row in record["arms"].values())
+def not_alone(record: dict[str, Any]) -> str:
+    """That a CPU's cores had other work as the benchmark began; empty if they had none, or a device did the work."""
+    on_cpu = any((row.get("environment") or {}).get("platform") == "cpu" for row in record["arms"].values())
+    busy = record.get("busy") or 0
+    return f"not alone: {busy:g} cores were busy before the start" if on_cpu and busy >= 1 else ""
 
 
 def compare(a: Path, b: Path) -> str:

@@ -1,14 +1,11 @@
-"""What a call will need, from shapes alone: ``logitless.plan`` and the command of that name. Nothing compiles or runs.
+"""What a call will need before it runs: ``logitless.plan`` and the command of that name.
 
-    head          the plan of a head-level call on one chip
-    tpu           what its kernels need
-    sparse        what a sparse backward costs for an assumed policy
-    mesh          the same call on each chip of a mesh, and its collectives
-    work          the numbers that bytes and FLOPs are made of
-    chips         public numbers of accelerators; planning as if on one of them
-    prediction    a plan, in words and as JSON
-    command       ``logitless plan``
-    scaling       writes docs/scaling.md
+    plan        the function: the route of the call, its memory, its FLOPs and a roofline time
+    program     the real program of a call, compiled for a device that may not be there
+    estimate    the closed estimate of bytes and FLOPs where no compiler is at hand
+    chips       public numbers of accelerators; routing as if on one of them
+    mesh        ``data=8,fsdp=4,tensor=2`` as a mesh, and the plan of a step on one
+    command     ``logitless plan``
 
 The package is not called ``plan``: as a submodule of that name it would hide the public function ``logitless.plan``.
 """

@@ -1,19 +1,22 @@
-"""``logitless plan``: bytes, FLOPs, tiles and a roofline time of a fused head call, on one chip or on a mesh."""
+"""``logitless plan``: memory, FLOPs, tiles and a roofline time of a fused head call, on one chip or on a mesh."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from logitless.lab.plan.chips import CHIPS
-from logitless.lab.plan.head import longest_context, plan
-from logitless.lab.plan.mesh import parse_mesh, plan_mesh
-from logitless.lab.plan.sparse import CALIBRATED
+from logitless.lab.plan.chips import CHIPS, CPU, chip_of
+from logitless.lab.plan.estimate import CALIBRATED
+from logitless.lab.plan.mesh import AXES, parse_mesh, plan_mesh
+from logitless.lab.plan.plan import Plan, longest_context
+from logitless.lab.plan.program import devices_for
 from logitless.lab.tools import result_files
 from logitless.lab.tools.shapes import MODELS
 from logitless.objectives.objective import Objective
@@ -26,8 +29,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--vocab", type=int, help="vocabulary size, in place of --model")
     p.add_argument("--tokens", type=int, default=8192, help="tokens of the step, all chips together (default 8192)")
     p.add_argument("--live-tokens", type=int, default=None, help="how many of them are not masked (default: all)")
-    p.add_argument("--chip", help=f"plan for this chip and give a roofline time: {', '.join(CHIPS)}")
-    p.add_argument("--mesh", help="data=8,fsdp=4,tensor=2: bytes, FLOPs and collectives of each chip; needs --chip")
+    p.add_argument("--chip", help=f"plan for this chip and give a roofline time: {', '.join(CHIPS)} (or cpu)")
+    p.add_argument("--mesh", help="data=8,fsdp=4,tensor=2: what each chip of a mesh needs; needs --chip")
     p.add_argument("--reserve-gb", type=float, default=0.0, help="memory of weights, optimiser state and activations")
     p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     p.add_argument("--logits-dtype", default="float32", choices=("bfloat16", "float32"))
@@ -42,6 +45,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--sparse-backward", default="off", help="off, auto, or the mass that a row may leave out")
     p.add_argument("--active-columns", type=float, default=None, help=_share_help("columns", CALIBRATED.active_columns))
     p.add_argument("--hard-rows", type=float, default=None, help=_share_help("rows", CALIBRATED.hard_rows))
+    p.add_argument("--no-compile", action="store_true", help="the estimate alone, at once")
     p.add_argument("--out", type=Path, default=None, help="append the plan to this file as a JSON line")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="any of these options: sparse_backward=auto")
 
@@ -100,70 +104,74 @@ def _here() -> str:
     return f"For this machine's {kind}, with no roofline time; --chip NAME plans for another: {', '.join(CHIPS)}"
 
 
-def _record(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """``(what to print, what to write)``."""
+def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any]]:
+    """The plan of a number of tokens with these options, and what to write beside it."""
     width, vocab = _shape(args)
     for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
         if value < 1:
             raise ValueError(f"{name} {value}, expected at least 1")
     if not 0 <= args.reserve_gb < float("inf"):
         raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected at least 0, and finite")
-    if args.chip is None and (args.mesh is not None or args.reserve_gb):
-        raise ValueError("--mesh and --reserve-gb need --chip")
-    options: dict[str, Any] = dict(
-        objective=Objective(
-            level="sequence" if args.sequence_level else "token", entropy_coef=0.01 if args.entropy_bonus else None
-        ),
+    chip = CPU if args.chip is None else chip_of(args.chip)
+    if chip is CPU and (args.mesh is not None or args.reserve_gb):
+        raise ValueError("--mesh and --reserve-gb need --chip, of an accelerator")
+    same = ("chip", "dtype", "lora_rank", "logits_dtype", "head_grad_dtype", "chunk_size", "memory_budget", "backend",
+            "active_columns", "hard_rows")  # fmt: skip
+    entropy = 0.01 if args.entropy_bonus else None
+    options: dict[str, Any] = {k: getattr(args, k) for k in same} | dict(
+        objective=Objective(level="sequence" if args.sequence_level else "token", entropy_coef=entropy),
         gradients=("hidden",) + ("lm_head",) * (not args.frozen_head) + ("lora",) * (args.lora_rank is not None),
-        lora_rank=args.lora_rank,
-        logits_dtype=args.logits_dtype,
-        head_grad_dtype=args.head_grad_dtype,
-        chunk_size=args.chunk_size,
-        memory_budget=args.memory_budget,
-        backend=args.backend,
         sparse_backward=_sparse_backward(args.sparse_backward),
-        active_columns=args.active_columns,
-        hard_rows=args.hard_rows,
     )
-    config = {
-        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("command", "overrides")
-    }
+    left_out = ("command", "overrides", "no_compile")
+    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
     record: dict[str, Any] = dict(kind="plan", config=dict(config, hidden=width, vocab=vocab))
-    if args.mesh is not None:
-        mesh = plan_mesh(
-            width, vocab, args.tokens, parse_mesh(args.mesh), chip=args.chip, dtype=args.dtype,
-            live_tokens=args.live_tokens, **options,
-        )  # fmt: skip
-        return str(mesh), dict(record, mesh=mesh.record())
-    lm_head = jax.ShapeDtypeStruct((vocab, width), args.dtype)
+    axes = dict.fromkeys(AXES, 1) if args.mesh is None else parse_mesh(args.mesh)
+    at = functools.partial(plan_mesh, width, vocab, axes=axes, **options)
+    if args.mesh is None:
+        plans = {n: at(tokens=n, compile=False) for n in (1 << k for k in range(12, 18))}
+        record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n, p in plans.items()]
+        if chip is not CPU:
+            fused, dense = longest_context(width, vocab, reserved=args.reserve_gb * 1e9, **options)
+            record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
+    return functools.partial(at, tokens=args.tokens, live_tokens=args.live_tokens), record
 
-    def at(tokens: int, live: int | None = None) -> Any:
-        hidden = jax.ShapeDtypeStruct((1, tokens, width), args.dtype)
-        return plan(hidden, lm_head, live_tokens=live, head_layout="vh", chip=args.chip, **options)
 
-    one = at(args.tokens, args.live_tokens)
-    text = str(one) if args.chip is not None else f"{_here()}\n{one}"
-    record["plan"] = one.record()
-    if args.chip is not None:
-        fused, dense = longest_context(
-            width, vocab, chip=args.chip, dtype=args.dtype, reserved=args.reserve_gb * 1e9, **options
-        )
+def _print(asked: Callable[..., Plan], args: argparse.Namespace, record: dict[str, Any]) -> Plan:
+    """The estimate and, where that compiler is at hand, the compiled program's memory, as each is known."""
+    found = asked(compile=False)
+    print(found if args.chip is not None else f"{_here()}\n{found}")
+    if "longest_context" in record:
+        tokens = "{fused:,} tokens, dense {dense:,} (estimate)".format(**record["longest_context"])
         left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
-        text += f"\n  longest context that fits{left}: {fused:,} tokens, dense {dense:,}"
-        record["longest_context"] = dict(fused=fused, dense=dense, reserved_gb=args.reserve_gb)
-    lengths = [1 << k for k in range(12, 18)]
-    record["contexts"] = [dict(tokens=n, peak=p.peak, dense_peak=p.dense_peak) for n in lengths for p in [at(n)]]
-    return text, record
+        print(f"  longest context that fits{left}: {tokens}")
+    if args.no_compile:
+        return found
+    _, why = devices_for(found.chip, found.devices)
+    if why:
+        print(f"  not compiled: {why}")
+        return found
+    sys.stdout.flush()
+    print("compiling the real program (a CPU's takes seconds, a TPU's up to a minute) ...", file=sys.stderr, flush=True)
+    found = asked(compile=None)
+    print(found.memory_line())
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 2 where it cannot be made."""
+    """Print the plan: 0; 1 where the compiler refuses the program, 2 where the plan cannot be made."""
     try:
-        text, record = _record(_with_overrides(args))
+        planned, record = _asked(_with_overrides(args))
+        found = _print(planned, args, record)
     except (ValueError, NotImplementedError) as error:
         print(f"logitless plan: {error}", file=sys.stderr)
         return 2
-    print(text)
+    except jax.errors.JaxRuntimeError as error:
+        print(
+            f"logitless plan: the compiler refuses the program: {str(error).strip().splitlines()[0]}", file=sys.stderr
+        )
+        return 1
+    record["mesh" if args.mesh is not None else "plan"] = found.record()
     if args.out is not None:
         result_files.append(args.out, record)
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
+FLOAT32_MAX = 3.4028234663852886e38
 LARGEST_SEED = 2**32 - 1
 """JAX takes 32 bits of a seed; of more it would drop some without a word."""
 
@@ -39,6 +40,44 @@ def check_common(seed: int, wandb_mode: str) -> None:
         raise ConfigError(
             f"wandb_mode: {wandb_mode} needs wandb: pip install 'logitless[wandb]', or set it to disabled"
         )
+
+
+def number(default: float | None, bounds: str) -> Any:
+    """A field for numbers of the interval ``bounds``, such as ``[0, 1)`` or ``[1, inf)``."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def one_of(*choices: str, default: str | None = None) -> Any:
+    """A field for one of ``choices``; the first by default."""
+    return dataclasses.field(default=choices[0] if default is None else default, metadata={"choices": choices})
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Refuse by key the first value outside of what :func:`number` or :func:`one_of` declare for its field."""
+    for field in dataclasses.fields(config):
+        key, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_fields(value, key + ".")
+        if "choices" in field.metadata and value not in field.metadata["choices"]:
+            allowed = field.metadata["choices"]
+            close = difflib.get_close_matches(str(value), allowed, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{key}: {value!r}, expected one of {', '.join(a or 'nothing' for a in allowed)}.{hint}")
+        if "bounds" in field.metadata and value is not None:
+            _check_number(key, value, field.metadata["bounds"])
+
+
+def _check_number(key: str, value: float, bounds: str) -> None:
+    low, high = (float(end) for end in bounds[1:-1].split(","))
+    above = value >= low if bounds[0] == "[" else value > low
+    below = value <= min(high, FLOAT32_MAX) if bounds[-1] == "]" or high > FLOAT32_MAX else value < high
+    if above and below:
+        return
+    expected = f"a number in {bounds}"
+    if high > FLOAT32_MAX:
+        expected = f"at least {low:g}" if bounds[0] == "[" else f"a finite number above {low:g}"
+        expected += " (finite in float32)" if not value <= FLOAT32_MAX else ""
+    raise ConfigError(f"{key}: {value}, expected {expected}")
 
 
 def _known_keys(schema: type, prefix: str = "") -> list[str]:

@@ -115,6 +115,10 @@ class Progress:
 
 def of_step(record: dict[str, Any]) -> str:
     """A training step in a few words."""
-    loss, seconds = record["train/loss"], record["time/train/step_avg_last10_s"]
-    said = f"reward {record['train/reward']:.3f}  loss {'skipped' if loss is None else format(loss, '.4f')}"
-    return f"{said}  {seconds:.2f} s/step"
+
+    def number(key: str, form: str, otherwise: str = "-") -> str:
+        value = record.get(key)  # null where it was not finite
+        return format(value, form) if isinstance(value, (int, float)) else otherwise
+
+    said = f"reward {number('train/reward', '.3f')}  loss {number('train/loss', '.4f', 'skipped')}"
+    return f"{said}  {number('time/train/step_avg_last10_s', '.2f')} s/step"

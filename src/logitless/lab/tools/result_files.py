@@ -16,8 +16,8 @@ from logitless._version import __version__
 Record = dict[str, Any]
 
 
-KINDS = ("plan", "tpu_compile", "tpu_cycles", "ab", "train_peak", "train_sizes", "train_largest")
-"""Kinds that a record's own ``kind`` tells; other keys do not (a training peak has arms, too, as a benchmark)."""
+KINDS = ("bench", "plan", "tpu_compile", "tpu_cycles", "ab")
+"""Kinds that a record's own ``kind`` tells."""
 
 
 class RecordError(Exception):
@@ -57,8 +57,8 @@ def kind_of(record: Any) -> str | None:
         return str(kind)
     if "gates" in record and "config/name" in record:
         return "gradcheck"
-    if all(isinstance(record.get(key), dict) for key in ("arms", "config")):
-        return "bench"
+    if kind is None and all(isinstance(record.get(key), dict) for key in ("arms", "config")):
+        return "bench"  # from before these had a kind
     said = any(isinstance(record.get(key), dict) for key in ("environment", "versions"))
     if said or any(isinstance(record.get(key), str) for key in ("what", "device")):
         return "record"  # of a script, or a run's summary: numbers that say where they come from
@@ -87,13 +87,15 @@ def read(path: Path) -> list[Record]:
         raise RecordError(f"{path}: not readable ({error})") from None
     try:
         found = list(_flat(json.loads(text)))
-    except json.JSONDecodeError:
+    except RecursionError:
+        raise RecordError(f"{path}: its values are nested too deep") from None
+    except ValueError:  # no JSON, or numbers of thousands of digits
         found = []
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
                     found += _flat(json.loads(line))
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise RecordError(f"{path}: line {number} is not JSON ({error})") from None
     known = [r for r in found if kind_of(r) is not None]
     if not known:

@@ -44,12 +44,13 @@ class TpuCompilerMissing(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """An executable and its HBM on one chip, in bytes."""
+    """An executable and its memory on one device, in bytes, as its compiler reports it."""
 
     executable: Any
     peak_bytes: int
     argument_bytes: int
     output_bytes: int
+    temporary_bytes: int
     alias_bytes: int
     seconds: float
 
@@ -72,8 +73,17 @@ def topology(name: str = "v6e:2x4") -> topologies.TopologyDescription:
     if why is not None:
         raise TpuCompilerMissing(why)
     for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+        if key != "JAX_PLATFORMS":  # JAX has read it; set here it would reach processes that the caller starts
+            os.environ.setdefault(key, value)
     return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
+def slice_for(generation: str, count: int) -> str:
+    """The name of the smallest slice of a generation with ``count`` chips: ``v6e:4x4`` for 9 to 16 of them."""
+    sides = [2, 2] if generation in ("v2", "v3", "v5e", "v6e") else [2, 2, 1]
+    while int(np.prod(sides)) < count:
+        sides[-1 - sides[::-1].index(min(sides))] *= 2
+    return f"{generation}:{'x'.join(map(str, sides))}"
 
 
 def mesh(name: str = "v6e:2x4", shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
@@ -83,29 +93,36 @@ def mesh(name: str = "v6e:2x4", shape: Sequence[int] = (1,), axes: Sequence[str]
 
 
 def compile_for(
-    where: str | Mesh, f: Callable[..., Any], *args: Any, donate: Sequence[int] = (), spec: Any = None
+    where: str | Mesh | None, f: Callable[..., Any], *args: Any, donate: Sequence[int] = (), spec: Any = None
 ) -> Compiled:
-    """Compile ``jit(f)`` for a slice's first chip, or for a mesh.
+    """Compile ``jit(f)`` for a slice's first chip, for a mesh, or (``None``) for JAX's default device.
 
     ``args`` are trees of ``jax.ShapeDtypeStruct``; those without a sharding get ``spec`` (replicated by default).
     """
     chips = mesh(where) if isinstance(where, str) else where
-    sharding = NamedSharding(chips, PartitionSpec() if spec is None else spec)
-
-    def placed(x: Any) -> Any:
-        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     start = time.perf_counter()
-    # Under the mesh, so that Pallas asks these chips for their kind and not the host's CPU.
-    with jax.set_mesh(chips):
-        lowered = jax.jit(f, donate_argnums=tuple(donate)).lower(*jax.tree.map(placed, args))
+    if chips is None:
+        lowered = jax.jit(f, donate_argnums=tuple(donate)).lower(*args)
+    else:
+        sharding = NamedSharding(chips, PartitionSpec() if spec is None else spec)
+
+        def placed(x: Any) -> Any:
+            return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        # Under the mesh, so that Pallas asks these chips for their kind and not the host's CPU.
+        with jax.set_mesh(chips):
+            lowered = jax.jit(f, donate_argnums=tuple(donate)).lower(*jax.tree.map(placed, args))
     executable = lowered.compile()
     m: Any = executable.memory_analysis()
+    given, made, aliased = m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
+    on_tpu = (jax.default_backend() if chips is None else chips.devices.flat[0].platform) == "tpu"
     return Compiled(
         executable=executable,
-        peak_bytes=m.peak_memory_in_bytes,
-        argument_bytes=m.argument_size_in_bytes,
-        output_bytes=m.output_size_in_bytes,
-        alias_bytes=m.alias_size_in_bytes,
+        # XLA's CPU and GPU compilers leave the temporaries out of the peak that they report.
+        peak_bytes=m.peak_memory_in_bytes if on_tpu else given + made + m.temp_size_in_bytes - aliased,
+        argument_bytes=given,
+        output_bytes=made,
+        temporary_bytes=m.temp_size_in_bytes,
+        alias_bytes=aliased,
         seconds=time.perf_counter() - start,
     )

