@@ -229,7 +229,7 @@ def plant(todo: list[Site], map_: Map, tree: Path, end: float, patience: float, 
                     break
                 start = time.monotonic()
                 found = dict(file=site.file, line=site.line, column=site.span[2], fault=site.name)
-                found |= verdict_of(site, map_.tests(site.file, site.line), own, patience)
+                found |= verdict_of(site, map_.tests(site.file, site.line, site.imported), own, patience)
                 found["seconds"] = round(time.monotonic() - start, 1)
                 os.write(write, json.dumps(found).encode() + b"\n")
         except BaseException:

@@ -110,13 +110,15 @@ class Map:
                     print(f"  fails as it is, and is left out: {failed}", flush=True)
             self.path.write_text(json.dumps(dict(source=self.source, files=self.files)))
 
-    def tests(self, file: str, line: int) -> list[list[str]]:
-        """Tests that execute a line, first those that are near and quick; then the others of their files."""
+    def tests(self, file: str, line: int, imported: bool) -> list[list[str]]:
+        """Tests that execute a line, first those that are near and quick; then the others of their files. What runs
+        when a module is ``imported`` is executed by all that execute any line of it."""
         sure, others = [], []
+        bits = -1 if imported else 1 << line
         for name, found in self.files.items():
 
             def executes(test: str, lines: dict[str, dict[str, str]] = found["lines"]) -> bool:
-                return bool(int(lines.get(test, {}).get(file, "0"), 16) >> line & 1)
+                return bool(int(lines.get(test, {}).get(file, "0"), 16) & bits)
 
             by_all = executes("")
             direct = [t for t in found["seconds"] if by_all or executes(t)]

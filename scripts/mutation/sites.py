@@ -69,6 +69,11 @@ class Site:
         """The same as long as the expression and the function around it have not changed."""
         return f"{self.file}:{self.place}: {self.old} -> {self.new}"
 
+    @property
+    def imported(self) -> bool:
+        """Whether it stands outside of every function, or is a class's own line."""
+        return not any(name[:1].islower() or name[:1] == "_" for name in self.place.split(".") if name)
+
     def applied(self, text: str) -> str:
         """``text`` with the fault in it, and every other line where it was."""
         first, last, start, end = self.span

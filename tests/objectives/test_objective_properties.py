@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless import Objective, rows_with_gradient
+from conftest import metrics_of
+from logitless import Objective, loss_denominator, rows_with_gradient
+from logitless.objectives.inputs import loss_inputs
+from logitless.objectives.loss import may_have_gradient
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -98,3 +104,49 @@ def test_bounds_of_a_dual_clip_a_quantile_and_a_correction() -> None:
         Objective(correction="token", correction_mode="mask", **bound)
     with pytest.raises(ValueError, match="correction_mode='mask' has no effect without correction_min or"):
         Objective(correction="token", correction_mode="mask", correction_max=None)
+
+
+@pytest.mark.parametrize("fields", [dict(aggregation="bnpo"), dict(), dict(count_rows="non_empty")])
+@pytest.mark.parametrize("segments", [False, True])
+def test_counts_are_exact_beyond_what_bfloat16_counts(fields: dict[str, Any], segments: bool) -> None:
+    """1027 rows of a token each: as many tokens, rows, rows with a token, and segments."""
+    ids = np.ones((1027, 1), np.int32) if segments else None
+    assert float(loss_denominator(Objective(**fields), np.ones((1027, 1)), ids)) == 1027.0
+
+
+def test_vespo_s_lambda_has_a_least_value_and_its_k_none() -> None:
+    shapes = {f"vespo_{x}_{side}": 1e-5 for x in ("k", "lambda") for side in ("pos", "neg")}
+    o = Objective.from_trl(loss_type="vespo", **shapes)
+    assert (o.vespo_lambda_pos, o.vespo_lambda_neg, o.vespo_k_pos, o.vespo_k_neg) == (1e-4, 1e-4, 1e-5, 1e-5)
+
+
+def test_tokens_that_a_correction_drops_are_not_looked_at() -> None:
+    """Nor those without an advantage; with a KL term or an entropy bonus every live token is."""
+    mask = jnp.array([[True, True, True, False]])
+    zeros = jnp.zeros((1, 4))
+    drops = dict(correction="token", correction_mode="mask", correction_max=2.0)
+
+    def moving(**fields: Any) -> list[bool]:
+        o = Objective(**fields)
+        rollout = jnp.array([[0.0, -5.0, 0.0, 0.0]])
+        _, x = loss_inputs("test", o, (1, 4), dict(
+            advantages=jnp.array([[1.0, 1.0, 0.0, 1.0]]), mask=mask, old_logp=zeros, ref_logp=zeros,
+            rollout_logp=rollout, segment_ids=None, denominator=None, entropy_denominator=None, token_weights=None,
+        ))  # fmt: skip
+        return may_have_gradient(o, x)[0].tolist()
+
+    assert moving() == [True, True, False, False]
+    assert moving(**drops) == [True, False, False, False]
+    assert moving(beta=0.1, **drops) == moving(entropy_coef=0.1) == [True, True, True, False]
+
+
+def test_a_packed_row_without_a_token_has_no_part_in_the_least_clip_fraction() -> None:
+    """Every token of the other row is clipped from below."""
+    o = Objective(level="sequence", clip_metrics="trl")
+    logp, zeros = np.full((2, 3), -2.0, np.float32), np.zeros((2, 3), np.float32)
+    found = metrics_of(
+        o, logp, zeros, advantages=zeros - 1.0, old_logp=zeros, mask=np.array([[1, 1, 1], [0, 0, 0]]),
+        segment_ids=np.ones((2, 3), np.int32),
+    )  # fmt: skip
+    assert tuple(found["clip_fraction_low_min"]) == (1.0, 1.0) and tuple(found["clip_fraction_low"]) == (1.0, 1.0)
+    assert tuple(found["clip_fraction_high_max"]) == (0.0, 1.0)

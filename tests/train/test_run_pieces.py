@@ -45,7 +45,7 @@ def test_a_run_is_finished_with_all_its_records_and_its_summary(
     lines = [{"step": 0, "eval/reward": 1.0}, *({"step": i + 1, "train/loss": 0.0} for i in range(records))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if summary is not None:
-        (tmp_path / "summary.json").write_text(json.dumps({"steps": summary}))
+        (tmp_path / "summary.json").write_text(json.dumps({"name": "tiny", "steps": summary}))
     assert folder.finished(c, 3) == done
 
 
@@ -217,7 +217,7 @@ def test_metrics_of_skipped_sequences_are_those_of_tokens_that_nothing_happened_
     assert got["zero_gradient_tokens"] == (3.5, 5.0) and got["entropy"] == (0.5, 2.0)
     assert got["clip_fraction"] == (0.5, 2.0 + more)
     assert got["clip_fraction_min"] == (0.0, 4.0) and got["clip_fraction_max"] == (0.5, 4.0)
-    assert got["live_tokens"] == (6.0, 12.0) and got["update_rows"] == (2.0, 4.0)
+    assert got["live_token_share"] == (6.0, 12.0) and got["update_rows"] == (2.0, 4.0)
     assert got["packed_fill"] == (6.0, 8.0)
     reported = dataclasses.replace(c, train=dataclasses.replace(c.train, report_skipped=True))
     same = jax.tree.map(float, _of_the_whole(reported, Objective(level=level), batch, given))

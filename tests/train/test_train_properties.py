@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreted import by_numpy
 from logitless.objectives.metrics import Metric
 from logitless.train import checkpoints, recorded
 from logitless.train.compare import ratios
 from logitless.train.config import ConfigError
-from logitless.train.reward import overlong_penalty
-from logitless.train.rollout import Completions, Sampling, generate, nucleus, sample
+from logitless.train.rollout import Completions, Sampling, nucleus, sample
 from logitless.train.run_records import Rollouts, ended, json_number, run_numbers, step_record
-from logitless.train.task import Prompts, pad_left
-from train_micro import MICRO, micro_params
+from logitless.train.task import Prompts
 
 
 def sampling(**options: Any) -> Sampling:
@@ -43,25 +40,6 @@ def test_a_token_of_the_nucleus_is_recorded_with_its_probability_in_the_whole_vo
     np.testing.assert_allclose(logp, np.log(0.5), rtol=1e-6)
 
 
-def test_every_end_token_ends_a_row() -> None:
-    """Whichever of several it is: what follows is padding."""
-    prompts, ends = pad_left([[1, 2, 3], [4], [5, 6]], 4, 15), (3, 7, 11)
-    s = sampling(max_new=12, group_size=4, eos_ids=ends, pad_id=15)
-    done = by_numpy(
-        lambda t, v: generate(micro_params(1), None, t, v, jax.random.key(5), config=MICRO, sampling=s),
-        prompts.tokens, prompts.valid,
-    )  # fmt: skip
-    last = [row[live][-1] for row, live in zip(done.tokens, done.mask, strict=True)]
-    assert set(ends) <= set(last)
-    for row, live in zip(done.tokens, done.mask, strict=True):
-        assert not np.isin(row[live][:-1], ends).any() and (row[~live] == 15).all()
-
-
-def test_the_overlong_penalty_is_nothing_before_its_buffer_and_no_more_beyond_its_limit() -> None:
-    lengths = np.array([0, 79, 80, 90, 100, 130])
-    assert overlong_penalty(lengths, limit=100, buffer=20, penalty=0.5).tolist() == [0, 0, 0, -0.25, -0.5, -0.5]
-
-
 @pytest.mark.parametrize("rows, widths", [(3, (4, 5)), (2, (5, 5)), (2, (4, 6))])
 def test_recorded_rollouts_are_taken_by_the_shapes_that_recorded_them_alone(
     rows: int, widths: tuple[int, int], tmp_path: Path
@@ -69,10 +47,12 @@ def test_recorded_rollouts_are_taken_by_the_shapes_that_recorded_them_alone(
     prompts = Prompts(np.ones((2, 4), np.int32), np.ones((2, 4), bool))
     done = Completions(np.ones((2, 5), np.int32), np.ones((2, 5), bool), np.zeros((2, 5), np.float32))  # type: ignore[arg-type]
     recorded.save_rollouts(tmp_path, 1, Rollouts(prompts, done, np.array([1.0, 0.0]), {"exact": 0.5}, []))
-    same = recorded.load_rollouts(tmp_path, 1, 2, (4, 5))
+    same = recorded.load_rollouts(tmp_path, 1, 2, (4, 5), vocab=2)
     assert same.rewards.tolist() == [1.0, 0.0] and same.parts == {"exact": 0.5}
     with pytest.raises(ConfigError, match=r"rollout.replay: .*_00000001.npz has prompts and completions of \(2, 4\)"):
-        recorded.load_rollouts(tmp_path, 1, rows, widths)
+        recorded.load_rollouts(tmp_path, 1, rows, widths, vocab=2)
+    with pytest.raises(ConfigError, match=r"token ids from 1 to 1, expected 0 to 0"):
+        recorded.load_rollouts(tmp_path, 1, 2, (4, 5), vocab=1)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
