@@ -72,7 +72,7 @@ class Site:
     @property
     def imported(self) -> bool:
         """Whether it stands outside of every function, or is a class's own line."""
-        return not any(name[:1].islower() or name[:1] == "_" for name in self.place.split(".") if name)
+        return not any(name.lstrip("_")[:1].islower() for name in self.place.split("."))
 
     def applied(self, text: str) -> str:
         """``text`` with the fault in it, and every other line where it was."""
