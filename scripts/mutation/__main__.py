@@ -46,7 +46,7 @@ CHOSEN = (
     *("api.py", *(f"core/{m}.py" for m in CORE.split()), "data/*.py", "objectives/*.py", "settings/*.py"),
     *("head/*.py", "head/sparse/*.py", "logits/*.py", "train/*.py"),
 )
-HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_properties"
+HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_properties sparse_pieces"
 TESTS = (
     *("test_*.py", "objectives/test_*.py", "oracle/test_*.py", "train/test_*.py", "mesh/test_sharding_errors.py"),
     *(f"head/test_{name}.py" for name in HEAD_TESTS.split()),
