@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from logitless.core.problem import Call, Head, HeadGrads, Problem
 from logitless.core.row_passes import Visit
+from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
+from logitless.head import linear
 from logitless.head.sparse import active_columns
 from logitless.head.sparse.active_columns import Rule
+from logitless.head.sparse.column_gather import in_their_place, mass_beside, mean_row
 from logitless.head.sparse.lse_guess import expected_lse, target_logits
 from logitless.head.sparse.token_order import Ordered, in_order, some
 
@@ -183,3 +187,44 @@ def test_the_cheapest_set_of_columns() -> None:
     assert cheapest([100, 200, 512], [1.0, 0.9, 0.0]) == (2, False)  # 3.2, 3.1, 1.024
     assert cheapest([100, 200, 513], [0.8, 1.0, 0.0]) == (0, False)  # 2.6, 3.4, too many
     assert cheapest([100, 200, 513], [1.0, 1.0, 0.0]) == (0, True)  # 3.2, 3.4, too many
+
+
+def test_the_mass_beside_what_is_kept_is_never_negative() -> None:
+    np.testing.assert_array_equal(mass_beside(jnp.array([0.25, 1.0, 1.5, jnp.nan])), [0.75, 0.0, 0.0, np.nan])
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_mean_row_of_the_head(layout: Any, lora: bool) -> None:
+    """Of eight columns only each second is looked at, where a slab has four; the padding behind them is not."""
+    rng, vh = np.random.default_rng(2), layout == "vh"
+    w, a, b = (rng.normal(size=s).astype(np.float32) for s in ((V, H), (V, 2), (2, H)))
+    outer, inner = (jnp.asarray(x if vh else x.T) for x in (a, b))
+    pair = (outer, inner) if vh else (inner, outer)
+    head = Head(jnp.asarray(w if vh else w.T), None, *(pair if lora else (None, None)), 0.5, layout)
+    p = dataclasses.replace(problem(layout), head=head)
+    rule = Rule((1.0,), per_column=2.0, per_hard_row=3.0, dense=3.0, slab=4, most=8)
+    whole = w + 0.5 * (a @ b) if lora else w
+    np.testing.assert_allclose(mean_row(rule, p), whole[[0, 2, 4, 6]].mean(axis=0, keepdims=True), atol=1e-6)
+
+
+def test_what_is_left_out_stands_in_the_mean_row_s_place() -> None:
+    """``(g_lse - g_logp)`` times the mass, at the slope of a logit of zero; the entropy has no part, zero is zero."""
+    g = StatCotangents(*(jnp.array(x) for x in ([1.0, 2.0, 0.0], [0.0, 5.0, 0.0], [0.5, 0.0, 0.0])))
+    c, mass = jnp.array([[1.0, -2.0]]), jnp.array([0.25, 0.5, jnp.nan])
+    got = in_their_place(c, mass, g, LogitTransform(temperature=0.5, scale=3.0, softcap=7.0))
+    np.testing.assert_allclose(got, [[-0.75, 1.5], [-6.0, 12.0], [0.0, 0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("place, dtype, shape, matmul", [
+    ("gpu", jnp.bfloat16, (3, 5), True), ("gpu", jnp.float32, (3, 5), False), ("gpu", jnp.bfloat16, (5,), False),
+    ("cpu", jnp.bfloat16, (3, 5), False),
+])  # fmt: skip
+def test_zeros_of_16_bits_are_a_matmul_on_a_gpu(
+    place: str, dtype: Any, shape: tuple[int, ...], matmul: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "platform", lambda: place)
+    jaxpr = jax.make_jaxpr(lambda: linear._zeros(shape, dtype))()
+    assert ("dot_general" in str(jaxpr)) == matmul
+    zeros = linear._zeros(shape, dtype)
+    assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()

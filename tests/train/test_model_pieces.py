@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,11 @@ import numpy as np
 import pytest
 
 from logitless.train import attention
-from logitless.train.ab import _steps_expected
-from logitless.train.compare import all_agree, disagreeing, free_runs
+from logitless.train.ab import _show, _steps_expected
+from logitless.train.compare import all_agree, disagreeing, free_runs, over_seeds
 from logitless.train.config import ConfigError, TrainConfig, load
 from logitless.train.data import DataError, Problem, gsm8k
-from logitless.train.model import ModelConfig, ModelError, hidden_states
+from logitless.train.model import ModelConfig, ModelError, hidden_states, without_cache
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, sample
 from logitless.train.task import Task
@@ -166,3 +168,34 @@ def test_a_split_has_one_of_two_names() -> None:
         Task(config(), None, None, None, [], []).rewards(["1", "2"], [Problem("1+1=", "2")])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"train.steps: 0"):
         config("train.steps=0")
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_are_computed_again_where_that_is_asked_for(remat: bool) -> None:
+    ids = jnp.ones((1, 3), int)
+    parts = without_cache(MICRO, ids, jnp.arange(3)[None], ids > 0)
+    jaxpr = jax.make_jaxpr(lambda p: parts.hidden(p, None, remat))(micro_params(0))
+    assert ("remat" in str(jaxpr) or "checkpoint" in str(jaxpr)) == remat
+
+
+def test_a_curve_that_no_seed_has_measured_is_not_judged() -> None:
+    pairs = [([{"train/loss": 0.0, "train/reward": i}],) * 2 for i in (0.25, 0.5)]
+    found = over_seeds(config("ab.seeds=2"), pairs)
+    assert found["reward_agree"] and not any(key.startswith("kl") for key in found)
+
+
+def test_the_line_of_the_arms_that_run(tmp_path: Path) -> None:
+    """The slowest says what is left; one without a step says its last words."""
+    arms = {name: config(f"run_dir={tmp_path / name}", "train.steps=10") for name in ("a", "b", "c", "d")}
+    for name, done, pace in (("a", 4, 2.0), ("b", 8, 60.0)):
+        (tmp_path / name).mkdir()
+        record = {"train/loss": 0.5, "train/reward": 0.25, "time/train/step_avg_last10_s": pace}
+        (tmp_path / name / "metrics.jsonl").write_text((json.dumps(record) + "\n") * done + '{"train/loss": 3')
+    (tmp_path / "c.log").write_text("one\n loading \n\n")
+    at: list[tuple[int, str]] = []
+    progress: Any = SimpleNamespace(at=lambda done, text: at.append((done, text)))
+    a, b = (f"reward 0.250  loss 0.5000  {pace} s/step" for pace in ("2.00", "60.00"))
+    assert _show(arms, ["a", "b", "c", "d"], progress, 7) == f"{at[0][1]}  about 2 min left"
+    assert at == [(7, f"a 4/10  {a}, b 8/10  {b}, c: loading, d: starting")]
+    assert _show(arms, ["a"], progress, 0).endswith("about 12 s left")
+    assert _show(arms, ["d"], progress, 0) == "d: starting"
