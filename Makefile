@@ -9,10 +9,11 @@ EXTRAS := .[dev,tpu]
 TUNIX := .venv-tunix
 TUNIX_TESTS := 'pytest>=8' pytest-xdist hypothesis
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+GREEN = "$(PYTHON)" scripts/record_green.py# what was last green, and on which commit
 export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE # uv leaves compiling modules to their first import, whose result has to be kept
 
-.PHONY: install demo test quick test-slow mutants conformance lint style types tests core site dist matrix test-tunix clean
+.PHONY: install demo test quick test-slow mutants conformance conformance-quick lint style types tests core site dist matrix test-tunix clean
 
 install: $(STAMP)
 
@@ -47,7 +48,8 @@ quick: style
 	@$(MAKE) --no-print-directory -j2 core types
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --junitxml=$(VENV)/test-slow.xml
+	$(GREEN) test-slow $(VENV)/test-slow.xml
 
 # Tunix brings about a hundred packages, so it has an environment of its own. Its losses are compiled by the dozen,
 # and run on one core each.
@@ -56,7 +58,9 @@ $(TUNIX)/.installed: pyproject.toml
 	touch $@
 
 test-tunix: $(TUNIX)/.installed
-	$(TUNIX)/bin/python -m pytest -n 2 --dist worksteal tests/integrations tests/objectives/test_frameworks.py
+	$(TUNIX)/bin/python -m pytest -n 2 --dist worksteal --junitxml=$(TUNIX)/report.xml \
+		tests/integrations tests/objectives/test_frameworks.py
+	$(GREEN) test-tunix $(TUNIX)/report.xml
 
 mutants: $(STAMP)  # 200 small faults drawn at random, one at a time, and the tests that execute their lines
 	$(BIN)/python scripts/mutation
@@ -74,7 +78,13 @@ $(CONFORMANCE)/.installed: pyproject.toml
 	touch $@
 
 conformance: $(CONFORMANCE)/.installed
-	$(CONFORMANCE)/bin/python tests/conformance benchmarks/results/conformance.json docs/conformance.md
+	$(CONFORMANCE)/bin/python tests/conformance benchmarks/results/conformance.json docs/conformance.md \
+		--junitxml=$(CONFORMANCE)/report.xml
+	$(GREEN) conformance $(CONFORMANCE)/report.xml
+
+# TRL's loss and from_trl alone: a minute on two quiet cores. Nothing is recorded.
+conformance-quick: $(CONFORMANCE)/.installed
+	$(CONFORMANCE)/bin/python -m pytest -q -p no:cacheprovider -W ignore tests/conformance/test_trl.py
 
 site: $(STAMP)  # the pages as a website, in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -82,9 +92,11 @@ site: $(STAMP)  # the pages as a website, in site/; a warning is an error
 
 dist: $(STAMP)  # wheel and sdist in dist/, each tried in an empty environment
 	$(BIN)/python scripts/dist.py
+	$(GREEN) dist
 
 matrix:  # the suite on jax 0.10, 0.11 and 0.12; environments in .matrix/, result in benchmarks/results/matrix.json
 	"$(PYTHON)" scripts/matrix.py
+	$(GREEN) matrix
 
 clean:
 	rm -rf $(VENV) $(TUNIX) $(CONFORMANCE) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache .mutation

@@ -56,11 +56,11 @@ from logitless.core.problem import Call, Head, Problem
 from logitless.core.row_passes import rows_in_parts
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
-from logitless.head.pallas_tpu import kept as kept_module
+from logitless.head.pallas_tpu import kept_exponentials as kept_module
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.backend import front
-from logitless.head.pallas_tpu.backward import coefficients
-from logitless.head.pallas_tpu.kept import Kept
+from logitless.head.pallas_tpu.dweight import coefficients
+from logitless.head.pallas_tpu.kept_exponentials import Kept
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
 from logitless.lab.tools.baselines import strong_head_logp
 from logitless.lab.tpu import aot, cycles

@@ -74,9 +74,11 @@ def program(form: str, layout: Layout, mesh: Any) -> tuple[Any, tuple[Any, ...]]
         arrays: dict[str, Any] = {"advantages": advantages, "old_logp": old, "objective": objective}
         if form.startswith("dense"):
             return baselines.head_loss(form.split()[-1], h, w, y, logits_dtype="float32", **arrays)
-        sums = "param" if "bfloat16" in form else "float32"
+        sums, sparse = "param" if "bfloat16" in form else "float32", "auto" if "sparse" in form else "off"
         sharding = Sharding(mesh, tokens=layout.tokens, head=layout.head)
-        return linear_grpo_loss(h, w, y, sharding=sharding, head_grad_dtype=sums, backend="pallas_tpu", **arrays)[0]
+        return linear_grpo_loss(
+            h, w, y, sharding=sharding, head_grad_dtype=sums, sparse_backward=sparse, backend="pallas_tpu", **arrays
+        )[0]
 
     token = functools.partial(s, (rows, TOKENS), spec=layout.tokens)
     args = (s((rows, TOKENS, HIDDEN), jnp.bfloat16, layout.tokens), s((VOCAB, HIDDEN), jnp.bfloat16, layout.head))

@@ -7,7 +7,7 @@ T=8192, H=4096, V=151936, bfloat16, loss, dH and dW of a token-level objective.
 
 columns     How many columns are active and how many rows hard on 8192 tokens of ``bench.realistic`` (true logits of a
             1026-wide head on the host), by the forward sweep's own rule: bounds and the running logsumexp over
-            vocabulary tiles, thresholds and costs of ``head/pallas_tpu/one_pass.py``. All rows choose the
+            vocabulary tiles, thresholds and costs of ``head/pallas_tpu/sparse.py``. All rows choose the
             threshold here, where the program lets 128 of them choose, by a sample of the columns (whose judgement is
             recorded beside it). For a policy's own completions, with log-probabilities of the rollout 0.05 nats off
             and without any, and for others' text.
@@ -49,12 +49,10 @@ from logitless.core.problem import Call, Head, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import hard_sweep
-from logitless.head.pallas_tpu.look import SAMPLE, sampled
-from logitless.head.pallas_tpu.one_pass import one_pass_rule
-from logitless.head.pallas_tpu.ordered_slabs import CHUNK, GROUP, HARD_TILES, over_slabs
-from logitless.head.pallas_tpu.ready import PART, Ready
-from logitless.head.pallas_tpu.sparse_columns import FEW, Active
+from logitless.head.pallas_tpu.active_rows import PART, Ready
+from logitless.head.pallas_tpu.column_choice import FEW, SAMPLE, Active, column_rule, sampled
+from logitless.head.pallas_tpu.hard_rows import hard_sweep
+from logitless.head.pallas_tpu.sparse_backward import CHUNK, GROUP, HARD_TOKENS, over_slabs
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.head.sparse.column_gather import Known
 from logitless.lab.bench import realistic
@@ -68,7 +66,7 @@ EXACT = HERE.parent / "results" / "tpu_v6e_head_estimate.json"
 TOLERANCE = 2.0**-8
 STEP = (2048, 1024)  # tokens and columns of the simulated backward step
 HARD_STEPS = (1, 3)  # token tiles that the hard rows of the cases below take
-RULE = one_pass_rule(V)
+RULE = column_rule(V)
 CASES = {
     "a policy's own completions, rollout log-probabilities known": ("on_policy", 0.05),
     "a policy's own completions": ("on_policy", None),
@@ -200,7 +198,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     if kind == "slab":
 
         def slab(h: Any, w: Any, y: Any, row: Any, index: Any, count: Any) -> Any:
-            rule = dataclasses.replace(one_pass_rule(vocab), slab=STEP[1], most=STEP[1])
+            rule = dataclasses.replace(column_rule(vocab), slab=STEP[1], most=STEP[1])
             active = Active(index, count, jnp.asarray(False))
             return over_slabs(
                 rule, Wanted(True, True), problem(h, w, y), Known(_stats(row), _g(row)), count, STEP[0], active
@@ -278,7 +276,7 @@ def slab_cycles() -> dict[str, Any]:
 def hard_cycles() -> dict[str, Any]:
     """Of a vocabulary tile of the sweep that writes dW, by its token tiles."""
     t = choose("dhead", N, H, V, 2, "vh", V6E_VMEM)
-    tiles = [HARD_TILES["dhead"], t.vocab, t.vmem_limit]
+    tiles = [HARD_TOKENS, t.vocab, t.vmem_limit]
     out = {}
     for steps in HARD_STEPS:
         # The simulator does not get through eight tiles of several steps.

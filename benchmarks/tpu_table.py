@@ -226,6 +226,8 @@ def route(generation: str, case: Case) -> dict[str, Any]:
     except (NotImplementedError, ValueError, TypeError) as error:
         return {"outcome": "refused", "why": _reason(case, str(error))}
     if found.backend == "pallas_tpu":
+        if found.exact_because is not None:
+            return {"outcome": "compiles", "exact": found.exact_because}
         nothing = re.search(r"no exponentials are kept for it: ([^;]+)", found.way)
         return {"outcome": "compiles"} if nothing is None else {"outcome": "compiles", "without": nothing[1]}
     return {"outcome": "falls back", "why": _reason(case, found.because)}
@@ -277,6 +279,7 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
         "",
         "- **yes**: the default backend is the kernels (`pallas_tpu`), and value and gradients compile.",
         "- **yes, none kept**: the kernels serve the call, and keep no exponentials for it.",
+        "- **yes, exact**: the kernels serve the call, and its backward pass is exact, not sparse.",
         "- **falls back**: the default is `chunked`, plain JAX, which compiles; naming `pallas_tpu` raises with the",
         "  reason.",
         "- **refused**: the call raises before anything is compiled.",
@@ -309,9 +312,10 @@ def _cell(found: dict[str, Any] | None, notes: dict[str, int]) -> str:
     if found is None:
         return "not compiled"
     if found["outcome"] == "compiles":
-        if "without" not in found:
-            return "yes"
-        return f"yes, none kept [{notes.setdefault(found['without'], len(notes) + 1)}]"
+        for key, words in (("without", "none kept"), ("exact", "exact")):
+            if key in found:
+                return f"yes, {words} [{notes.setdefault(found[key], len(notes) + 1)}]"
+        return "yes"
     number = notes.setdefault(found["why"], len(notes) + 1)
     return f"{found['outcome']} [{number}]"
 

@@ -2,8 +2,8 @@
 docs/architecture.md.
 
 ``jax.value_and_grad(linear_grpo_loss)`` is traced once to load what it needs and once more under ``sys.monitoring``
-(``sys.setprofile`` where Python has no such thing, in several times the time). Left out is ``core/pytree.py``, whose
-functions JAX calls to flatten arguments.
+(``sys.setprofile`` where Python has no such thing, in several times the time). Left out are ``core/pytree.py``, whose
+functions JAX calls to flatten arguments, and ``promotion.py``, a decorator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "chunked": dict(backend="chunked"),
     "chunked, sparse": dict(backend="chunked", sparse_backward="auto"),
     "pallas_tpu": dict(backend="pallas_tpu", interpret=True),
-    "pallas_tpu, sparse": dict(backend="pallas_tpu", interpret=True, sparse_backward="auto"),
+    "pallas_tpu, sparse": dict(backend="pallas_tpu", interpret=True, sparse_backward=2.0**-8),
 }
 
 
@@ -51,7 +51,7 @@ def files_of(**options: Any) -> list[str]:
     trace()
     with each_function(note):
         trace()
-    return [f for f in found if f != "core/pytree.py"]
+    return [f for f in found if f not in ("core/pytree.py", "core/promotion.py")]
 
 
 @contextlib.contextmanager

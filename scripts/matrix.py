@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 from install import install
+from record_green import counts
 
 ROOT = Path(__file__).resolve().parents[1]
 MATRIX = (("3.11", "0.10"), ("3.12", "0.11"), ("3.12", "0.12"))
@@ -54,14 +54,6 @@ def environment(folder: Path, python: str, jax: str) -> Path:
         install(interpreter(python), own, ["-e", f"{ROOT}[dev,tpu]", f"jax=={jax}.*"])
         (own / ".installed").touch()
     return own / "bin" / "python"
-
-
-def counts(report: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped."""
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    total = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
-    bad = total["failures"] + total["errors"]
-    return dict(passed=total["tests"] - bad - total["skipped"], failed=bad, skipped=total["skipped"])
 
 
 def row(folder: Path, python: str, jax: str, tests: list[str]) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def head_case(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def dense(h: Array, w: Array, bias: Array | None, layout: str) -> Array:
-    """``[N, V]`` float32 logits; the only dlogits there are in the backward pass have the operands' dtype."""
+    """``[N, V]`` float32 logits; the matmuls of the backward pass take dlogits in the operands' dtype."""
     x = jnp.einsum("nh,vh->nv" if layout == "vh" else "nh,hv->nv", h, w, preferred_element_type=jnp.float32)
     return x if bias is None else x + bias.astype(jnp.float32)
 
@@ -248,10 +248,10 @@ def dense(h: Array, w: Array, bias: Array | None, layout: str) -> Array:
 def _dense_backward(layout: str, saved: tuple[Any, ...], dx: Array) -> tuple[Any, ...]:
     h, w, bias = saved
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    db = None if bias is None else jnp.sum(dx, axis=0).astype(bias.dtype)
     dx = dx.astype(h.dtype)
     dh = dot("nv,vh->nh" if layout == "vh" else "nv,hv->nh", dx, w)
     dw = dot("nv,nh->vh" if layout == "vh" else "nv,nh->hv", dx, h)
-    db = None if bias is None else jnp.sum(dx, axis=0, dtype=jnp.float32).astype(bias.dtype)
     return dh.astype(h.dtype), dw.astype(w.dtype), db
 
 

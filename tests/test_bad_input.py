@@ -5,6 +5,7 @@ Every case is run twice, eagerly and while tracing (``jax.eval_shape``: nothing 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import logitless
 from conftest import token_stats, without_metrics
 from interpreted import by_numpy
 from logitless import Objective
+from logitless.objectives import checks
 
 B, T, V, H = 2, 3, 7, 4
 TOKENS = np.zeros((B, T), np.float32)
@@ -185,6 +187,28 @@ CASES: list[Case] = [
     (ON_HEAD, {"logits_dtype": "int8"}, ValueError, ("logits_dtype='int8'", "expected 'float32' or 'bfloat16'")),
     (ON_HEAD, {"head_grad_dtype": "bf16"}, ValueError, ("head_grad_dtype='bf16'", "expected 'float32' or 'param'")),
     (LOSSES, {"denominator": 0}, ValueError, ("denominator=0", "expected a number > 0")),
+    # -- numbers that are not real, and statistics in the place of an array
+    (LOSSES, {"denominator": 1j}, TypeError, ("denominator has dtype complex64", "expected real numbers")),
+    (LOSSES, {"entropy_denominator": np.array(True)}, TypeError, ("entropy_denominator has dtype bool", "real")),
+    (FOUR, {"softcap": 1j}, TypeError, ("softcap has dtype complex64", "expected real numbers")),
+    (STATS, {"temperature": zeros(B, T, dtype=np.complex64)}, TypeError, ("temperature has dtype complex64", "real")),
+    (ALL, {"mask": zeros(B, T, dtype=np.complex64)}, TypeError, ("mask has dtype complex64", "expected bool")),
+    *(
+        (LOSSES, {name: zeros(B, T, dtype=dtype)}, TypeError, (f"{name} has dtype {dtype}", "expected a float"))
+        for name in ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
+        for dtype in ("complex64", "bool")
+    ),
+    *(
+        (LOSSES, {name: token_stats(TOKENS, TOKENS)}, TypeError, (f"{name} is TokenStats", "pass its .logp"))
+        for name in ("advantages", "old_logp", "ref_logp", "rollout_logp")
+    ),
+    # -- logits in the place of hidden states
+    (
+        ON_HEAD,
+        {"hidden": zeros(B, T, V), "lm_head": zeros(V, H)},
+        ValueError,
+        ("lm_head has shape (7, 4)", "Is hidden the logits?", "grpo_loss or logprobs", "head_layout='hv'"),
+    ),
     # -- the objective and what it needs
     (LOSSES, {"objective": "trl"}, TypeError, ("objective='trl' is a string", "Objective.preset('trl')")),
     (LOSSES, {"objective": "TRL"}, TypeError, ("objective='TRL' is a string", "Objective.preset('trl')")),
@@ -206,6 +230,12 @@ CASES: list[Case] = [
     ),
     (
         LOSSES,
+        {"objective": None},
+        TypeError,
+        ("objective is NoneType", "expected logitless.Objective"),
+    ),
+    (
+        FOUR,
         {"objective": Objective(temperature=jnp.ones(3), temperature_on="logp")},
         ValueError,
         ("temperature has shape (3,)", "one value per token, (2, 3)"),
@@ -257,11 +287,126 @@ def test_nested_lists_are_arrays() -> None:
     assert of_logits == of_head == -1.0
 
 
-@pytest.mark.parametrize("call", LOSSES)
-def test_a_loss_without_advantages(call: str) -> None:
-    arguments = {k: v for k, v in GOOD[call].items() if k != "advantages"}
-    with pytest.raises(TypeError, match="advantages"):
-        getattr(logitless, call)(**arguments)
+# -- names of arguments ----------------------------------------------------------------------------------------------
+
+UNKNOWN: list[tuple[tuple[str, ...], str, str]] = [
+    (LOSSES, "beta", r"It belongs to the objective: objective=Objective\(beta=...\)\."),
+    (LOSSES, "temperature", r"It belongs to the objective: objective=Objective\(temperature=...\)\."),
+    (STATS, "beta", r"It belongs to the objective, which the losses take: objective=Objective\(beta=...\)\."),
+    (LOSSES, "epsilon", r"It belongs to the objective: objective=Objective\(...\). Here: eps_low, and eps_high"),
+    (LOSSES, "loss_type", r"It is TRL's and Liger's: Objective.from_trl\(loss_type=...\)"),
+    (ALL, "completion_mask", r"Here: mask\."),
+    (ALL, "attention_mask", r"Here: mask, which is 1 on completion tokens only\."),
+    (LOSSES, "old_per_token_logps", r"Here: old_logp\."),
+    (LOSSES, "sampling_per_token_logps", r"Here: rollout_logp\."),
+    (LOSSES, "num_items_in_batch", r"Here: denominator \(logitless.dapo_denominator\)\."),
+    (LOSSES, "per_token_logps", r"the call computes them; policy_loss\(TokenStats\(logp=...\)\)"),
+    (ON_HEAD, "_input", r"Here: hidden\."),
+    (ON_HEAD, "lin_weight", r"Here: lm_head\."),
+    (FOUR, "selected_token_ids", r"Here: targets\."),
+    (LOSSES, "advantage", r"Did you mean 'advantages'\?"),
+    (LOSSES, "bta", r"Did you mean objective=Objective\(beta=...\)\?"),
+    (FOUR, "zzzzzz", r"Arguments: (logits|hidden), "),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "hint"), [(call, *rest) for calls, *rest in UNKNOWN for call in calls], ids=str
+)
+def test_an_unknown_argument_is_answered_with_ours(call: str, name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{call}: there is no argument '{name}'\..*{hint}"):
+        getattr(logitless, call)(**GOOD[call], **{name: TOKENS})
+
+
+def test_calls_over_the_calls_answer_alike() -> None:
+    hint = r": there is no argument 'beta'\. It belongs to the objective"
+    shapes = (jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((32, 16), jnp.bfloat16))
+    with pytest.raises(TypeError, match=r"^explain\(linear_grpo_loss\)" + hint):
+        logitless.explain(logitless.linear_grpo_loss, *shapes, beta=0.1)
+    with pytest.raises(TypeError, match=r"^plan(\(linear_grpo_loss\))?" + hint):
+        logitless.plan(*shapes, beta=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="^grpo_loss" + hint):
+        logitless.with_stats(logitless.grpo_loss)(**GOOD["grpo_loss"], beta=0.1)
+
+
+def test_hints_name_arguments_that_exist() -> None:
+    arguments = {n for call in ALL for n in inspect.signature(getattr(logitless, call)).parameters}
+    for name, hint in checks.THEIR_ARGUMENTS.items():
+        ours = hint.partition(",")[0].partition(" ")[0]
+        assert name not in arguments and (ours in arguments or ours == "nothing"), name
+
+
+@pytest.mark.parametrize("call", ALL)
+def test_missing_and_surplus_arguments(call: str) -> None:
+    f = getattr(logitless, call)
+    required = [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty]
+    for name in required:
+        with pytest.raises(TypeError, match=rf"^{call}: missing {name}, "):
+            f(**{k: v for k, v in GOOD[call].items() if k != name})
+    ordered = [k for k in GOOD[call] if k != "advantages"]
+    values = [GOOD[call][k] for k in ordered]
+    with pytest.raises(TypeError, match=rf"^{call}: {len(values) + 1} arguments came by position, .*{ordered[0]}"):
+        f(*values, LOSS["advantages"])
+    with pytest.raises(TypeError, match=rf"^{call}: {ordered[0]} came twice"):
+        f(*values, **GOOD[call])
+
+
+@pytest.mark.parametrize("call", ALL)
+def test_no_message_prints_an_array(call: str) -> None:
+    """An array of 2,500 numbers in the place of any argument."""
+    array = np.full((50, 50), 0.123, np.float32)
+    for name in inspect.signature(getattr(logitless, call)).parameters:
+        for value in (array, jnp.asarray(array), token_stats(array, array), [array.tolist()] * 2, {"a": array}):
+            try:
+                jax.eval_shape(lambda n=name, v=value: getattr(logitless, call)(**{**GOOD[call], n: v}))
+            except (TypeError, ValueError, NotImplementedError) as error:
+                message = str(error)
+                assert "0.123" not in message and len(message) < 600, (name, type(value))
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ALL)
+@pytest.mark.parametrize("value", [0.5, 2, np.nan])
+def test_a_mask_is_zero_or_one_where_it_can_be_seen(call: str, value: float) -> None:
+    mask = np.ones((B, T), np.float32)
+    mask[1, 2] = value
+    for seen in (mask, mask.tolist(), jnp.asarray(mask)):
+        with pytest.raises(
+            ValueError, match=rf"^{call}: mask is {value}.* at \(1, 2\), expected 0 or 1.*token_weights="
+        ):
+            getattr(logitless, call)(**GOOD[call], mask=seen)
+        with pytest.raises(ValueError, match=rf"^{call}: mask is {value}"):  # a constant of the program
+            jax.eval_shape(lambda a, m=seen: getattr(logitless, call)(**a, mask=m), GOOD[call])
+    jax.eval_shape(lambda a, m: getattr(logitless, call)(**a, mask=m), GOOD[call], mask)
+    for good in (mask > 0, np.trunc(np.nan_to_num(mask) > 0), (mask > 0).astype(np.int8)):
+        jax.eval_shape(lambda a, m=good: getattr(logitless, call)(**a, mask=m), GOOD[call])
+
+
+def test_other_masks_are_zero_or_one() -> None:
+    half = np.full((B, T), 0.5, np.float32)
+    for name, f in {
+        "validate_targets": lambda: logitless.validate_targets(TARGETS, V, mask=half),
+        "loss_denominator": lambda: logitless.loss_denominator(Objective(), half),
+        "entropy_denominator": lambda: logitless.entropy_denominator(Objective(), half),
+        "rows_with_gradient": lambda: logitless.rows_with_gradient(Objective(), LOSS["advantages"], half),
+        "next_tokens": lambda: logitless.next_tokens(TARGETS, half),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name}: mask is 0.5 at \(0, 0\), expected 0 or 1"):
+            f()
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_vocabulary_is_taken_where_the_layout_is_said() -> None:
+    hidden, head = zeros(B, T, V), zeros(V, H)
+    logp = jax.eval_shape(lambda: logitless.linear_logprobs(hidden, head, TARGETS, head_layout="hv").logp)
+    assert logp.shape == (B, T)
+    jax.eval_shape(lambda: logitless.linear_logprobs(hidden, zeros(H, V), TARGETS))  # [V, H], whatever is larger
+    with pytest.raises(ValueError, match=r"^linear_grpo_loss, the reference: lm_head .* Is hidden the logits\?"):
+        logitless.linear_grpo_loss(**GOOD["linear_grpo_loss"], ref_hidden=hidden, ref_lm_head=head)
 
 
 @pytest.mark.parametrize("call", LOSSES)

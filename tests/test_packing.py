@@ -239,3 +239,84 @@ def test_a_batch_without_a_sequence_to_learn_from_unpacks_to_zeros(rows: int | N
             assert got.shape == (B, C, *trailing) and got.dtype == dtype and not got.any()
     grad = jax.grad(lambda x: jnp.sum(unpack(packed, x)))(jnp.ones(packed.tokens.shape))
     assert grad.shape == packed.tokens.shape and not grad.any()
+
+
+def ragged(seed: int) -> dict[str, Any]:
+    """Prompts padded on either side or in the middle, with neighbours that share one; ids of 0 and junk in the padding;
+    completions with an end token inside, with holes, of one token, and empty."""
+    rng = np.random.default_rng(seed)
+    b, p, c = (int(rng.integers(1, n)) for n in (9, 6, 7))
+    prompt_mask = rng.random((b, p)) < 0.7
+    prompt_mask[np.arange(b), rng.integers(0, p, b)] = True
+    prompt = np.where(prompt_mask, rng.integers(0, 9, (b, p)), 77)
+    for i in range(1, b):
+        if rng.random() < 0.5:
+            prompt[i], prompt_mask[i] = prompt[i - 1], prompt_mask[i - 1]
+    valid = (np.arange(c) < rng.integers(0, c + 1, (b, 1))) & (rng.random((b, c)) < 0.9)
+    mask = valid & (rng.random((b, c)) < 0.8)
+    completion = np.where(valid, rng.integers(0, 9, (b, c)), 88)
+    dtype = str(rng.choice(["int32", "int64", "uint8", "uint16"]))
+    return dict(
+        prompt=prompt.astype(dtype), prompt_mask=prompt_mask.astype(str(rng.choice(["bool", "uint8", "float32"]))),
+        completion=completion.astype(dtype), completion_mask=mask, completion_valid=valid,
+        keep=rng.random(b) < 0.8, length=int(rng.integers(p + c - 1, 3 * (p + c))),
+        advantages=rng.standard_normal(b).astype(np.float32),
+        old_logp=rng.standard_normal((b, c)).astype(np.float32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
+def test_every_token_is_predicted_from_what_stands_before_it_in_its_own_sequence(shared: bool) -> None:
+    """From the packed arrays alone: what a slot attends to, in the order of its positions, is the prompt and the
+    completion before the token that it predicts."""
+    predicted = segments = 0
+    for seed in range(40):
+        x = ragged(seed)
+        packed = pack(**x, share_prompts=shared)
+        attention, taken = np.asarray(packed.attention_mask()), set()
+        wanted = x["completion_mask"] & x["keep"][:, None]
+        assert packed.mask.sum() == wanted.sum() and ((packed.slots >= 0) == wanted).all()
+        assert (np.sort(packed.segment_ids > 0, axis=1)[:, ::-1] == (packed.segment_ids > 0)).all()  # no holes in a row
+        for b, j in np.argwhere(wanted):
+            row, column = divmod(int(packed.slots[b, j]), x["length"])
+            taken.add((row, column))
+            before = x["completion"][b, :j][x["completion_valid"][b, :j]]
+            context = np.concatenate([x["prompt"][b][x["prompt_mask"][b] != 0], before])
+            seen = np.flatnonzero(attention[row, column])
+            seen = seen[np.argsort(packed.positions[row, seen])]
+            assert packed.positions[row, seen].tolist() == list(range(len(context)))
+            assert packed.tokens[row, seen].tolist() == context.tolist()
+            assert packed.targets[row, column] == x["completion"][b, j] and packed.mask[row, column]
+            assert packed.arrays["advantages"][row, column] == x["advantages"][b]
+            assert packed.arrays["old_logp"][row, column] == x["old_logp"][b, j]
+        assert len(taken) == wanted.sum()
+        read = x["completion_valid"].sum(1) * x["keep"]
+        slots = np.where(read > 0, (x["prompt_mask"] != 0).sum(1) + read - 1, 0)  # an empty completion takes none
+        used = int((packed.segment_ids > 0).sum())
+        assert used <= slots.sum() if shared else used == slots.sum()
+        predicted, segments = predicted + len(taken), segments + int(packed.segment_ids.max(initial=0) > 1)
+        for array in packed.arrays.values():
+            assert not array[~packed.mask].any()
+        assert not packed.tokens[packed.segment_ids == 0].any() and not packed.targets[packed.segment_ids == 0].any()
+        assert not any((packed.tokens == junk).any() for junk in (77, 88))  # padding is nobody's token
+    assert predicted > 200 and segments > 20
+
+
+def test_sequences_of_a_row_stand_in_their_own_order_the_longest_are_placed_first() -> None:
+    """Lengths 2, 5, 3, 4 into rows of 7: 5 and 2, then 4 and 3, each row in the order of the batch."""
+    prompt, lengths = np.array([[1], [2], [3], [4]]), np.array([2, 5, 3, 4])
+    mask = np.arange(5) < lengths[:, None]
+    packed = pack(prompt, prompt > 0, np.full((4, 5), 9), mask, length=7)
+    starts = [[row[packed.positions[r] == 0].tolist()] for r, row in enumerate(packed.tokens)]
+    assert starts == [[[1, 2]], [[3, 4]]]
+    assert packed.segment_ids.tolist() == [[1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 2, 2, 2, 2]]
+    assert pack(prompt, prompt > 0, np.full((4, 5), 9), mask, length=6).tokens.shape == (3, 6)
+    assert unpack(packed, packed.targets).tolist() == np.where(mask, 9, 0).tolist()  # the first slot of all included
+
+
+def test_a_shared_prompt_fills_a_row_to_its_last_slot() -> None:
+    prompt, ones = np.array([[1, 2, 3]] * 2), np.ones((2, 2), int)
+    assert [pack(prompt, prompt > 0, ones, ones, length=n, share_prompts=True).tokens.shape for n in (6, 5)] == [
+        (1, 6),
+        (2, 5),
+    ]

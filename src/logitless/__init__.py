@@ -24,6 +24,7 @@ from logitless.mesh.sharding import Sharding
 from logitless.objectives.adaptive_entropy import AdaptiveEntropy
 from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.correction import entropy_denominator
+from logitless.objectives.inputs import UnusedArgumentWarning
 from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_loss import policy_loss
@@ -41,6 +42,7 @@ __all__ = [
     "Packed",
     "Sharding",
     "TokenStats",
+    "UnusedArgumentWarning",
     "__version__",
     "dapo_denominator",
     "entropy_denominator",

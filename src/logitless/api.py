@@ -6,6 +6,7 @@ Each binds its arguments (``core/arguments.py``), which decides its route (``cor
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -15,8 +16,11 @@ from jaxtyping import Float, Int
 from logitless.core import vjp
 from logitless.core.arguments import Bound, bind, reference_call, with_reference
 from logitless.core.problem import Layout, Loss, flat_tokens
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
+from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
+from logitless.objectives.inputs import divided, warn_unused
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 
@@ -25,6 +29,7 @@ HeadGradDtype = Literal["float32", "param"]
 SparseBackward = Literal["off", "auto"] | float | Array
 
 
+@named_arguments
 def logprobs(
     logits: Float[Array, "*tokens V"],
     targets: Int[Array, "*tokens"],
@@ -50,8 +55,9 @@ def logprobs(
     Args:
       logits: any float dtype; statistics are float32.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
-      mask: tokens where it is 0 have zero statistics and no gradient, whatever stands there.
-      objective: take the temperature from it, so that it is the one of the loss.
+      mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
+        have zero statistics and no gradient, whatever stands there.
+      objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
       temperature: a number, or one per token; divides the logits after scale and softcap.
       softcap: ``softcap * tanh(x / softcap)`` before the temperature.
       scale: factor of the raw logits.
@@ -71,6 +77,7 @@ def logprobs(
     return run("logprobs", locals())
 
 
+@named_arguments
 def grpo_loss(
     logits: Float[Array, "B T V"],
     targets: Int[Array, "B T"],
@@ -98,14 +105,15 @@ def grpo_loss(
     """A GRPO-family loss over logits, differentiable with respect to them: ``(loss, metrics)``.
 
     ``logits[b, t]`` predicts ``targets[b, t]``: for a causal model the targets are the *next* tokens
-    (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no gradient flows into them.
+    (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no gradient flows into
+    them. One that the objective does not read is warned about (:class:`logitless.UnusedArgumentWarning`).
 
     Args:
       logits, targets, mask: as for :func:`logprobs`; ``mask`` is 1 on completion tokens.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
-      ref_logp: the reference policy's, for a KL term (``objective.beta``).
-      rollout_logp: the sampler's, for the train/rollout correction.
+      ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
+      rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
       segment_ids: sequences of packed rows.
       token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
@@ -126,6 +134,7 @@ def grpo_loss(
     return run("grpo_loss", locals())
 
 
+@named_arguments
 def linear_logprobs(
     hidden: Float[Array, "*tokens H"],
     lm_head: Float[Array, "V H"] | Float[Array, "H V"],
@@ -161,12 +170,13 @@ def linear_logprobs(
       hidden: final hidden states, bfloat16, float16 or float32.
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
-      mask: tokens where it is 0 have zero statistics, no gradient and no cost.
+      mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
+        have zero statistics, no gradient and no cost.
       bias: added to the logits.
       lora: ``(A, B)`` with ``A @ B`` of the shape of ``lm_head``; the head is then ``lm_head + lora_scale * A @ B``.
       lora_scale: see ``lora``.
-      head_layout: ``"vh"`` or ``"hv"``; needed only where the shape does not tell.
-      objective: take the temperature from it, so that it is the one of the loss.
+      head_layout: ``"vh"`` or ``"hv"``; needed where the shape does not tell: both fit, or ``[H, V]`` with ``V < H``.
+      objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
       temperature: a number, or one per token; divides the logits after scale and softcap.
       softcap: ``softcap * tanh(x / softcap)`` before the temperature.
       scale: factor of the raw logits.
@@ -198,6 +208,7 @@ def linear_logprobs(
     return run("linear_logprobs", locals())
 
 
+@named_arguments
 def linear_grpo_loss(
     hidden: Float[Array, "B T H"],
     lm_head: Float[Array, "V H"] | Float[Array, "H V"],
@@ -239,20 +250,22 @@ def linear_grpo_loss(
     the others four; on a TPU all take four (two with a frozen head; three with ``memory_budget``), with an entropy
     bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
     targets are the *next* tokens (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no
-    gradient flows into them.
+    gradient flows into them. One that the objective does not read is warned about
+    (:class:`logitless.UnusedArgumentWarning`).
 
     Args:
       hidden: final hidden states, bfloat16, float16 or float32.
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
       targets: the sampled token ids. A live id outside ``[0, V)`` gives a NaN loss; ``validate=True`` finds it first.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
-      mask: 1 on completion tokens; prompts and padding have no loss, no gradient and no cost.
+      mask: 1 on completion tokens, and bool or 0 and 1, as for :func:`logprobs`; prompts and padding have no loss, no
+        gradient and no cost.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
-      ref_logp: the reference policy's, for a KL term (``objective.beta``).
+      ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
       ref_hidden, ref_lm_head, ref_bias: in the place of ``ref_logp``, what it is made of: it is computed in this call,
         one matmul more for each live token, without logits and without a gradient. For a frozen head, ``ref_lm_head``
         is ``lm_head``; ``lora`` is not added to it.
-      rollout_logp: the sampler's, for the train/rollout correction.
+      rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
       segment_ids: sequences of packed rows.
       token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
@@ -280,8 +293,11 @@ def linear_grpo_loss(
 # -- running a call --------------------------------------------------------------------------------------------------
 
 
+@own_promotion
 def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
+    if "advantages" in given:
+        warn_unused(name, objective_of(name, given["objective"]), given)
     if given["sharding"] is None:
         return _bind_and_run(name, given, with_stats)
     from logitless.mesh import ambient
@@ -308,10 +324,10 @@ def _run(b: Bound, with_stats: bool) -> Any:
         stats = jax.lax.stop_gradient(stats)
     else:
         on_mesh = b.route.placement is not None
-        inputs = b.loss.inputs.for_sweep()
+        inputs = dataclasses.replace(b.loss.inputs.for_sweep(), logp_temperature=b.logp_temperature)
         flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
         loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
-        stats = jax.lax.stop_gradient(stats).map(lambda s: s.reshape(b.shape))
+        stats = _as_read(b, jax.lax.stop_gradient(stats))
         metrics = metrics_of(b.loss.objective, stats, b.loss.inputs)
     if report is not None:
         metrics = metrics | report.metrics(b.p.head.vocab)
@@ -319,9 +335,15 @@ def _run(b: Bound, with_stats: bool) -> Any:
 
 
 def _statistics(b: Bound) -> tuple[TokenStats, Any]:
-    """Statistics in the shape of the tokens, differentiable, and the report of a sparse backward."""
+    """Statistics as the objective reads them, differentiable, and the report of a sparse backward."""
     stats, report = b.route.runs.statistics(b.p) if b.route.dense else _with_gradient(vjp.stats)(b.route.runs, b.p)
-    return stats.map(lambda s: s.reshape(b.shape)), report
+    return _as_read(b, stats), report
+
+
+def _as_read(b: Bound, stats: TokenStats) -> TokenStats:
+    """Statistics in the shape of the tokens, ``logp`` divided by the temperature of ``temperature_on="logp"``."""
+    stats = stats.map(lambda s: s.reshape(b.shape))
+    return dataclasses.replace(stats, logp=divided(stats.logp, b.logp_temperature))
 
 
 def _with_gradient(f: Any) -> Any:

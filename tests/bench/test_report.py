@@ -341,8 +341,8 @@ def test_damaged_records_end_on_a_page_or_by_file_and_key(
     config = dict(level="head", n=128, vocab=256)
     whole += [dict(kind="tpu_compile", topology="v6e:2x4", config=config, programs=dict(fused=dict(peak=5)))]
     whole += [dict(kind="tpu_cycles", topology="v6e:2x4", config=config, operations=dict(dot=5))]
-    mesh = dict(chip="v6e", efficiency=0.5)
-    whole += [dict(kind="plan", config=dict(whole[2]["config"], mesh="fsdp=8"), mesh=mesh)]
+    config = dict(whole[2]["config"], mesh="fsdp=8", chip="v6e")
+    whole += [dict(kind="plan", config=config, mesh=dict(peak=1e9))]
     drawn, page, path = charts.to_svg, tmp_path / "page.html", tmp_path / "damaged.json"
     codes = collections.Counter[int]()
     for seed in range(350):

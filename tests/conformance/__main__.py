@@ -42,9 +42,9 @@ class Recorder:
             self.outcomes["skipped"] += 1
 
 
-def main(results: str, page: str) -> int:
+def main(results: str, page: str, *options: str) -> int:
     recorder = Recorder()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-W", "ignore", str(HERE)], plugins=[recorder])
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-W", "ignore", *options, str(HERE)], plugins=[recorder])
     if code or recorder.outcomes["skipped"]:
         print(f"conformance: nothing is recorded: {dict(recorder.outcomes)}", file=sys.stderr)
         return int(code) or 1

@@ -134,10 +134,11 @@ def test_the_merge_of_runs():
             sums[:, s, i] = m, e.sum() if len(others) else 3.0, (e * t).sum(), (e * e).sum(), target
 
     @jax.jit
-    def stats(sums, parts, temperature, k):
-        return finish(merged(sums, parts, tokens, LogitTransform(temperature=temperature)), k=k)
+    def stats(sums, parts, temperature):
+        t = LogitTransform(temperature=temperature)
+        return finish(merged(sums, parts, tokens, t), transform=t)
 
-    got = stats(sums, parts, temperature, (1 / temperature).astype(np.float32))
+    got = stats(sums, parts, temperature)
     assert_stats(got, oracle.token_stats(z, y, temperature=temperature))
 
 

@@ -19,7 +19,7 @@ from logitless.core.transform import LogitTransform, factor
 from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu
-from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu.gather_columns import columns_at
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from numerics import (
     STATS,
@@ -367,7 +367,7 @@ def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
             own = jnp.where((y >= start) & (y < stop), y - start, -1)
             p = head_problem(h, w[start:stop], own, bias=bias[start:stop], transform=t, interpret=True)
             parts.append((dataclasses.replace(p, live=live), *tpu.sums(dataclasses.replace(p, live=live), want)))
-        stats = masked_stats(finish(merge(parts[0][1], parts[1][1], factor(t)), k=factor(t)), live)
+        stats = masked_stats(finish(merge(parts[0][1], parts[1][1], factor(t)), transform=t), live)
         residuals = [tpu.shard_residual(p, stats, s, x, lambda y: y) for p, s, x in parts]
         made, report, residual = tpu.forward(whole, want)
         f = front(live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,14 @@ import pytest
 
 import logitless
 from conftest import token_stats
-from interpreted import by_numpy, in_numpy
-from logitless import Objective
-from logitless.core.chunk_size import head_chunk
+from interpreted import by_numpy
+from logitless import Objective, explain
 from logitless.core.problem import Head
 from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import column_gather
 from logitless.head.sparse.active_columns import Columns, Rule
-from logitless.head.sparse.report import chunk_report
-from matmuls import matmul_flops
+from logitless.head.sparse.report import SparseReport, chunk_report
+from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
 
@@ -94,6 +94,95 @@ def test_the_objective_gives_log_probabilities_their_temperature() -> None:
         logitless.logprobs(x, y, objective=o, temperature=0.9)
 
 
+@pytest.mark.parametrize("level", ["head", "logits"])
+def test_a_losss_cotangent_is_applied_in_float32(level: str) -> None:
+    """A third is no bfloat16 number: the gradient is rounded once, after the product with it."""
+    rng, y = np.random.default_rng(0), jnp.array([[1, 5, 2, 7, 0, 3]])
+    h, w, x = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((1, 6, 8), (16, 8), (1, 6, 16)))
+    common = dict(targets=y, advantages=jnp.array([1.0]), backend="chunked")
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        call = logitless.linear_grpo_loss if level == "head" else logitless.grpo_loss
+        return call(*arrays, **common)[0]
+
+    def pulled(g: jax.Array, *arrays: jax.Array) -> Any:
+        return jax.vjp(loss, *arrays)[1](g)
+
+    arrays = (h, w) if level == "head" else (x,)
+    unit, third = (by_numpy(pulled, np.float32(g), *arrays) for g in (1, 1 / 3))
+    for a, b in zip(unit, third, strict=True):
+        assert b.dtype == jnp.bfloat16 and np.any(b)
+        np.testing.assert_array_equal(b, (a.astype(np.float32) * np.float32(1 / 3)).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("call", ["statistics", "loss"])
+def test_dlogits_by_plain_jax_where_that_is_asked_for(call: str) -> None:
+    """One kernel, that of the statistics, and none for dlogits that cotangents wait for."""
+    x, y = jnp.zeros((1, 8, 256)), jnp.zeros((1, 8), jnp.int32)
+
+    def kernels(bwd_impl: str) -> int:
+        def total(x: jax.Array) -> jax.Array:
+            options = dict(bwd_impl=bwd_impl, backend="pallas_tpu", interpret=True)
+            if call == "statistics":
+                return jnp.sum(logitless.logprobs(x, y, **options).logp)
+            o = Objective(level="sequence")
+            return logitless.grpo_loss(x, y, advantages=jnp.ones(1), objective=o, **options)[0]
+
+        return str(jax.make_jaxpr(jax.grad(total))(x)).count("pallas_call[")
+
+    assert (kernels("jax"), kernels("pallas")) == (1, 2)
+
+
+def test_rows_without_a_gradient_leave_nothing_out() -> None:
+    """Of a sparse backward's report: neither masked tokens nor those without advantage count, though some of their mass
+    lies beside the active columns."""
+    case = calibrated(jnp.float32)
+    rest = loss_inputs(case)
+    rest["mask"][:, ::3], rest["advantages"][1::2] = False, 0
+    moving = rest["mask"] & (rest["advantages"] != 0)
+
+    def loss(h: jax.Array, w: jax.Array) -> Any:
+        options = dict(backend="chunked", chunk_size=CHUNK, sparse_backward=TOLERANCE)
+        return logitless.linear_grpo_loss(h, w, jnp.asarray(case.targets), **options, **rest)
+
+    own = SparseReport.metrics
+    with mock.patch.object(SparseReport, "metrics", lambda r, vocab: own(r, vocab) | {"report": r}):
+        metrics = by_numpy(jax.grad(loss, (0, 1), has_aux=True), *case.parameters())[1]
+    left_out = metrics["report"].left_out.reshape(moving.shape)
+    assert left_out[moving].max() > 0
+    np.testing.assert_array_equal(left_out[~moving], 0)
+    mass, rows = metrics["left_out_mass"].sum, metrics["left_out_mass"].count
+    np.testing.assert_allclose(mass / rows, left_out[moving].mean(), rtol=1e-6)
+
+
+def test_the_references_arrays_are_constants_in_both_modes() -> None:
+    """Nothing of the reference is differentiated, which forward mode could not be, through a hand-written gradient."""
+    rng = np.random.default_rng(0)
+    h, w, ref_h, ref_w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 3, 4), (8, 4)) * 2)
+    rest = dict(advantages=jnp.ones(1), objective=Objective(beta=0.1), head_layout="vh", backend="chunked")
+
+    def loss(ref_h: jax.Array, ref_w: jax.Array) -> jax.Array:
+        given = dict(ref_hidden=ref_h, ref_lm_head=ref_w, **rest)
+        return logitless.linear_grpo_loss(h, w, jnp.zeros((1, 3), jnp.int32), **given)[0]
+
+    arrays = ref_h, ref_w
+    assert by_numpy(lambda *x: jax.jvp(loss, x, x)[1], *arrays) == 0
+    assert not any(np.any(d) for d in by_numpy(jax.grad(loss, (0, 1)), *arrays))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_memory_budget_is_for_logits_and_dlogits(dtype: str, size: int) -> None:
+    """For exactly 12 tokens' rows of both; with a byte less, for fewer."""
+    h, w, y = jnp.zeros((2, 24, 8), jnp.bfloat16), jnp.zeros((64, 8), jnp.bfloat16), jnp.zeros((2, 24), jnp.int32)
+
+    def chunk(budget: int) -> int:
+        options = dict(advantages=jnp.ones(2), memory_budget=budget, logits_dtype=dtype, backend="chunked")
+        return explain(logitless.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
+
+    both = 2 * 64 * size * 12
+    assert chunk(both) == 12 > chunk(both - 1)
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_bias_has_its_gradient_in_float32(backend: str) -> None:
     """A sum over tokens of bfloat16 numbers keeps the digits of float32: it is not rounded to bfloat16."""
@@ -110,77 +199,11 @@ def test_a_bias_has_its_gradient_in_float32(backend: str) -> None:
     assert np.mean(got == got.astype(jnp.bfloat16)) < 0.5
 
 
-def test_the_cotangent_of_a_loss_is_applied_in_float32() -> None:
-    """A third of a loss has a third of its gradient, rounded once; bfloat16 has no third."""
-    rng = np.random.default_rng(0)
-    h, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((2, 8, 8), (16, 8)))
-    y = jnp.asarray(rng.integers(0, 16, (2, 8)))
-
-    def loss(h: jax.Array, w: jax.Array, times: jax.Array) -> jax.Array:
-        advantages = jnp.array([1.0, -0.5])
-        return (
-            times
-            * logitless.linear_grpo_loss(
-                h,
-                w,
-                y,
-                advantages=advantages,
-                objective=Objective(aggregation="dapo"),
-                head_layout="vh",
-                backend="chunked",
-            )[0]
-        )
-
-    gradient = in_numpy(jax.grad(loss, (0, 1)))
-    whole, third = (gradient(h, w, jnp.float32(times)) for times in (1.0, 1 / 3))
-    for one, part in zip(whole, third, strict=True):
-        want = (one.astype(np.float32) * np.float32(1 / 3)).astype(one.dtype)
-        np.testing.assert_array_equal(part.astype(np.float32), want.astype(np.float32))
-
-
-@pytest.mark.parametrize("logits_bytes", [2, 4])
-def test_a_memory_budget_holds_logits_and_their_gradient(logits_bytes: int) -> None:
-    row = 100 * logits_bytes
-    assert head_chunk(20, 100, memory_budget=2 * row * 10, logits_bytes=logits_bytes) == 10
-    assert head_chunk(20, 100, memory_budget=2 * row, logits_bytes=logits_bytes) == 1
-    with pytest.raises(ValueError, match=f"memory_budget={2 * row - 1} bytes is less than one token's row"):
-        head_chunk(20, 100, memory_budget=2 * row - 1, logits_bytes=logits_bytes)
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_a_reference_that_is_the_policy_has_no_gradient_and_costs_one_matmul(backend: str) -> None:
-    """The same arrays as policy and as reference: only the policy's use of them is differentiated."""
-    rng = np.random.default_rng(0)
-    h, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 4, 8), (16, 8)))
-    y = jnp.asarray(rng.integers(0, 16, (1, 4)))
-
-    def loss(h: jax.Array, w: jax.Array, frozen: bool) -> jax.Array:
-        ref = jax.lax.stop_gradient((h, w)) if frozen else (h, w)
-        return logitless.linear_grpo_loss(
-            h, w, y, advantages=jnp.array([1.0]), objective=Objective(beta=0.1), head_layout="vh", backend=backend,
-            ref_hidden=ref[0], ref_lm_head=ref[1],
-        )[0]  # fmt: skip
-
-    frozen, not_frozen = (jax.grad(functools.partial(loss, frozen=f), (0, 1)) for f in (True, False))
-    for a, b in zip(by_numpy(frozen, h, w), by_numpy(not_frozen, h, w), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert matmul_flops(not_frozen, h, w) == matmul_flops(frozen, h, w) == 4 * 2 * 4 * 8 * 16
-
-
-@pytest.mark.parametrize("way, kernels", [("pallas", 2), ("jax", 1)])
-def test_the_backward_of_logits_is_a_kernel_unless_plain_jax_is_asked_for(way: Any, kernels: int) -> None:
-    def total(x: jax.Array) -> jax.Array:
-        stats = logitless.logprobs(x, jnp.zeros(8, int), backend="pallas_tpu", bwd_impl=way, interpret=True)
-        return jnp.sum(stats.logp)
-
-    assert str(jax.make_jaxpr(jax.grad(total))(jnp.ones((8, 128)))).count("pallas_call[") == kernels
-
-
 @pytest.mark.parametrize("dense, left, width", [(False, [0.125, 0.0, 0.0, 0.5], 256.0), (True, [0.0] * 4, 300.0)])
-def test_only_rows_with_a_gradient_leave_something_out(dense: bool, left: list[float], width: float) -> None:
-    """A row without a gradient, a hard row and a row of a dense chunk lack nothing."""
+def test_hard_rows_and_dense_chunks_leave_nothing_out(dense: bool, left: list[float], width: float) -> None:
+    """The second row has no gradient, and nothing was looked for; the third went dense."""
     rule = Rule((1.0,), per_column=2.0, per_hard_row=3.0, dense=3.0, slab=128, most=256)
-    left_out = jnp.array([0.125, 0.25, 0.25, 0.5])
+    left_out = jnp.array([0.125, 0.0, 0.25, 0.5])
     found = Columns(jnp.arange(256), jnp.int32(0 if dense else 129), jnp.bool_(dense), left_out)
     rows, hard = jnp.array([True, False, True, True]), jnp.array([False, False, True, False])
     report = chunk_report(rule, Head(jnp.zeros((300, 4)), None, None, None, 1.0, "vh"), found, rows, hard)

@@ -43,6 +43,7 @@ from logitless.head.mosaic_gpu.tile_mask import Visits
 from logitless.head.sparse.active_columns import chunk_rule
 from logitless.head.sparse.column_gather import Known, slab_dx
 from logitless.head.sparse.token_order import in_order
+from logitless.lab.bench import realistic
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem
 from sparse_cases import (
@@ -883,17 +884,47 @@ def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: p
     assert seen == [(512 * 2 if frozen else VOCAB * WIDTH // 256, 256)] * 2
 
 
-@pytest.mark.parametrize(("n", "chunk"), [(260, 16), (250, 64), (1, 64), (700, 48), (8200, 700)])
+@pytest.mark.parametrize(
+    ("n", "chunk"),
+    [(260, 16), (250, 64), (1, 64), (700, 48), (8200, 700), (100, 1), (100, 9), (1, 1), (129, 31), (9001, 3)],
+)
 def test_any_number_of_tokens_goes_at_once(n: int, chunk: int) -> None:
-    """Whole visits are more tokens than there are: groups of hard rows are of those."""
+    """Whole visits are at least as many tokens as a group of hard rows; with a bias and an entropy bonus."""
     h, w = (jax.ShapeDtypeStruct((1, n, 128), jnp.bfloat16), jax.ShapeDtypeStruct((32768, 128), jnp.bfloat16))
+    bias, o = jax.ShapeDtypeStruct((32768,), jnp.bfloat16), Objective(entropy_coef=0.1)
     y, a = jax.ShapeDtypeStruct((1, n), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.float32)
 
-    def loss(h: Any, w: Any, y: Any, a: Any) -> Any:
-        return linear_grpo_loss(h, w, y, advantages=a, sparse_backward="auto", chunk_size=chunk, **SCREENED)[0]
+    def loss(h: Any, w: Any, bias: Any, y: Any, a: Any) -> Any:
+        common = dict(advantages=a, objective=o, sparse_backward="auto", chunk_size=chunk, **SCREENED)
+        return linear_grpo_loss(h, w, y, bias=bias, **common)[0]
 
-    dh, dw = jax.eval_shape(jax.grad(loss, (0, 1)), h, w, y, a)
-    assert (dh.shape, dw.shape) == (h.shape, w.shape)
+    dh, dw, dbias = jax.eval_shape(jax.grad(loss, (0, 1, 2)), h, w, bias, y, a)
+    assert (dh.shape, dw.shape, dbias.shape) == (h.shape, w.shape, bias.shape)
+
+
+@pytest.mark.slow  # 9 seconds; test_any_number_of_tokens_goes_at_once traces the same program
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_small_chunks_are_as_good_as_the_exact_path(chunk: int) -> None:
+    """100 tokens, with a bias and an entropy bonus, against float64."""
+    rng, (n, width, vocab) = np.random.default_rng(0), (100, 64, 1024)
+    h, w = realistic.realistic_head(n, width, vocab, 0, jnp.bfloat16)
+    y = np.asarray(realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), 0)).reshape(4, 25)
+    h, w, bias = h.reshape(4, 25, width), w, (0.1 * rng.normal(size=vocab)).astype(jnp.bfloat16)
+    rest = dict(advantages=rng.normal(size=4).astype(np.float32), mask=rng.random((4, 25)) < 0.9)
+    o = Objective(aggregation="dapo", entropy_coef=0.125)
+
+    def gradients(where: dict[str, Any]) -> Any:
+        def loss(*x: Any) -> Any:
+            given = dict(objective=o, head_layout="vh", chunk_size=chunk, bias=x[2])
+            return linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*map(jnp.asarray, (h, w, bias)))
+
+    got, exact = gradients(dict(SCREENED, sparse_backward=TOLERANCE)), gradients(dict(backend="chunked"))
+    truth = oracle.linear_grpo_loss(h, w, y, bias=bias, objective=o, head_layout="vh", **rest)[1:]
+    for label, a, b, t in zip(("dh", "dw", "dbias"), got, exact, truth, strict=True):
+        assert np.linalg.norm(t) > 0
+        assert_as_good(label, a, b, t)
 
 
 def test_where_logits_are_stored() -> None:

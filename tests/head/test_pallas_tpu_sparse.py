@@ -27,10 +27,10 @@ from jax.sharding import Mesh, PartitionSpec
 from interpreted import in_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.core.transform import LogitTransform
-from logitless.head.pallas_tpu import kernels, look, sparse_columns
-from logitless.head.pallas_tpu import ordered_slabs as slabs
+from logitless.head.pallas_tpu import column_choice, kernels
+from logitless.head.pallas_tpu import sparse_backward as slabs
 from logitless.head.pallas_tpu import tiles as tiling
-from logitless.head.pallas_tpu.one_pass import one_pass_rule
+from logitless.head.pallas_tpu.column_choice import column_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from logitless.head.sparse.report import SparseReport
 from logitless.lab.bench import realistic
@@ -59,10 +59,9 @@ DAPO = Objective(aggregation="dapo")
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    tiles = {"dhidden": 128, "dhead": 128}
     with (
-        mock.patch.object(sparse_columns, "FEW", 64),
-        mock.patch.multiple(slabs, CHUNK=128, GROUP=128, HARD_TILES=tiles),
+        mock.patch.object(column_choice, "FEW", 64),
+        mock.patch.multiple(slabs, CHUNK=128, GROUP=128, HARD_TOKENS=128),
     ):
         yield
 
@@ -162,7 +161,7 @@ def adversarial(share: float = 0.2) -> Case:
     levels[:, :8] = np.where(np.arange(N)[:, None] % 8 == np.arange(8), 0.0, -40.0)
     for t in np.flatnonzero(np.arange(N) % 10 < 10 * share):
         some = rng.choice(np.arange(8, 36), rng.integers(1, 5), replace=False)
-        levels[t, some] = np.log(0.9 * TOLERANCE * one_pass_rule(VOCAB).thresholds[t % 2])
+        levels[t, some] = np.log(0.9 * TOLERANCE * column_rule(VOCAB).thresholds[t % 2])
     return spread(levels, sizes, np.arange(N) % 8)
 
 
@@ -227,7 +226,7 @@ def probabilities(case: Case) -> np.ndarray:
 
 def cheapest(maxima: np.ndarray, p: np.ndarray, columns: Any = slice(None), tolerance: float = TOLERANCE) -> int:
     """How many columns the threshold has that costs least, judged by the rows of ``p`` in some ``columns``."""
-    rule, share = one_pass_rule(VOCAB), VOCAB / p[:, columns].shape[1]
+    rule, share = column_rule(VOCAB), VOCAB / p[:, columns].shape[1]
     levels = [maxima > np.log(tolerance * e) for e in rule.thresholds]
     left_out = [share * (p * ~level)[:, columns].sum(1) + slabs.MASS_ERROR for level in levels]
     costs = [rule.cost(k.mean(), (mass > tolerance).mean()) for k, mass in zip(levels, left_out, strict=True)]
@@ -265,8 +264,8 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     bound = np.maximum(np.log(bound), floor[:, None])[:, np.arange(VOCAB) // TILE]
     best = (z - bound)[counts].max(0)
     best[y[counts]] = np.inf
-    edges = np.log(TOLERANCE * np.array(one_pass_rule(VOCAB).thresholds))
-    few = np.asarray(sparse_columns.evenly_spaced(N, jnp.asarray(counts)))
+    edges = np.log(TOLERANCE * np.array(column_rule(VOCAB).thresholds))
+    few = np.asarray(column_choice.evenly_spaced(N, jnp.asarray(counts)))
     assert int(report.active) == cheapest(best, p[few]), "another threshold costs less"
     (inactive,) = [best <= e for e in edges if (best > e).sum() == int(report.active)]
     assert np.abs(best[:, None] - edges).min() > 1e-6  # no column on an edge
@@ -282,7 +281,7 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     dx = -g[:, None] * p
     dx[np.arange(N), y] += g
     dx[np.ix_(~hard, inactive)] = 0  # what easy rows leave out, and nothing else
-    mean = f64(clean.lm_head)[:: VOCAB // one_pass_rule(VOCAB).slab].mean(0)  # stands for what easy rows leave out
+    mean = f64(clean.lm_head)[:: VOCAB // column_rule(VOCAB).slab].mean(0)  # stands for what easy rows leave out
     part = -(g * np.where(hard, 0, mass))[:, None] * mean
     rest_of_dh = f64(grads[0]).reshape(N, -1) - dx @ f64(clean.lm_head)
     assert abs(np.sum(rest_of_dh * part) / np.sum(part * part) - 1) < 0.2
@@ -298,7 +297,7 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
 def test_positions_in_order_without_a_sort(size: int, count: int) -> None:
     active = np.zeros(size, bool)
     active[np.random.default_rng(count).permutation(size)[:count]] = True
-    first, last = (np.asarray(sparse_columns.positions(jnp.asarray(active), 384, 128, end)) for end in (False, True))
+    first, last = (np.asarray(column_choice.positions(jnp.asarray(active), 384, 128, end)) for end in (False, True))
     unused = size + np.arange(384)
     np.testing.assert_array_equal(first, np.concatenate([np.flatnonzero(active), unused[count:]]))
     np.testing.assert_array_equal(last, np.concatenate([unused[: 384 - count], np.flatnonzero(active)]))
@@ -372,17 +371,17 @@ def test_many_hard_rows_take_the_exact_kernels() -> None:
 
 def test_a_sample_of_the_columns_judges_as_all_do() -> None:
     """Flat rows are surely hard, a trained policy's are not; the logsumexp is near."""
-    rule = one_pass_rule(VOCAB)
+    rule = column_rule(VOCAB)
     for case, bound in ((calibrated(), 0.2), (flat(), 0.95)):
         p = head_problem(
             *(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (case.hidden,)), jnp.asarray(case.lm_head),
             jnp.asarray(case.targets).reshape(-1), transform=LogitTransform(),
         )  # fmt: skip
         p = dataclasses.replace(p, tolerance=jnp.float32(TOLERANCE))
-        whole = look.few_rows(p, None, None)
-        with mock.patch.object(look, "SAMPLE", 1024):
-            some = look.few_rows(p, None, None)
-            hard = np.asarray(look.surely_hard(rule, some))
+        whole = column_choice.few_rows(p, None, None)
+        with mock.patch.object(column_choice, "SAMPLE", 1024):
+            some = column_choice.few_rows(p, None, None)
+            hard = np.asarray(column_choice.surely_hard(rule, some))
         assert some.x.shape[1] == 1024 and some.share == 4 and whole.share == 1
         np.testing.assert_array_equal(some.x, whole.x[:, some.columns])
         true = np.log(np.sum(np.exp(f64(whole.x)), axis=1))
@@ -396,8 +395,8 @@ def test_a_sample_of_the_columns_judges_as_all_do() -> None:
             own = np.where(np.isin(np.arange(VOCAB), y), np.inf, maxima)
             for tolerance in (2.0**-6, 2.0**-8, 2.0**-10):
                 q = dataclasses.replace(p, tolerance=jnp.float32(tolerance))
-                with mock.patch.object(look, "SAMPLE", 1024):
-                    found = look.choose_columns(
+                with mock.patch.object(column_choice, "SAMPLE", 1024):
+                    found = column_choice.choose_columns(
                         rule, q, jnp.asarray(maxima, jnp.float32), everything, some, stats, None
                     )
                 want = cheapest(own, rows[np.asarray(some.at)], np.asarray(some.columns), tolerance)
@@ -522,11 +521,10 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["in forward", "late"])
 def test_tokens_over_a_mesh(late: bool) -> None:
-    """Data x FSDP: every device does with its own tokens what one device does, to the bit; dW is their sum."""
+    """Every device does with its own tokens what one device does, to the bit; dW is their sum."""
     case = calibrated()
     rest = loss_inputs(case)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
-    where = Sharding(mesh, tokens=PartitionSpec(("data", "fsdp")), head=PartitionSpec("fsdp", None))
+    where = Sharding(Mesh(np.array(jax.devices()[:4]), ("data",)), tokens=PartitionSpec("data"))
     # A sequence-level ratio couples tokens: gradients come later, from the cotangents that arrive.
     objective = Objective(level="sequence", eps_low=9.0, eps_high=9.0) if late else DAPO
 
@@ -563,7 +561,7 @@ def test_explain_says_what_it_does() -> None:
     call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
     route = explain(linear_grpo_loss, h, w, **call)
     assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
-    assert route.tiles["slab"] == one_pass_rule(151936).slab == 1024
+    assert route.tiles["slab"] == column_rule(151936).slab == 1024
     assert "1 + 4 K/V" in explain(linear_logprobs, h, w, **call).matmuls
 
 

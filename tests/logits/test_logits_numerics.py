@@ -149,6 +149,38 @@ def test_common_offset_costs_nothing(backend: str) -> None:
         np.testing.assert_allclose(f64(getattr(there, name)), f64(getattr(here, name)), rtol=4 * EPS, err_msg=name)
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("temperature", [0.7, 0.9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_temperature_costs_no_more_than_a_division(backend: str, temperature: float) -> None:
+    """Logits of about 200, and no floor: a product with a rounded ``1 / temperature`` is up to twice as far off. The
+    bits are the same whether the compiler knows the temperature or not."""
+    rng, t = np.random.default_rng(4), np.float32(temperature)
+    x, y = jnp.asarray(200 * rng.standard_normal((2000, 16)), jnp.float32), jnp.asarray(rng.integers(0, 16, 2000))
+
+    def f(t: Any, x: jax.Array) -> Any:
+        return three(logprobs(x, y, temperature=t, backend=backend))
+
+    got = jax.jit(f)(t, x)
+    assert_same_bits(got, jax.jit(functools.partial(f, t))(x))
+    plain, truth = jax.jit(lambda t, x: plain_stats(x, y, temperature=t))(t, x), oracle.token_stats(x, y, temperature=t)
+    for name, a, b in zip(STATS, got, plain, strict=True):
+        assert_contract(name, a, b, getattr(truth, name), floor_ulp=0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3])
+@pytest.mark.parametrize("vocab", [211, 1000, pytest.param(50257, marks=pytest.mark.slow)])  # slow: large arrays
+def test_the_entropys_gradient_of_even_rows(vocab: int, spread: float) -> None:
+    """It is all cancellation, ``log p + entropy`` of logits that are nearly the same: with no floor."""
+    rng, one = np.random.default_rng(5), np.ones(32, np.float32)
+    x = jnp.asarray(1.7 + spread * rng.standard_normal((32, vocab)), jnp.float32)
+    y, zero = rng.integers(0, vocab, 32), np.zeros(32, np.float32)
+    run = functools.partial(run_logits, vocab_size=None, x=x, y=jnp.asarray(y), g=(zero, one, zero), options={})
+    truth, (_, plain) = oracle.token_stats_vjp(x, y, zero, one, zero), run("plain")
+    for backend in BACKENDS:
+        assert_contract(f"{backend} dlogits", run(backend)[1], plain, truth, floor_ulp=0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_extras(family: str, backend: str) -> None:

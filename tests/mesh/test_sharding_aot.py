@@ -26,12 +26,12 @@ FSDP_PEAK = 1.2e9
 HEAD, HIDDEN = 2 * 151936 * 4096, 4 * 8192 * 4096  # bytes of the head in bfloat16, of a chip's dH in float32
 
 
-def compiled(slice_name: str, layouts: tuple[str, ...], **sizes: int) -> dict[str, Any]:
+def compiled(slice_name: str, layouts: tuple[str, ...], form: str = "fused", **sizes: int) -> dict[str, Any]:
     """``sizes``: other TOKENS, HIDDEN or VOCAB than the benchmark's."""
     code = (
         "import json, sys; sys.path.insert(0, 'benchmarks'); import tpu_sharded as b; "
         f"vars(b).update({sizes!r}); "
-        f"print(json.dumps({{k: b.compile_one({slice_name!r}, k, 'fused') for k in {layouts!r}}}))"
+        f"print(json.dumps({{k: b.compile_one({slice_name!r}, k, {form!r}) for k in {layouts!r}}}))"
     )
     environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     command = [sys.executable, "-c", code]
@@ -77,6 +77,19 @@ def test_eight_chips_of_a_small_head() -> None:
     assert got["kernels"] == 4
     assert max(c["bytes"] for c in got["collectives"]) == 4 * tokens * hidden
     assert got["peak_bytes"] <= 0.6 * (4 * tokens * vocab // 8), got  # of a chip's own logits in float32
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_sparse_backward_takes_no_more_than_the_exact_one() -> None:
+    """FSDP over a small head, and data parallelism over a head whose dW is summed in two parts."""
+    for layout, sizes in (
+        ("fsdp", dict(HIDDEN=128, VOCAB=8192, TOKENS=2048)),
+        ("data", dict(HIDDEN=2048, VOCAB=131072, TOKENS=512)),
+    ):
+        exact, sparse = (compiled("v6e:2x4", (layout,), form, **sizes)[layout] for form in ("fused", "fused, sparse"))
+        assert sparse["peak_bytes"] <= exact["peak_bytes"], (layout, sparse, exact)
+        assert sparse["collectives"] == exact["collectives"]
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def test_statistics_and_every_cotangent() -> None:
     weights = rng.normal(size=(3, *SHAPE)).astype(np.float32)
     bias = rng.normal(size=64).astype(np.float32)
     options = {"mask": data["mask"], "temperature": rng.uniform(0.5, 2.0, SHAPE).astype(np.float32), "softcap": 5.0}
+    options["head_layout"] = "hv"  # whose vocabulary here is smaller than the width
     sharding = Sharding(mesh(MESH), tokens=P("data", "seq"), head=P(None, "tensor"))
 
     def f(h: Any, w: Any, bias: Any, **more: Any) -> Any:
@@ -225,6 +226,8 @@ def test_fuzz_over_meshes_and_specs(seed: int) -> None:
     options: dict[str, Any] = {"vocab_size": columns, "chunk_size": int(rng.integers(1, 9))}
     if rng.random() < 0.3:
         options["softcap"] = 4.0
+    if hv:
+        options["head_layout"] = "hv"  # whose vocabulary here is smaller than the width
     assert_same(head_results(data, objective, sharding=sharding, **options), alone(data, objective, **options))
 
 

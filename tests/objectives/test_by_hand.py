@@ -241,11 +241,12 @@ def test_the_dual_clip_counts_negative_advantages_beyond_its_constant_before_del
 
 
 def test_the_kl_of_the_metrics_is_that_of_the_loss_under_a_temperature_of_logp() -> None:
-    """logp = -1 / 0.5 = -2 against ref = -3: k1 = 1, k3 = 1/e."""
+    """logp = log(1/4) / 0.5 = log(1/16) against ref = log(1/16) - 1: k1 = 1, k3 = 1/e."""
     o = Objective(beta=1.0, kl="k1", temperature_on="logp", temperature=0.5)
-    got = evaluate(o, [[-1.0]], [[0.0]], advantages=np.zeros(1, np.float32), ref_logp=np.float32([[-3.0]]))
-    assert float(got.loss) == float(got.metrics["kl_k1"].sum) == 1.0
-    assert float(got.metrics["kl_k3"].sum) == pytest.approx(math.exp(-1.0), rel=1e-6)
+    arrays = {"advantages": np.zeros(1, np.float32), "ref_logp": np.float32([[-np.log(16.0) - 1.0]])}
+    loss, metrics = by_numpy(lambda x: logitless.grpo_loss(x, [[0]], objective=o, **arrays), np.zeros((1, 1, 4)))
+    assert float(loss) == float(metrics["kl_k1"].sum) == pytest.approx(1.0, rel=1e-6)
+    assert float(metrics["kl_k3"].sum) == pytest.approx(math.exp(-1.0), rel=1e-6)
 
 
 # -- the oracle's own arithmetic ------------------------------------------------------------------------------------
@@ -336,11 +337,16 @@ def test_the_loss_is_float32_under_x64() -> None:
     with jax.enable_x64(True):
         logp, entropy, inputs = random_batch(3)
         stats = token_stats(logp, entropy)
-        per_token = jnp.asarray(np.full((4, 6), 0.7))
-        assert per_token.dtype == jnp.float64
+        logits, targets = np.zeros((4, 6, 3), np.float32), np.zeros((4, 6), np.int32)
+        for temperature in (jnp.asarray(np.full((4, 6), 0.7)), jnp.asarray(np.float64(0.7))):
+            assert temperature.dtype == jnp.float64
+            for on in ("logits", "logp"):
+                o = Objective(temperature=temperature, temperature_on=on)  # type: ignore[arg-type]
+                loss, metrics = jax.eval_shape(
+                    lambda x, o=o: logitless.grpo_loss(x, targets, objective=o, **inputs), logits
+                )
+                assert {loss.dtype, *(m.sum.dtype for m in metrics.values())} == {np.dtype("float32")}
         for fields in (
-            {"temperature": per_token, "temperature_on": "logp"},
-            {"temperature": jnp.asarray(np.float64(0.7)), "temperature_on": "logp"},
             {"eps_high": jnp.asarray(np.float64(0.3)), "level": "sequence", "entropy_coef": jnp.asarray(0.1)},
         ):
             o = Objective(beta=0.1, **fields)

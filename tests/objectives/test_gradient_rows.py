@@ -97,6 +97,11 @@ def test_which_terms_count() -> None:
         array = zeros + 1.0
         array[1, 0] = np.nan
         assert rows(Objective(), **{name: array}) == [True, True, False, False], name
+    for bad in (np.nan, np.inf):  # zero times either is no zero
+        reference = zeros.copy()
+        reference[1, 0] = reference[3, 0] = bad  # row 3 is masked
+        assert rows(Objective(beta=0.0), ref_logp=reference) == [True, True, False, False]
+        assert rows(Objective(), ref_logp=reference) == learns  # nobody reads it
     # Of a packed row one segment is enough.
     per_token = np.array([[0, 1], [0, 0], [0, 0], [1, 1]], np.float32)
     assert np.asarray(rows_with_gradient(Objective(), per_token, mask, segment_ids=mask)).tolist() == learns

@@ -71,19 +71,10 @@ def test_a_nan_in_an_input_of_a_live_token_is_a_nan_in_the_loss(name: str) -> No
             assert np.isnan(oracle.policy_loss(logp, entropy, objective=o, **own)) == np.isnan(expected)
 
 
-def test_a_reference_that_nobody_reads_and_a_temperature_of_a_masked_token_change_nothing() -> None:
+def test_a_reference_that_nobody_reads_changes_nothing() -> None:
     logp, entropy, inputs = random_batch(9)
     clean = evaluate(Objective(), logp, entropy, **inputs).loss
     assert evaluate(Objective(), logp, entropy, **dict(inputs, ref_logp=np.full_like(logp, NAN))).loss == clean
-    temperature = np.full_like(logp, 0.7)
-    for junk in (NAN, np.float32(0.0)):
-        spoilt = jnp.asarray(np.where(inputs["mask"], temperature, junk))
-        fields = {"temperature_on": "logp", "beta": 0.1}
-        want, got = (
-            evaluate(Objective(temperature=t, **fields), logp, entropy, **inputs)
-            for t in (jnp.asarray(temperature), spoilt)
-        )
-        assert got.loss == want.loss and np.array_equal(got.dlogp, want.dlogp)
 
 
 def test_the_gradient_of_a_nan_token_is_nan_even_where_the_token_is_dropped() -> None:

@@ -159,6 +159,9 @@ BAD_VALUES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eps_high": "0.2"}, TypeError, r"eps_high='0.2' is a str, expected a number"),
     ({"eps_high": [0.2]}, TypeError, r"eps_high=\[0.2\] is a list, expected a number"),
     ({"beta": True}, TypeError, r"beta=True is a bool, expected a number"),
+    ({"beta": 1j}, TypeError, r"beta=1j is a complex, expected a number"),
+    ({"eps_low": np.array(True)}, TypeError, r"eps_low=array\(True\) is a ndarray, expected a number"),
+    ({"policy": np.zeros(300)}, ValueError, r"policy=ndarray float64\[300\] is not known; expected one of 'clip'"),
     ({"beta": float("nan")}, ValueError, r"beta is NaN"),
     ({"beta": np.float32("nan")}, ValueError, r"beta is NaN"),
     ({"delta": -1}, ValueError, r"delta=-1.0, expected a number >= 0"),
@@ -233,8 +236,18 @@ def test_shortcuts_are_the_objectives_of_their_papers() -> None:
     assert Objective.gspo() == Objective(level="sequence", eps_low=3e-4, eps_high=4e-4)
     assert Objective.gspo(level="sequence_token", eps_low=0.1).level == "sequence_token"
     assert Objective.cispo() == Objective(policy="cispo", aggregation="dapo", eps_high=5.0)
-    with pytest.raises(TypeError, match=r"no field 'epsilon'. Here: eps_low"):
-        Objective.dapo(epsilon=0.1)
+    assert Objective.gspo_token() == Objective.gspo(level="sequence_token")
+    assert Objective.luspo() == Objective.gspo(aggregation="luspo")
+    assert Objective.sapo() == Objective(policy="sapo", tau_pos=1.0, tau_neg=1.05)
+    assert Objective.vespo() == Objective(policy="vespo", aggregation="dapo")
+    assert Objective.gmpo() == Objective(policy="gmpo", eps_low=0.4, eps_high=0.4)
+    assert Objective.bnpo() == Objective.ppo() == Objective(aggregation="bnpo")
+    assert Objective.reinforce() == Objective(policy="reinforce")
+    assert Objective.rloo() == Objective(policy="reinforce", aggregation="luspo")
+    for name in set(checks.ALGORITHMS) - {"drgrpo", "gspo-token", "gpg", "dr_grpo"}:
+        assert getattr(Objective, name)(beta=0.5) == getattr(Objective, name)().replace(beta=0.5), name
+        with pytest.raises(TypeError, match=r"no field 'epsilon'. Here: eps_low"):
+            getattr(Objective, name)(epsilon=0.1)
 
 
 HINTS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -243,6 +256,12 @@ HINTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss_type": "dapo"}, TypeError, r"no field 'loss_type'. It is TRL's and Liger's: Objective.from_trl\(loss_type"),
     ({"epsilon": 0.2}, TypeError, r"no field 'epsilon'. Here: eps_low, and eps_high"),
     ({"kl_coef": 0.2}, TypeError, r"no field 'kl_coef'. Here: beta."),
+    ({"policy": "geo_mean"}, ValueError, r"another library's name: Objective.from_verl\(loss_mode='geo_mean'\)"),
+    ({"aggregation": "token_mean"}, ValueError, r"Did you mean 'token-mean', which is 'bnpo' here\?"),
+    ({"aggregation": "Sequence-Mean-Token-Mean"}, ValueError, r"'sequence-mean-token-mean', which is 'grpo' here"),
+    ({"aggregation": "gspo"}, ValueError, r"'gspo' is a whole objective: Objective.gspo\(\)"),
+    ({"aggregation": "DAPO"}, ValueError, r"Did you mean 'dapo'\?"),
+    ({"level": "gspo-token"}, ValueError, r"whole objective: Objective.gspo_token\(\)"),
     ({"bta": 0.2}, TypeError, r"no field 'bta'. Did you mean 'beta'\?"),
 ]
 

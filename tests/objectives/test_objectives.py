@@ -327,12 +327,6 @@ def test_entropy_bonus(policy: str, level: str) -> None:
     np.testing.assert_allclose(got.dentropy, np.where(inputs["mask"], -0.05 / inputs["mask"].sum(), 0.0), rtol=1e-6)
 
 
-def test_temperature_that_divides_logp() -> None:
-    for temperature in (0.8, np.random.default_rng(0).uniform(0.5, 2.0, (4, 6)).astype(np.float32)):
-        o = objective_of("clip", beta=0.1, temperature_on="logp", temperature=temperature)
-        check(o, 10, "packed", old_logp=None)
-
-
 # -- aggregation ----------------------------------------------------------------------------------------------------
 
 

@@ -520,14 +520,11 @@ def test_a_dropped_token_is_dropped_even_where_its_loss_is_infinite() -> None:
     np.testing.assert_array_equal(dlogp, [[0.0, 1.0]])
 
 
-def test_temperature_on_logp_divides_the_given_logp() -> None:
+def test_statistics_are_divided_already() -> None:
     o = Objective(policy="reinforce", temperature_on="logp", temperature=0.5, aggregation="luspo", entropy_coef=1.0)
     loss, dlogp, _ = policy_loss_grad([[-1.0, -2.0]], [[0.5, 0.5]], objective=o, advantages=[1.0])
-    assert loss == pytest.approx(6.0 - 0.5)
-    np.testing.assert_allclose(dlogp, [[-2.0, -2.0]])
-    clip = CLIP.replace(temperature_on="logp", temperature=np.array([[0.5, 2.0]]), aggregation="luspo")
-    got = policy_loss([[-1.0, -2.0]], None, objective=clip, advantages=[1.0], old_logp=[[-2.0, -1.0 - math.log(1.1)]])
-    assert got == pytest.approx(-1.0 - 1.1)
+    assert loss == pytest.approx(3.0 - 0.5)
+    np.testing.assert_allclose(dlogp, [[-1.0, -1.0]])
 
 
 def test_missing_inputs_are_named() -> None:
@@ -559,7 +556,6 @@ OPTION_SETS: list[dict[str, Any]] = [
         "kl": "k1",
         "kl_bias_correction": True,
     },
-    {"temperature_on": "logp", "temperature": 0.8, "beta": 0.2},
 ]
 POLICIES: list[dict[str, Any]] = [
     {"policy": "clip"},
@@ -623,11 +619,9 @@ def test_constant_weight_gradient_by_finite_differences(
     bare = Objective(**policy, **{**options, "beta": None, "kl_bias_correction": False})
     logp, entropy, inputs = random_batch(packed)
     _, dlogp, _ = policy_loss_grad(logp, entropy, objective=bare, **inputs)
-    tau = 1.0 if bare.temperature is None else float(bare.temperature)
 
     def moved(v: np.ndarray) -> float:
-        shift = (v - logp) / tau
-        along = {name: inputs[name] + shift for name in ("old_logp", "rollout_logp")}
+        along = {name: inputs[name] + (v - logp) for name in ("old_logp", "rollout_logp")}
         return policy_loss(v, entropy, objective=bare, **{**inputs, **along})
 
     np.testing.assert_allclose(dlogp, central_difference(moved, logp), rtol=1e-6, atol=1e-8)

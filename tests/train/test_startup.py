@@ -15,7 +15,8 @@ from conftest import CHILD_ENVIRONMENT
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "startup.py"
 SMALL = [
     "rollout.max_completion_tokens=8", "train.pack_length=400", "train.microbatch=1", "train.prompts_per_step=1",
-    "train.group_size=2", "eval.problems=2", "train.loss.backend=chunked", "model.compute_dtype=float32",
+    "train.microbatch_tail=1", "train.group_size=2", "eval.problems=2", "train.loss.backend=chunked",
+    "model.compute_dtype=float32",
 ]  # fmt: skip
 
 

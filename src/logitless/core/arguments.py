@@ -11,18 +11,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from logitless.core import validation
 from logitless.core.problem import Call, Head, Layout, LogitsProblem, Loss, Problem, flat_tokens
 from logitless.core.route import Route, decide
+from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
-from logitless.objectives.inputs import loss_inputs, statistics_temperature
+from logitless.objectives.checks import shown
+from logitless.objectives.inputs import logp_temperature, loss_inputs, statistics_temperature
 
 _LOSS_ARRAYS = (
     "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
     "token_weights",
 )  # fmt: skip
+_OPTIONS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
+    (("backend", "head_layout", "bwd_impl", "head_grad_dtype"), (str,), "a name"),
+    (("donate_logits", "validate"), (bool, int, np.bool_), "True or False"),
+)
 _REFERENCE = ("ref_hidden", "ref_lm_head", "ref_bias")
 
 
@@ -34,17 +41,23 @@ class Bound:
     loss: Loss | None
     route: Route
     shape: tuple[int, ...]  # of the tokens
+    logp_temperature: Array | None  # what divides the statistics' log-probabilities
 
 
 def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     """The arguments of the public call ``name``, by their names."""
     is_loss = "advantages" in given
     objective = given["objective"]
-    if objective is not None:
+    if objective is not None or is_loss:
         objective = validation.objective_of(name, objective)
         given = dict(given, temperature=_temperature(name, given.get("temperature"), objective))
+    for keys, kinds, expected in _OPTIONS:
+        for key in keys:
+            if not isinstance(given.get(key), (*kinds, type(None))):
+                raise TypeError(f"{name}: {key} is {shown(given[key])}, expected {expected}.")
     p = _head_problem(name, given, is_loss) if "hidden" in given else _logits_problem(name, given, is_loss)
     shape = p.targets.shape
+    divisor = None if objective is None else logp_temperature(name, objective, shape, p.live)
     loss = None
     if is_loss:
         loss = Loss(*loss_inputs(name, objective, shape, given))
@@ -60,7 +73,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
         raise ValueError(
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
-    return Bound(_placed(p, loss, route), loss, route, shape)
+    return Bound(_placed(p, loss, route), loss, route, shape, divisor)
 
 
 def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
@@ -87,10 +100,7 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
 
 
 def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
-    """The arguments of a loss with its reference's log-probabilities, which divide as the policy's do."""
-    o = given["objective"]
-    if o.temperature is not None and o.temperature_on == "logp":
-        logp = logp / jnp.asarray(o.temperature, jnp.float32)
+    """The arguments of a loss with its reference's log-probabilities."""
     return dict(given, ref_logp=jax.lax.stop_gradient(logp))
 
 
@@ -181,7 +191,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
     columns = _columns(name, given, head.vocab, "lm_head")
     transform = _transform(name, given, shape)
     if given["head_grad_dtype"] not in ("float32", "param"):
-        raise ValueError(f"{name}: head_grad_dtype={given['head_grad_dtype']!r}, expected 'float32' or 'param'.")
+        raise ValueError(f"{name}: head_grad_dtype={shown(given['head_grad_dtype'])}, expected 'float32' or 'param'.")
     tolerance, mass = tolerance_of(name, given["sparse_backward"], hidden.dtype)
     call = Call(
         name,
@@ -205,7 +215,7 @@ def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> LogitsPr
     columns = _columns(name, given, logits.shape[-1], "logits")
     transform = _transform(name, given, shape)
     if given["bwd_impl"] not in ("pallas", "jax"):
-        raise ValueError(f"{name}: bwd_impl={given['bwd_impl']!r}, expected 'pallas' or 'jax'.")
+        raise ValueError(f"{name}: bwd_impl={shown(given['bwd_impl'])}, expected 'pallas' or 'jax'.")
     call = Call(
         name,
         columns,
@@ -226,13 +236,13 @@ def tolerance_of(name: str, given: Any, dtype: Any) -> tuple[Array | None, float
     expected = "expected 'off', 'auto' or a probability mass between 0 and 1, such as 2**-8"
     if isinstance(given, str):
         if given not in ("off", "auto"):
-            raise ValueError(f"{name}: sparse_backward={given!r}, {expected}.")
+            raise ValueError(f"{name}: sparse_backward={shown(given)}, {expected}.")
         if given == "off":
             return None, None
         from logitless.head.sparse.backend import auto_tolerance
 
         given = auto_tolerance(dtype)
-    if given is None or isinstance(given, bool) or jnp.ndim(given) != 0:
+    if isinstance(given, (bool, dict, list, tuple, TokenStats, type(None))) or jnp.ndim(given) != 0:
         raise TypeError(f"{name}: sparse_backward is {type(given).__name__}, {expected}.")
     mass = math.nan if isinstance(given, jax.core.Tracer) else float(given)  # always the same NaN: it is compared
     if not isinstance(given, jax.core.Tracer) and not 0 < mass < 1:
@@ -243,7 +253,7 @@ def tolerance_of(name: str, given: Any, dtype: Any) -> tuple[Array | None, float
 def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) -> Layout:
     """Which dimension of the head is the vocabulary."""
     if given is not None and given not in ("vh", "hv"):
-        raise ValueError(f"{name}: head_layout={given!r}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
+        raise ValueError(f"{name}: head_layout={shown(given)}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
     if len(shape) != 2:
         raise ValueError(f"{name}: lm_head has shape {shape}, expected [V, H] or [H, V].")
     fits = [k for k, d in (("vh", 1), ("hv", 0)) if shape[d] == width]
@@ -256,6 +266,12 @@ def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) 
         raise ValueError(
             f"{name}: lm_head has shape {shape} and hidden's width is {width}: both layouts fit. "
             "Say head_layout='vh' ([V, H]) or 'hv' ([H, V])."
+        )
+    if given is None and fits == ["hv"] and shape[1] < width:
+        raise ValueError(
+            f"{name}: lm_head has shape {shape} and hidden's width is {width}, which is a vocabulary of {shape[1]} and "
+            "fewer columns than hidden states have. Is hidden the logits? They go into grpo_loss or logprobs, which "
+            "take no lm_head. If they are hidden states, say head_layout='hv' ([H, V])."
         )
     return given or fits[0]  # type: ignore[return-value]
 
@@ -281,9 +297,9 @@ def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None
 def logits_dtype_of(name: str, given: Any) -> jnp.dtype:
     """The dtype that the head's logits are rounded to."""
     try:
-        dtype = jnp.dtype(given)
-    except TypeError:
+        dtype = None if getattr(given, "shape", None) else jnp.dtype(given)
+    except (TypeError, ValueError):
         dtype = None
     if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"{name}: logits_dtype={given!r}, expected 'float32' or 'bfloat16'.")
+        raise ValueError(f"{name}: logits_dtype={shown(given)}, expected 'float32' or 'bfloat16'.")
     return dtype

@@ -1,7 +1,7 @@
 """What a backend offers, and what it says about a call: the types between ``route``, ``vjp`` and the backends.
 
 A backend is a small frozen object without arrays. ``registry`` knows them by name; ``head/sparse/backend.py``,
-``head/pallas_tpu/sparse.py`` and ``mesh/over_mesh.py`` are backends around a backend.
+``head/pallas_tpu/sparse.py``, ``head/dense_report.py`` and ``mesh/over_mesh.py`` are backends around a backend.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ class Way:
     entropy: bool = False  # the entropy has a gradient
     mass: float | None = None  # of a sparse backward: what a row may leave out; NaN if it is traced
     shards: int = 1  # of the vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a mesh splits a call, as far as the choice of a backend depends on it."""
+
+    vocabulary: int = 1  # shards of the vocabulary
+    head_gathered: bool = False  # FSDP: each device gathers the head
+    dw_parts: int = 1  # the exact backend's dW is summed over devices in so many parts, one after the other
 
 
 Counts = tuple[float, int, int]
@@ -83,6 +92,13 @@ class Backend(Protocol):
 
     def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
+
+
+class SparseBackend(Backend, Protocol):
+    """A sparse backward around an exact backend of the same name."""
+
+    def supports(self, p: Any, split: Split) -> str | None:
+        """Why the exact backend has to serve a call (one device's shapes) instead; ``None`` if this one can."""
 
 
 class PlainJax:

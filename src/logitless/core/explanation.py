@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from logitless import api
 from logitless.core.arguments import bind, reference_call, with_reference
+from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
+from logitless.core.validation import check_arguments
 
 _CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
 
@@ -40,6 +42,7 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     return route_of(name, call_arguments(call, args, kwargs))
 
 
+@own_promotion
 def route_of(name: str, given: dict[str, Any]) -> Route:
     """The described route of the public call ``name``; arrays among ``given`` may be shapes."""
     found: list[Route] = []
@@ -76,10 +79,8 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Every argument of a call by its name; what the route does not depend on may be missing."""
     signature = inspect.signature(call)
-    try:
-        bound = signature.bind_partial(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{who}({call.__name__}): {error}") from None
+    check_arguments(f"{who}({call.__name__})", signature, args, kwargs, partial=True)
+    bound = signature.bind_partial(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
     first = next(iter(signature.parameters))

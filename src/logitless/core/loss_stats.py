@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 from jax import Array
 
 from logitless import api
+from logitless.core.validation import check_arguments
 from logitless.objectives.metrics import LossAux, Metrics
 
 P = ParamSpec("P")
@@ -41,6 +42,7 @@ def with_stats(call: Callable[P, tuple[Array, Metrics]]) -> Callable[P, tuple[Ar
 
     @functools.wraps(call)
     def loss_and_stats(*args: P.args, **kwargs: P.kwargs) -> tuple[Array, LossAux]:
+        check_arguments(call.__name__, signature, args, kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         return api.run(call.__name__, dict(given.arguments), with_stats=True)

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any, Literal, get_args
 
-from logitless.core.backend import Backend
+from logitless.core.backend import Backend, SparseBackend
 
 Level = Literal["head", "logits"]
 
@@ -24,7 +24,7 @@ BACKENDS: dict[Level, dict[str, str]] = {
 SPARSE = {
     "chunked": "logitless.head.sparse.backend:Sparse",
     "mosaic_gpu": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
-    "pallas_tpu": "logitless.head.pallas_tpu.one_pass:OnePassSparse",
+    "pallas_tpu": "logitless.head.pallas_tpu.sparse:SparsePallasTpu",
 }
 """The sparse backward around a head-level backend."""
 
@@ -43,7 +43,13 @@ def _load(where: str) -> Any:
 
 
 @functools.cache
-def backend_of(level: Level, name: str, sparse: bool = False) -> Backend:
-    """A backend by name, or its sparse backward."""
-    own = _load(BACKENDS[level][name])()
-    return _load(SPARSE[name])(own) if sparse else own
+def backend_of(level: Level, name: str) -> Backend:
+    """The exact backend of a name."""
+    return _load(BACKENDS[level][name])()
+
+
+@functools.cache
+def sparse_backends(name: str) -> tuple[SparseBackend, ...]:
+    """The sparse backwards around the head-level backend of a name, in the order in which ``route`` tries them before
+    the exact backend."""
+    return (_load(SPARSE[name])(backend_of("head", name)),)

@@ -1,6 +1,7 @@
 """Which way a call goes: one decision, which the call obeys, ``explain`` prints and ``plan`` prices.
 
-    backend    the one that was named, or the best that can run here; its sparse backward, over a mesh, if asked for
+    backend    the one that was named, or the best that can run here; if asked for its sparse backward, where that
+               supports the call; over a mesh
     way        gradients in the forward pass, or later from the cotangents that arrive, and why
     chunk      tokens per chunk
 
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 
 from logitless.core import chunk_size as tiles
 from logitless.core import registry
-from logitless.core.backend import Backend, Cost, Way
-from logitless.core.problem import Call, Loss, Problem
+from logitless.core.backend import Backend, Cost, Split, Way
+from logitless.core.problem import Call, Loss, Problem, Wanted
 from logitless.core.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
-from logitless.objectives.checks import did_you_mean
+from logitless.objectives.checks import did_you_mean, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Route:
     placement: Any = None
     cost: Cost | None = None
     reference: Route | None = None  # of the reference's log-probabilities, where the call computes them
+    exact_because: str | None = None  # why a call with sparse_backward= takes the exact path; None: it need not
 
     @property
     def backend(self) -> str:
@@ -60,7 +62,8 @@ class Route:
     @property
     def way(self) -> str:
         """The way in words."""
-        return self.described.way
+        own, why = self.described.way, self.exact_because
+        return own if why is None else f"{own}; exact, and not by a sparse backward: {why}"
 
     @property
     def matmuls(self) -> str:
@@ -107,7 +110,9 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     columns_apart = place is not None and bool(place.vocab)
     chunk = _chunk(own) if isinstance(own, Problem) else 0
     own = own.calling(chunk=chunk, logp_only=loss is None or loss.objective.entropy_coef is None)
-    runs, because = _choose(own, place, columns_apart)
+    level: Level = "head" if isinstance(own, Problem) else "logits"
+    chosen, because = _choose(own, level, columns_apart)
+    runs, exact_because = _first_that_supports(own, level, chosen, place)
     keeps = getattr(runs, "tokens_kept", None)
     if keeps is not None and place is None and own.call.logp_only:
         own = own.calling(kept=keeps(own))
@@ -125,7 +130,11 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
         from logitless.mesh.over_mesh import OverMesh
 
         runs = OverMesh(runs, place)
-    return Route(p.call.name, runs, own.call, way, because, place, cost)
+    if exact_because is not None:
+        from logitless.head.dense_report import WithDenseReport
+
+        runs = WithDenseReport(runs)
+    return Route(p.call.name, runs, own.call, way, because, place, cost, exact_because=exact_because)
 
 
 def _on_one_device(p: Any, place: Any) -> Any:
@@ -161,7 +170,7 @@ def _chunk(p: Any) -> int:
         raise ValueError(f"{name}: give chunk_size or memory_budget, not both.")
     for label, value in (("chunk_size", asked.chunk_size), ("memory_budget", asked.memory_budget)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}: {label}={value!r}, expected a positive Python int.")
+            raise ValueError(f"{name}: {label}={shown(value)}, expected a positive Python int.")
     if asked.chunk_size is not None:
         return min(asked.chunk_size, p.n)
     try:
@@ -177,9 +186,33 @@ def _chunk(p: Any) -> int:
 # -- the backend -----------------------------------------------------------------------------------------------------
 
 
-def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
-    """``(backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
-    level: Level = "head" if isinstance(p, Problem) else "logits"
+def _first_that_supports(p: Any, level: Level, name: str, place: Any) -> tuple[Backend, str | None]:
+    """``(backend, why it is not the sparse backward that was asked for)``: the first of a name that supports a call."""
+    exact = registry.backend_of(level, name)
+    if p.call.mass is None:
+        return exact, None
+    split, why = _split(p, exact, place), None
+    for sparse in registry.sparse_backends(name):
+        why = sparse.supports(p, split)
+        if why is None:
+            return sparse, None
+    return exact, why
+
+
+def _split(p: Problem, exact: Backend, place: Any) -> Split:
+    """What a mesh does to a call whose exact backend is ``exact``."""
+    if place is None:
+        return Split()
+    from logitless.mesh import head_pieces
+
+    gathered = bool(place.vocab_gathered or place.hidden_gathered)
+    return Split(
+        place.count(place.vocab), gathered, head_pieces.count(exact, place, p, Wanted(hidden=True, weight=True))
+    )
+
+
+def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
+    """``(name of a backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
     name, named, here, sparse = p.call.name, p.call.backend, tiles.platform(), p.call.mass is not None
     if sparse and named == DENSE:
         *others, last = (repr(k) for k in registry.SPARSE)
@@ -194,8 +227,7 @@ def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
             device = f"the default device here is a {here.upper()}"
             return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"
         try:
-            backend = registry.backend_of(level, kernel, sparse)
-            backend.check(p, columns_apart)
+            registry.backend_of(level, kernel).check(p, columns_apart)
         except NotImplementedError as error:
             return f"{name}: backend={kernel!r} cannot serve this call: {error}"
         except ImportError as error:
@@ -207,12 +239,12 @@ def _choose(p: Any, place: Any, columns_apart: bool) -> tuple[Backend, str]:
         why = refusal(named) if named in RUNS_ON else None
         if why is not None:
             raise NotImplementedError(f"{why}. Use backend=None for the best one here, or {ANYWHERE!r}.")
-        return registry.backend_of(level, named, sparse), "named in the call"
+        return named, "named in the call"
     chosen, because = KERNELS.get(here, ANYWHERE), f"the default on a {here.upper()}"
     why = refusal(chosen) if chosen != ANYWHERE else None
     if why is not None:
         chosen, because = ANYWHERE, why
-    return registry.backend_of(level, chosen, sparse), because
+    return chosen, because
 
 
 def _known(call: str, backend: str, level: Level) -> None:

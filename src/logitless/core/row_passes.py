@@ -120,7 +120,7 @@ def sums(x: Array, p: Rows) -> RowSums:
 
 def statistics(x: Array, p: Rows) -> TokenStats:
     """Statistics of the rows ``x [C, V]``, every one of them live."""
-    return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), factor(p.transform))
+    return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), p.transform)
 
 
 @register
@@ -152,14 +152,15 @@ def cached_sums(x: Array, p: Rows) -> tuple[RowSums, Exponentials]:
 def cached_statistics(x: Array, p: Rows) -> tuple[TokenStats, Exponentials]:
     """:func:`statistics` of rows that a cache holds, and the exponentials for :func:`cached_dx`."""
     sums, found = cached_sums(x, p)
-    stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), factor(p.transform))
+    stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), p.transform)
     return lax.optimization_barrier(stats), found
 
 
 def cached_dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, known: Exponentials) -> Array:
     """:func:`dx` in the dtype of ``x``, without another exponential."""
     transform = p.transform.column()
-    centre = jnp.where(known.maximum > NEG_INF, known.maximum, 0.0)
+    # A row with no other finite column has no s; the peak keeps a and b finite where 0 could be 88 above it.
+    centre = jnp.where(known.maximum > NEG_INF, known.maximum, stats.peak)
     (a, b), at_target, moves = _row_terms(centre[:, None], p, stats, g)
     others = jnp.where(moves, known.e * (a - b * known.shifted), 0.0)
     d = jnp.where(column_ids(x.shape[-1]) == p.targets[:, None], at_target, others)

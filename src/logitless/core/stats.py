@@ -4,14 +4,15 @@ With ``z`` the transformed logits of one token (``logitless.core.transform``), `
 
     lse     = logsumexp_v z_v
     logp    = z_y - lse                 computed as -softplus(lse_{v != y} - z_y)
-    entropy = -sum_v p_v log p_v        computed as p_y (lse - z_y) + sum_{v != y} p_v (lse - z_v)
+    entropy = -sum_v p_v log p_v        computed as p_y (lse - z_y) + sum_{v != y} p_v (lse - z_v) if the target leads
+                                        all others together, else as (lse - m) - sum_v p_v (z_v - m)
 
 The plain difference ``z_y - lse`` is exactly 0 in float32 once the target leads by about 15 nats, which is where RL
-policies live; and the two sums of the entropy have no negative terms, so nothing cancels. Logits enter only as
-differences from the largest one, so their common offset costs no digits; with ``z = k u``
-(``logitless.core.transform``) the difference is that of two ``u``, and the factor ``k`` comes after it. Both statistics
-need sums over the columns *other than the target*, which are what a sweep over the vocabulary carries
-(:class:`RowSums`):
+policies live; and the two sums of the entropy have no negative terms, so nothing cancels. In the entropy's other form
+little does, and ``log p + entropy`` is exactly zero in a uniform row. Logits enter only as differences from the largest
+one, so their common offset costs no digits; with ``z = k u`` (``logitless.core.transform``) the difference is that of
+two ``u``, and the factor ``k`` comes after it. Both statistics need sums over the columns *other than the target*,
+which are what a sweep over the vocabulary carries (:class:`RowSums`):
 
     m = max_{v != y} u_v    S = sum e_v    A = sum e_v s_v    Q = sum e_v^2      with s_v = k (u_v - m), e_v = exp(s_v)
 
@@ -30,9 +31,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.pytree import register
-from logitless.core.transform import times
+from logitless.core.transform import LogitTransform, divided, times
 
 NEG_INF = float("-inf")
+_NOT_TRANSFORMED = LogitTransform()
 
 
 @register
@@ -151,27 +153,34 @@ def merge(a: RowSums, b: RowSums, k: Array | None = None) -> RowSums:
     return RowSums(m, a.total + b.total, a.centred + b.centred, a.squares + b.squares, a.target + b.target)
 
 
-def finish(sums: RowSums, target_valid: Array | bool = True, k: Array | None = None) -> TokenStats:
+def finish(
+    sums: RowSums, target_valid: Array | bool = True, transform: LogitTransform = _NOT_TRANSFORMED
+) -> TokenStats:
     """Statistics from the sums over the whole vocabulary; NaN where ``target_valid`` is false.
 
-    A select stands between every product with ``k`` and what is added to it: nothing is contracted, and a statistic has
-    the same bits in every program.
+    The numbers of a row are divided by the temperature (``transform.divided``): at ``|z| = 1e3`` the rounding of
+    ``k = 1 / temperature`` would be 6e-5 of a log-probability. In the sums ``k`` does, since what counts there is near
+    the largest logit.
     """
     u_y, m = sums.target, sums.maximum
     others_seen = m != NEG_INF  # and not "above": a NaN must not pass for an empty row
     log_total = jnp.where(others_seen, jnp.log(jnp.where(others_seen, sums.total, 1.0)), NEG_INF)
     # Everything relative to m: a rounded lse of 1e4 would carry an error of 5e-4 into every probability.
-    lead = _product(k, u_y - jnp.where(others_seen, m, 0.0))
+    lead = divided(u_y - jnp.where(others_seen, m, 0.0), transform)
     margin = jnp.where(others_seen | (u_y > NEG_INF), log_total - lead, jnp.inf)  # lse_{v != y} - z_y
     logp = -jax.nn.softplus(margin)
     # From whichever side dominates: the small correction is added to the larger number.
-    gap = jnp.where(margin > 0, log_total + jax.nn.softplus(-margin), lead - logp)  # lse - m
-    lse = jnp.where(margin > 0, _product(k, m) + gap, _product(k, u_y) - logp)
+    others_lead = margin > 0
+    gap = jnp.where(others_lead, log_total + jax.nn.softplus(-margin), lead - logp)  # lse - m
+    lse = jnp.where(others_lead, divided(m, transform) + gap, divided(u_y, transform) - logp)
     p_y = jnp.exp(logp)
     gap = jnp.where(others_seen, gap, 0.0)
     scale = jnp.where(others_seen, jnp.exp(-gap), 0.0)
-    own = p_y * -jnp.where(p_y > 0, logp, 0.0)  # neither the value nor the gradient has 0 * -inf
-    entropy = own + scale * (gap * sums.total - sums.centred)
+    # Where the others lead, gap minus the mean of s: what is rounded in gap cancels in log p + entropy. A target that
+    # leads takes a sum without negative terms. Neither the value nor the gradient has 0 * -inf.
+    spread = gap - (scale * sums.centred + p_y * jnp.where(p_y > 0, lead, 0.0))
+    own = p_y * -jnp.where(p_y > 0, logp, 0.0)
+    entropy = jnp.where(others_lead, spread, own + scale * (gap * sums.total - sums.centred))
     log_sum_p2 = jnp.log(p_y * p_y + scale * scale * sums.squares)
 
     def known(x: Array) -> Array:
@@ -181,17 +190,12 @@ def finish(sums: RowSums, target_valid: Array | bool = True, k: Array | None = N
         logp=known(logp),
         entropy=known(entropy),
         lse=known(lse),
-        max_logit=known(_product(k, jnp.maximum(m, u_y))),
+        max_logit=known(divided(jnp.maximum(m, u_y), transform)),
         log_sum_p2=known(log_sum_p2),
         is_top1=jnp.logical_and(u_y >= m, target_valid),
         max_logp=known(jnp.where(u_y >= m, logp, -gap)),
-        peak=known(jnp.maximum(m, u_y)),
+        peak=known(jnp.where(u_y >= m, u_y, m)),  # as in max_logp: a tie must not share its derivative out
     )
-
-
-def _product(k: Array | None, u: Array) -> Array:
-    """``k u``, rounded: see :func:`finish`."""
-    return u if k is None else jnp.where(u == NEG_INF, NEG_INF, u * k)
 
 
 @register

@@ -82,6 +82,25 @@ def times(k: Array | None, difference: Array) -> Array:
     return difference if k is None else difference * k
 
 
+def divided(u: Array, transform: LogitTransform) -> Array:
+    """``k u`` of a few numbers per row (swept quantities or their differences), divided by the temperature.
+
+    The product with a rounded ``k`` is off by up to half an ulp more. A compiler would make that product of a division
+    by a number that it knows, so the divisor is a select; the select around the result keeps it from being contracted
+    with what is added: the same bits in every program, whether the temperature is known or traced.
+    """
+    numerator = transform.scale if transform.softcap is None else transform.softcap
+    if numerator is None and transform.temperature is None:
+        return u
+    gone = u == -jnp.inf
+    z = jnp.where(gone, 0.0, u)
+    if numerator is not None:
+        z = z * jnp.asarray(numerator, jnp.float32)
+    if transform.temperature is not None:
+        z = z / jnp.where(gone, 1.0, jnp.asarray(transform.temperature, jnp.float32))
+    return jnp.where(gone, -jnp.inf, z)
+
+
 def forward(x: Array, transform: LogitTransform) -> Array:
     """``z`` in float32 from the raw logits ``x``; broadcasts against ``transform.temperature``."""
     return times(factor(transform), swept(x, transform))
@@ -94,9 +113,14 @@ def slope(x: Array, transform: LogitTransform) -> Array | None:
 
 
 def pull_back(dz: Array, x: Array, transform: LogitTransform) -> Array:
-    """The cotangent of ``x`` from that of ``z``; exactly zero where ``dz`` is, even at infinite ``x``."""
+    """The cotangent of ``x`` from that of ``z``; exactly zero where ``dz`` is, even where ``x`` or the temperature of a
+    dead token is not finite."""
     d = slope(x, transform)
-    return dz if d is None else jnp.where(dz == 0, 0.0, dz * d)
+    if d is None:
+        return dz
+    if transform.softcap is None:  # a select by dz would lose the second derivative where dz is zero
+        return dz * jnp.where(jnp.abs(d) < jnp.inf, d, 0.0)
+    return jnp.where(dz == 0, 0.0, dz * d)
 
 
 def transform_of(temperature: object, softcap: object, scale: object) -> LogitTransform:

@@ -3,30 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless.objectives.checks import whole_objective
+from logitless.core.stats import TokenStats
+from logitless.objectives.checks import argument_hint, shown, whole_objective
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS
 
 _COMPUTED_IN = (jnp.bfloat16, jnp.float16, jnp.float32)
 _INT32 = np.iinfo(np.int32)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def named_arguments(call: Callable[P, R]) -> Callable[P, R]:
+    """The public function ``call``, which answers wrong, surplus and missing arguments with the names it knows."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_arguments(call.__name__, signature, args, kwargs)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def check_arguments(
+    call: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], partial: bool = False
+) -> None:
+    """Raise ``TypeError`` for arguments that ``signature`` does not bind; ``partial``: some may be missing."""
+    parameters = signature.parameters
+    for name in kwargs:
+        if name not in parameters:
+            hint, options = argument_hint(name, tuple(parameters)), f" Arguments: {', '.join(parameters)}."
+            raise TypeError(f"{call}: there is no argument {name!r}.{hint or options}")
+    ordered = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(ordered):
+        raise TypeError(
+            f"{call}: {len(args)} arguments came by position, expected at most {len(ordered)} "
+            f"({', '.join(ordered)}); give the others by name."
+        )
+    for name in ordered[: len(args)]:
+        if name in kwargs:
+            raise TypeError(f"{call}: {name} came twice, by position and by name.")
+    known = {*ordered[: len(args)], *kwargs}
+    missing = [p for p in parameters.values() if p.default is p.empty and p.name not in known]
+    if missing and not partial:
+        wanted = "; ".join(f"{p.name}, {p.annotation}" for p in missing)
+        raise TypeError(f"{call}: missing {wanted}.")
 
 
 def as_array(call: str, name: str, value: Any) -> Array:
     """``value`` as a JAX array; anything that is not array-like is refused by name."""
+    if isinstance(value, TokenStats):
+        raise TypeError(f"{call}: {name} is TokenStats, expected an array; pass its .logp.")
     if value is None or isinstance(value, (str, dict)):
         raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array.")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array ({error}).") from None
+        # JAX prints the whole value: only what it says of nested lists is short and helps.
+        why = f" ({error})" if isinstance(value, (list, tuple)) and len(str(error)) <= 200 else ""
+        raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array{why}.") from None
 
 
 def float_array(call: str, name: str, value: Any) -> Array:
@@ -116,12 +162,38 @@ def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:
 
 
 def mask_array(call: str, mask: Any, shape: tuple[int, ...]) -> Array | None:
-    """A mask as bool; numbers count as "live" where they are not zero."""
+    """A mask as bool; of numbers, those that can be seen are 0 or 1 (:func:`zero_or_one`)."""
     if mask is None:
         return None
     array = as_array(call, "mask", mask)
     same_shape(call, "mask", array, shape, "targets")
-    return array if array.dtype == jnp.bool_ else array != 0
+    return zero_or_one(call, mask, array)
+
+
+def zero_or_one(call: str, mask: Any, array: Array) -> Array:
+    """``array``, which is ``mask`` in JAX, as bool; values other than 0 and 1 are refused where they can be seen.
+
+    Seen are NumPy arrays, lists, and JAX arrays outside of ``jit``: these are read on the host, unless they are bool.
+    What ``jit`` traces cannot be seen; there every number but 0 counts as 1.
+    """
+    if array.dtype == jnp.bool_:
+        return array
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{call}: mask has dtype {array.dtype}, expected bool, or numbers that are 0 or 1.")
+    on_device = isinstance(mask, jax.Array)
+    if not on_device or (not isinstance(mask, jax.core.Tracer) and mask.is_fully_addressable):
+        _refuse_fractions(call, np.asarray(mask))
+    return array != 0
+
+
+def _refuse_fractions(call: str, mask: np.ndarray) -> None:
+    other = np.argwhere((mask != 0) & (mask != 1))
+    if len(other):
+        where = tuple(int(i) for i in other[0])
+        raise ValueError(
+            f"{call}: mask is {mask[where]} at {where}, expected 0 or 1: it says which tokens count, and not how much. "
+            "Weights of tokens are token_weights= of the losses."
+        )
 
 
 def not_empty(call: str, name: str, array: Array) -> None:
@@ -138,8 +210,10 @@ def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]
     if value is None:
         return None
     if isinstance(value, (str, bool)):
-        raise TypeError(f"{call}: {name} is {value!r}, expected a number or an array.")
+        raise TypeError(f"{call}: {name} is {shown(value)}, expected a number or an array.")
     array = as_array(call, name, value)
+    if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected real numbers.")
     if array.ndim != 0 and array.shape != shape:
         raise ValueError(f"{call}: {name} has shape {array.shape}, expected a scalar or one value per token, {shape}.")
     known = isinstance(value, (int, float, np.generic, np.ndarray)) and array.ndim == 0
@@ -150,8 +224,8 @@ def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]
 
 def scalar(call: str, name: str, value: Any, *, positive: bool = True) -> Any:
     """A number (above zero, unless ``positive`` is false) or a scalar array, or ``None``."""
-    if value is not None and jnp.ndim(value) != 0:
-        raise ValueError(f"{call}: {name} has shape {jnp.shape(value)}, expected a scalar.")
+    if value is not None and not isinstance(value, str) and (shape := as_array(call, name, value).shape):
+        raise ValueError(f"{call}: {name} has shape {shape}, expected a scalar.")
     return scalar_or_per_token(call, name, value, (), positive=positive)
 
 
@@ -169,7 +243,7 @@ def vocabulary(call: str, vocab_size: int | None, width: int, of: str) -> int:
 def objective_of(call: str, objective: Any) -> Objective:
     """An Objective; a preset's name is a common slip."""
     if isinstance(objective, str):
-        raise TypeError(f"{call}: objective={objective!r} is a string; {whole_objective(objective, PRESETS)}.")
+        raise TypeError(f"{call}: objective={shown(objective)} is a string; {whole_objective(objective, PRESETS)}.")
     if not isinstance(objective, Objective):
         raise TypeError(f"{call}: objective is {type(objective).__name__}, expected logitless.Objective.")
     for field in dataclasses.fields(objective):
@@ -246,8 +320,11 @@ def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"validate_targets: targets has dtype {ids.dtype}, expected an integer dtype (token ids).")
     if not isinstance(vocab_size, (int, np.integer)) or isinstance(vocab_size, bool) or vocab_size < 1:
-        raise ValueError(f"validate_targets: vocab_size={vocab_size!r}, expected a positive int.")
-    live = np.ones(ids.shape, bool) if mask is None else np.asarray(mask) != 0
+        raise ValueError(f"validate_targets: vocab_size={shown(vocab_size)}, expected a positive int.")
+    live = np.ones(ids.shape, bool) if mask is None else np.asarray(mask)
+    if live.dtype != np.bool_:
+        _refuse_fractions("validate_targets", live)
+        live = live != 0
     if live.shape != ids.shape:
         raise ValueError(f"validate_targets: mask has shape {live.shape}, expected {ids.shape}, the shape of targets.")
     bad = np.argwhere(live & ((ids < 0) | (ids >= vocab_size)))

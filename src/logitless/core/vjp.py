@@ -20,6 +20,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.core.backend import Backend
 from logitless.core.problem import Loss, perturbed
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, static
 from logitless.core.stats import StatCotangents, TokenStats
 
@@ -69,6 +70,7 @@ def stats(backend: Backend, p: Any) -> tuple[TokenStats, Any]:
     return backend.statistics(p)
 
 
+@own_promotion
 def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
     _refuse(p.call.name, p.constants())
     want, p = p.wanted(), _values(p)
@@ -76,6 +78,7 @@ def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
     return (out, report), (Static(want), p, out, residual)
 
 
+@own_promotion
 def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tuple[Any]:
     want, p, out, residual = saved
     of = ct[0]
@@ -102,6 +105,7 @@ def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats,
     return loss.total(out), out, report
 
 
+@own_promotion
 def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, TokenStats, Any], Any]:
     _refuse(p.call.name, dict(p.constants(), objective=loss.objective, **{"the loss's inputs": loss.inputs}))
     want = p.wanted()
@@ -112,6 +116,7 @@ def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, T
     return (loss.total(out), out, report), p.cotangent(gradients)
 
 
+@own_promotion
 def _token_loss_bwd(backend: Backend, gradients: Any, ct: tuple[Any, TokenStats, Any]) -> tuple[Any, None]:
     # Each in its own dtype. This folds away where the cotangent is the constant one, as under ``value_and_grad``.
     g = _instantiate(ct[0])

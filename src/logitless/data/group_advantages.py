@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from logitless.core import validation
+from logitless.objectives.checks import shown
 
 
 def group_advantages(
@@ -40,7 +41,7 @@ def group_advantages(
     if rewards.ndim != 1:
         raise ValueError(f"group_advantages: rewards has shape {rewards.shape}, expected one reward a completion [B].")
     if not isinstance(group_size, (int, np.integer)) or isinstance(group_size, bool):
-        raise TypeError(f"group_advantages: group_size is {group_size!r}, expected a Python int (it is static).")
+        raise TypeError(f"group_advantages: group_size is {shown(group_size)}, expected a Python int (it is static).")
     if group_size < 1 or rewards.size == 0 or rewards.size % group_size:
         raise ValueError(
             f"group_advantages: {rewards.size} rewards do not split into groups of {group_size}; "

@@ -7,8 +7,10 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 
 
+@own_promotion
 def next_tokens(
     ids: Int[Array, "B T"], completion_mask: Array | None = None, *, segment_ids: Int[Array, "B T"] | None = None
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:

@@ -31,6 +31,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
@@ -79,6 +80,7 @@ class Packed:
         return float(np.mean(used)) if used.size else 0.0
 
 
+@own_promotion
 def attention_mask(segment_ids: Any, prefix_ids: Any = None) -> Bool[Array, "R L L"]:
     """``mask[r, i, j]``: slot ``i`` attends to slot ``j``. Empty slots are a segment too: no row is all False."""
     ids = jnp.asarray(segment_ids)

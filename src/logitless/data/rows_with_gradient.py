@@ -12,10 +12,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
 
 
+@own_promotion
 def rows_with_gradient(
     objective: Objective,
     advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
@@ -62,7 +64,7 @@ def rows_with_gradient(
     lean = objective.replace(beta=None)
     if old_logp is None or rollout_logp is None:
         lean = lean.replace(correction=None, correction_mode="truncate")
-    live = mask if mask.dtype == jnp.bool_ else mask != 0
+    live = validation.zero_or_one(name, given["mask"], mask)
     arrays = validation.loss_arrays(name, lean, mask.shape, given)
     x = prepare(lean, live, **jax.lax.stop_gradient(arrays))
     moving = x.advantage != 0  # NaN is not zero

@@ -29,7 +29,7 @@ from logitless.core.chunk_size import column_tile
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.row_passes import Sweep, Visit, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
-from logitless.head.linear import add_dhead, dhidden, in_parameter_dtypes, raw_logits, zero_grads
+from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dtypes, raw_logits, zero_grads
 
 
 def logits_of(p: Problem) -> Array:
@@ -55,10 +55,16 @@ def no_gradients(p: Problem, want: Wanted) -> Gradients:
     return Gradients(hidden, zero_grads(p.head, want, dtype))
 
 
+def dx_dtype_of(x: Array, p: Problem, total: Gradients) -> jnp.dtype:
+    """The dtype in which the dx of a chunk's logits ``x`` is made, to be added to ``total``."""
+    return dx_dtype(x.dtype, p.h.dtype, total.head.bias is not None)
+
+
 def add_chunk(visit: Visit, total: Gradients, dx: Array, p: Problem) -> Gradients:
-    """``total`` with a chunk ``p`` of tokens: its rows of dH put in their place, the head's gradients added."""
+    """``total`` with a chunk ``p`` of tokens: its rows of dH put in their place, the head's gradients added. ``dx`` is
+    rounded here if it was not."""
     tile = column_tile()
-    dh = None if total.hidden is None else visit.put(total.hidden, dhidden(dx, p.head, tile))
+    dh = None if total.hidden is None else visit.put(total.hidden, dhidden(dx.astype(p.h.dtype), p.head, tile))
     return Gradients(dh, add_dhead(total.head, dx, p.h, p.head, tile))
 
 
@@ -155,7 +161,7 @@ class Chunked(PlainJax):
 
         def body(visit: Visit, total: Gradients) -> Gradients:
             part, x = chunk_of(visit, p)
-            dx = self.row_dx(x, part, *visit.known(out, g, p.n), p.h.dtype)
+            dx = self.row_dx(x, part, *visit.known(out, g, p.n), dx_dtype_of(x, p, total))
             return add_chunk(visit, total, dx, part)
 
         return sweep.run(body, total)
@@ -169,7 +175,7 @@ class Chunked(PlainJax):
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
             masked = dataclasses.replace(part, live=own.inputs.mask)
-            stats, dx = self.row_statistics_and_dx(x, masked, own, p.h.dtype)
+            stats, dx = self.row_statistics_and_dx(x, masked, own, dx_dtype_of(x, p, total))
             return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
 
         out, total = moving.run(body, (blank_stats(p.n), no_gradients(p, want)))

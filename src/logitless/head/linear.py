@@ -4,7 +4,8 @@
     x  = h W   + s (h A) B     + bias        W [H, V] ("hv"), A [H, r], B [r, V]
 
 Matmuls take the operands' own dtype and accumulate in float32. ``dx`` is rounded to that dtype before the backward
-matmuls: in float32 they cost two to four times as much and buy nothing that the rounding of dH and dW keeps.
+matmuls: in float32 they cost two to four times as much and buy nothing that the rounding of dH and dW keeps. The bias'
+gradient is a plain sum, of ``dx`` as it was before that rounding (:func:`dx_dtype`).
 
 Float32 operands are multiplied in float32, on every platform and in every backend, unless the user's own
 ``jax_default_matmul_precision`` says otherwise (:func:`precision_of`).
@@ -35,6 +36,12 @@ def precision_of(dtype: Any) -> lax.Precision | None:
     if jnp.dtype(dtype) != jnp.float32:
         return lax.Precision.DEFAULT
     return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None  # type: ignore[attr-defined]
+
+
+def dx_dtype(logits_dtype: Any, h_dtype: Any, bias: bool) -> jnp.dtype:
+    """The dtype in which dx is made: that of the hidden states, or that of the logits where it is wider and the
+    gradient of the ``bias`` is wanted. float16 keeps few digits of dlogits near 1e-6, and none below 3e-8."""
+    return jnp.promote_types(logits_dtype, h_dtype) if bias else jnp.dtype(h_dtype)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -> Array:
@@ -117,12 +124,14 @@ def add_dweight(total: Array, dx: Array, h: Array, axis: int, tile: int | None) 
 
 
 def add_dhead(total: HeadGrads, dx: Array, h: Array, head: Head, tile: int | None = None) -> HeadGrads:
-    """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there."""
+    """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there. The bias' are summed
+    from ``dx [C, V]`` as it is; the matmuls take it in the dtype of ``h``."""
     weight, bias, lora_a, lora_b = total.weight, total.bias, total.lora_a, total.lora_b
+    unrounded, dx = dx, dx.astype(h.dtype)
     if weight is not None:
         weight = add_dweight(weight, dx, h, head.axis, tile)
     if bias is not None:
-        bias = bias + jnp.sum(dx, axis=0, dtype=jnp.float32)
+        bias = bias + jnp.sum(unrounded, axis=0, dtype=jnp.float32)
     lora = lora_factors(head)
     if lora_a is not None and lora_b is not None and lora is not None:
         scale = jnp.asarray(head.lora_scale, jnp.float32)

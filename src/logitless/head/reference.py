@@ -1,7 +1,8 @@
 """Dense plain JAX for the head: logits ``[N, V]`` by one matmul, statistics by JAX's own differentiation.
 
 The baseline of every A/B. Three matmuls; ``[N, V]`` logits and dlogits live in memory. As in ordinary bf16 training
-the cotangent of the logits is rounded to the operands' dtype before the two backward matmuls.
+the cotangent of the logits is rounded to the operands' dtype before the two backward matmuls; the bias' is summed
+before that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax import Array
 
 from logitless.core.backend import Cost, Way
 from logitless.core.problem import Head, LogitsProblem, Problem, Wanted
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
@@ -24,13 +26,19 @@ from logitless.logits import reference as logits_reference
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense_logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
     """All logits ``[N, V]``; its VJP rounds dlogits and accumulates in float32."""
+    return _logits(h, head, logits_dtype)
+
+
+def _logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
+    """:func:`dense_logits`, differentiated by JAX: what the VJP itself calls, for derivatives of it in both modes."""
     x = raw_logits(h, head, logits_dtype)
     # XLA would drop a rounding that is followed by an upcast, and with it the meaning of bfloat16 logits.
     return x if logits_dtype == jnp.float32 else jax.lax.optimization_barrier(x)
 
 
+@own_promotion
 def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Head]]:
-    return dense_logits(h, head, logits_dtype), (h, head)
+    return _logits(h, head, logits_dtype), (h, head)
 
 
 def _dscale(dx: Array, h: Array, head: Head) -> Array:
@@ -43,13 +51,13 @@ def _dscale(dx: Array, h: Array, head: Head) -> Array:
     return jnp.sum(low * back).astype(like.dtype)
 
 
+@own_promotion
 def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
     h, head = saved
-    dx = dx.astype(h.dtype)
     everything = Wanted(True, True, True, True)
     grads = in_parameter_dtypes(add_dhead(zero_grads(head, everything), dx, h, head), head)
     d_head = grads.as_head(head.layout, _dscale(dx, h, head))
-    return dhidden(dx, head).astype(h.dtype), d_head
+    return dhidden(dx.astype(h.dtype), head).astype(h.dtype), d_head
 
 
 dense_logits.defvjp(_forward, _backward)

@@ -14,9 +14,10 @@ from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
-from logitless.core.transform import factor, times
+from logitless.core.transform import factor
 
 
 def token_stats(p: LogitsProblem) -> TokenStats:
@@ -31,30 +32,35 @@ def token_stats(p: LogitsProblem) -> TokenStats:
         x = jnp.where(ids < vocab_size, x, zero)
     t = p.transform.column()
     u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
-    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), factor(p.transform))
-    z = times(k, jnp.where(u == NEG_INF, 0.0, u))  # for its gradient: by k, none of a column that is not there
-    entropy = _with_its_gradient(stats.entropy, z, *jax.lax.stop_gradient((u, k, is_target, stats)))
-    return masked_stats(dataclasses.replace(stats, entropy=entropy), p.live)
+    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), p.transform)
+    return masked_stats(dataclasses.replace(stats, entropy=_entropy(u, k, is_target, stats)), p.live)
 
 
 @jax.custom_jvp
-def _with_its_gradient(
-    entropy: Array, z: Array, u: Array, k: Array | None, is_target: Array, stats: TokenStats
-) -> Array:
-    """``entropy`` as it is, with ``-p (log p + H)`` as its gradient with respect to ``z = k u``.
+def _entropy(u: Array, k: Array | None, is_target: Array, stats: TokenStats) -> Array:
+    """The entropy in ``stats`` with ``-p (log p + H)`` as its gradient with respect to ``z = k u``.
 
     The one gradient that JAX would lose: in a collapsed row the sum of exponentials is 1 to all its digits, and with
     what is beyond them goes the leading column's gradient.
     """
-    return entropy
+    return stats.entropy
 
 
-@_with_its_gradient.defjvp
+@_entropy.defjvp
+@own_promotion
 def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    entropy, _, u, k, is_target, stats = primals
-    zero = jnp.zeros_like(entropy)
-    columns = jax.tree.map(lambda x: x[:, None], (stats, StatCotangents(zero, zero + 1.0, zero)))
-    return entropy, jnp.sum(dz(u, is_target, columns[0], columns[1], k) * tangents[1], axis=-1)
+    """The entropy depends on ``z`` alone: the tangents of ``stats`` are not looked at. The rule itself can be
+    differentiated, by every path through ``u``, ``k`` and ``stats``."""
+    u, k, is_target, stats = primals
+    du, dk = tangents[:2]
+    there = u > NEG_INF  # a column that is not has no gradient of any order, and no 0 * inf
+    inside = jnp.where(there, u, jax.lax.stop_gradient(stats.peak)[:, None])
+    moved = du if k is None else du * k + inside * dk
+    zero = jnp.zeros_like(stats.entropy)
+    known = dataclasses.replace(stats, entropy=_entropy(u, k, is_target, stats))
+    known, one = jax.tree.map(lambda x: x[:, None], (known, StatCotangents(zero, zero + 1.0, zero)))
+    d = jnp.where(there, dz(inside, is_target & there, known, one, k), 0.0)
+    return stats.entropy, jnp.sum(d * jnp.where(there, moved, 0.0), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def arriving(own: Backend, place: Placement, p: Any) -> int:
     An ``[H, V]`` head is gathered whole: a part of it would not be a run of the array. So is one that is
     vocabulary-parallel as well, or cut along its hidden dimension.
     """
-    if not isinstance(p, Problem) or not getattr(own, "head_in_parts", False) or p.tolerance is not None:
+    if not isinstance(p, Problem) or not getattr(own, "head_in_parts", False):
         return 1
     if p.head.layout != "vh" or p.head.lora_a is not None or place.vocab or place.hidden_gathered:
         return 1
@@ -140,7 +140,7 @@ class Arriving:
         start = (empty_sums((p.n,)), *zeros(like[1:]))
         # Every device goes round as often: the collectives in this loop meet.
         sums, x_y, expected, rows = lax.fori_loop(0, self.parts, add, start)
-        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), factor)
+        stats = finish(sums, valid_targets(p.targets, p.call.vocab_size), p.transform)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         if rows is None:
             return stats, None

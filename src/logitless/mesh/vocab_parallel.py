@@ -76,7 +76,7 @@ class VocabularyShard:
 
         local, part = self.by_columns(mine, lambda q: self.own.sums(q, want), none)
         k = factor(p.transform)
-        stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), k)
+        stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), p.transform)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         mine = mine.calling(vocab_size=width_of(p))
         residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register
 from logitless.objectives.objective import Objective
 
@@ -87,6 +88,7 @@ def default_denominator(objective: Objective, sequences: Sequences) -> Array:
     return count
 
 
+@own_promotion
 def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | None = None) -> Array:
     """What ``denominator=`` has to be where a batch is split: the count of the whole batch's ``mask [B, T]``.
 
@@ -98,7 +100,7 @@ def loss_denominator(objective: Objective, mask: Array, segment_ids: Array | Non
     >>> float(loss_denominator(Objective(count_rows="non_empty"), mask))
     2.0
     """
-    live = jnp.asarray(mask) != 0
+    live = validation.zero_or_one("loss_denominator", mask, jnp.asarray(mask))
     if segment_ids is not None:
         segment_ids = validation.segment_array("loss_denominator", segment_ids, live.shape)
     return default_denominator(objective, sequences_of(live, segment_ids))

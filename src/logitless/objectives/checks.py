@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,21 @@ if TYPE_CHECKING:
 ALGORITHMS: dict[str, str] = {
     "grpo": "Objective.grpo()",
     "dapo": "Objective.dapo()",
-    "bnpo": "Objective(aggregation='bnpo')",
+    "bnpo": "Objective.bnpo()",
     "dr_grpo": "Objective.dr_grpo(max_length)",
     "drgrpo": "Objective.dr_grpo(max_length)",
     "gspo": "Objective.gspo()",
-    "gspo-token": "Objective.gspo(level='sequence_token')",
-    "gspo_token": "Objective.gspo(level='sequence_token')",
+    "gspo-token": "Objective.gspo_token()",
+    "gspo_token": "Objective.gspo_token()",
     "cispo": "Objective.cispo()",
-    "luspo": "Objective(level='sequence', aggregation='luspo')",
-    "sapo": "Objective(policy='sapo')",
-    "vespo": "Objective(policy='vespo', aggregation='dapo')",
-    "gmpo": "Objective(policy='gmpo')",
-    "gpg": "Objective(policy='reinforce')",
-    "ppo": "Objective() (policy='clip')",
+    "luspo": "Objective.luspo()",
+    "sapo": "Objective.sapo()",
+    "vespo": "Objective.vespo()",
+    "gmpo": "Objective.gmpo()",
+    "gpg": "Objective.reinforce()",
+    "reinforce": "Objective.reinforce()",
+    "rloo": "Objective.rloo()",
+    "ppo": "Objective.ppo()",
 }
 """Names of whole objectives, and how to write them."""
 
@@ -61,18 +64,143 @@ THEIR_NAMES: dict[str, str] = {
 """Field names of other libraries, and ours."""
 
 
+THEIR_ARGUMENTS: dict[str, str] = {
+    "_input": "hidden",
+    "hidden_states": "hidden",
+    "inputs": "hidden",
+    "lin_weight": "lm_head",
+    "linear_weight": "lm_head",
+    "weight": "lm_head",
+    "selected_token_ids": "targets",
+    "target_ids": "targets",
+    "labels": "targets",
+    "completion_ids": "targets, the tokens that follow (logitless.next_tokens)",
+    "input_ids": "targets, the tokens that follow (logitless.next_tokens)",
+    "attention_mask": "mask, which is 1 on completion tokens only",
+    "completion_mask": "mask",
+    "response_mask": "mask",
+    "loss_mask": "mask",
+    "ignore_index": "mask, which is 0 on those targets",
+    "rewards": "advantages (logitless.group_advantages makes them of rewards)",
+    "old_per_token_logps": "old_logp",
+    "old_log_prob": "old_logp",
+    "old_log_probs": "old_logp",
+    "old_logps": "old_logp",
+    "ref_per_token_logps": "ref_logp",
+    "ref_log_prob": "ref_logp",
+    "ref_log_probs": "ref_logp",
+    "ref_logps": "ref_logp",
+    "ref_input": "ref_hidden",
+    "ref_weight": "ref_lm_head",
+    "rollout_log_probs": "rollout_logp",
+    "sampling_per_token_logps": "rollout_logp",
+    "sampling_logps": "rollout_logp",
+    "vllm_is_ratio": "token_weights",
+    "importance_sampling_ratio": "token_weights",
+    "rollout_is_weights": "token_weights",
+    "sampler_is_weights": "token_weights",
+    "num_items_in_batch": "denominator (logitless.dapo_denominator)",
+    "logit_scale": "scale",
+    "logit_softcapping": "softcap",
+    "final_logit_softcapping": "softcap",
+    **dict.fromkeys(
+        ("logp", "logps", "log_prob", "log_probs", "per_token_logps"),
+        "nothing, the call computes them; policy_loss(TokenStats(logp=...)) takes log-probabilities of your own",
+    ),
+}
+"""Arguments of other libraries' loss calls, and ours."""
+
+
+def shown(value: object) -> str:
+    """``value`` as a message shows it: an array by its dtype and shape, anything long by its type."""
+    shape = getattr(value, "shape", None)
+    if shape:
+        return f"{type(value).__name__} {getattr(value, 'dtype', '')}{list(shape)}"
+    text = repr(value.item()) if isinstance(value, np.generic) else repr(value)
+    return text if len(text) <= 80 else type(value).__name__
+
+
+def nearest(value: object, allowed: Collection[Any]) -> str | None:
+    """The one of ``allowed`` that was meant: but for case and separators, by its initials, or near in spelling."""
+    names = [str(a) for a in allowed]
+    if (same := same_name(value, names)) is not None:
+        return same
+    close = difflib.get_close_matches(str(value), names, n=1) or difflib.get_close_matches(str(value).casefold(), names)
+    return close[0] if close else None
+
+
+def same_name(value: object, allowed: Collection[str]) -> str | None:
+    """The one of ``allowed`` that ``value`` is but for case and separators, or by its initials."""
+    given = _plain(value)
+    for same in (_plain, _initials):
+        found = [name for name in allowed if same(name) == given]
+        if len(found) == 1 and len(given) > 1:
+            return found[0]
+    return None
+
+
+def _plain(name: object) -> str:
+    return re.sub(r"[-_. ]", "", str(name).casefold())
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in re.split(r"[-_. ]", name.casefold()))
+
+
 def did_you_mean(value: object, allowed: tuple[Any, ...]) -> str:
-    close = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """A question for the end of a message, or nothing."""
+    close = nearest(value, allowed)
+    return f" Did you mean {close!r}?" if close else ""
 
 
 def choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
+    """``value`` is one of ``allowed``, those of the field ``name``."""
+    if getattr(value, "shape", None) or value not in allowed:
         options = ", ".join(repr(a) for a in allowed)
         hint = did_you_mean(value, allowed)
-        if name == "policy" and str(value).casefold() in ALGORITHMS:
-            hint = f" {value!r} is a whole objective: {ALGORITHMS[str(value).casefold()]}."
-        raise ValueError(f"Objective: {name}={value!r} is not known; expected one of {options}.{hint}")
+        other = _plain(value) not in map(_plain, allowed)
+        if name in ("policy", "aggregation", "level") and isinstance(value, str) and (other or name == "policy"):
+            hint = _of_other_libraries(name, value) or hint
+        raise ValueError(f"Objective: {name}={shown(value)} is not known; expected one of {options}.{hint}")
+
+
+def _of_other_libraries(field: str, value: str) -> str:
+    """What a name of another library, or of a whole objective, is here; nothing if it is neither."""
+    from logitless.objectives.objective import AGGREGATION_ALIASES
+    from logitless.settings import from_trl, from_tunix, from_verl
+
+    key = value.casefold()
+    near = nearest(key, AGGREGATION_ALIASES) if field == "aggregation" and key not in ALGORITHMS else None
+    if near is not None:
+        return f" Did you mean {near!r}, which is {AGGREGATION_ALIASES[near]!r} here?"
+    if key in ALGORITHMS:
+        return f" {value!r} is a whole objective: {ALGORITHMS[key]}."
+    for known, code in (
+        (from_verl.MODES, "Objective.from_verl(loss_mode={!r})"),
+        (from_tunix.LEVELS, "Objective.from_tunix(loss_algo={!r})"),
+        (from_trl.LOSS_TYPES, "Objective.from_trl(loss_type={!r})"),
+    ):
+        if key in known:
+            return f" {value!r} is another library's name: {code.format(key)} takes it."
+    return ""
+
+
+def argument_hint(name: str, arguments: tuple[str, ...]) -> str:
+    """What to give a public call in the place of ``name``, which is none of its ``arguments``."""
+    from logitless.objectives.objective import Objective
+
+    fields = tuple(f.name for f in dataclasses.fields(Objective))
+    objective = "" if "advantages" in arguments else ", which the losses take"
+    if name in fields:
+        return f" It belongs to the objective{objective}: objective=Objective({name}=...)."
+    if name in THEIR_ARGUMENTS:
+        return f" Here: {THEIR_ARGUMENTS[name]}."
+    if name in THEIR_NAMES:
+        return f" It belongs to the objective{objective}: objective=Objective(...). {THEIR_NAMES[name]}"
+    close = nearest(name, arguments)
+    if close is None and (close := nearest(name, fields)) is not None:
+        return f" Did you mean objective=Objective({close}=...)?"
+    return f" Did you mean {close!r}?" if close else ""
 
 
 def names(given: dict[str, Any], cls: type) -> None:
@@ -113,8 +241,9 @@ def numbers(o: Objective) -> None:
             if f.default is not None and f.name not in ("correction_max",):
                 raise ValueError(f"Objective: {f.name}=None, expected a number (its default is {f.default}).")
             continue
-        if isinstance(value, (str, bool, list, tuple, dict)):
-            raise TypeError(f"Objective: {f.name}={value!r} is a {type(value).__name__}, expected a number.")
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
+        if isinstance(value, (str, bool, complex, list, tuple, dict)) or kind in ("b", "c"):
+            raise TypeError(f"Objective: {f.name}={shown(value)} is a {type(value).__name__}, expected a number.")
         if not isinstance(value, (int, float, np.integer, np.floating)):
             continue
         value = float(value)

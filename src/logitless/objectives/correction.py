@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import clip
@@ -70,6 +72,7 @@ def off_policy_keep(
     return (advantage >= 0) | ~(drift > objective.off_policy_threshold)
 
 
+@own_promotion
 def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None = None) -> Array:
     """What ``entropy_denominator=`` has to be where a batch is split: the number of tokens that the entropy bonus acts
     on. These are the valid ones; with ``top_entropy``, those that it keeps of them, which follows from ``entropy``.
@@ -84,7 +87,7 @@ def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None
     >>> float(entropy_denominator(Objective(entropy_coef=0.1, top_entropy=0.5), mask, entropy))
     2.0
     """
-    live = jnp.asarray(mask) != 0
+    live = validation.zero_or_one("entropy_denominator", mask, jnp.asarray(mask))
     if objective.top_entropy is not None:
         if entropy is None:
             raise ValueError(

@@ -9,7 +9,9 @@ kept in the token's ``weight``, so that no mask, bound or zero can hide it from 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +50,7 @@ class LossInputs:
     ref: Array | None
     correction: Array | None  # train/rollout importance weight times the given token weights, as far as both are known
     entropy_weight: Array | None  # mask / number of valid tokens
-    logp_temperature: Array | float | None  # objective.temperature where it divides the log-probability
+    logp_temperature: Array | None = None  # of a sweep, whose log-probabilities nobody divided yet: what divides them
 
     rollout: Array | None = None
     sequences: Sequences | None = None
@@ -108,9 +110,6 @@ def prepare(
         entropy_weight = jnp.where(mask, 1.0 / jnp.asarray(valid, jnp.float32), 0.0)
 
     coupled = objective.coupling(old_known=old is not None) is not None
-    temperature = objective.temperature if objective.temperature_on == "logp" else None
-    if temperature is not None and jnp.ndim(temperature):
-        temperature = jnp.where(mask, jnp.asarray(temperature, jnp.float32), 1.0)
     over_rows = objective.aggregation in ("grpo", "dr_grpo", "luspo") and sequences.index is None
     counts_empty = over_rows and objective.count_rows == "all"  # rows without a token, by the aggregation
     return LossInputs(
@@ -121,7 +120,6 @@ def prepare(
         ref=ref,
         correction=correction,
         entropy_weight=entropy_weight,
-        logp_temperature=temperature,
         rollout=rollout if coupled else None,
         sequences=sequences if coupled else None,
         vespo_log_weight=log_weight,
@@ -154,9 +152,104 @@ def _vespo_log_weights(
     return sum(logs[1:], logs[0]) if logs else None
 
 
+class UnusedArgumentWarning(UserWarning):
+    """An array of a loss call changes neither the loss nor its gradient, since the objective does not read it."""
+
+
+def _reads_old(o: Objective) -> bool:
+    weighs = o.correction is not None or o.off_policy_threshold is not None
+    return o.policy != "reinforce" or weighs or (o.beta is not None and o.kl_bias_correction)
+
+
+def _reads_rollout(o: Objective) -> bool:
+    drift = o.off_policy_threshold is not None and o.off_policy_from == "rollout"
+    return o.correction is not None or drift
+
+
+def _reads_sequences(o: Objective) -> bool:
+    of_policy = o.level != "token" or o.policy in ("vespo", "gmpo") or o.off_policy_threshold is not None
+    return of_policy or o.aggregation not in ("bnpo", "dapo") or o.correction in ("sequence", "geometric")
+
+
+_NO_KL = "without a KL term only the metrics kl_k1 and kl_k3 read it. Set Objective(beta=...), where 0.0 only measures"
+READ_WHEN: dict[str, tuple[Callable[[Objective], bool], str]] = {
+    "old_logp": (_reads_old, "policy='reinforce' has no ratio. Set another policy, such as Objective(policy='clip')"),
+    "ref_logp": (lambda o: o.beta is not None, _NO_KL),
+    "ref_hidden": (lambda o: o.beta is not None, _NO_KL),
+    "rollout_logp": (_reads_rollout, "there is no train/rollout correction. Set Objective(correction='token')"),
+    "segment_ids": (
+        _reads_sequences,
+        "every token counts alike, whatever its sequence. Set a field that is of sequences, such as "
+        "Objective(level='sequence')",
+    ),
+    "entropy_denominator": (
+        lambda o: o.entropy_coef is not None,
+        "there is no entropy bonus. Set Objective(entropy_coef=...)",
+    ),
+}
+"""Arrays of a loss call that not every objective reads: when it does, and what to say where it does not."""
+
+
+def warn_unused(call: str, objective: Objective, given: Mapping[str, Any]) -> None:
+    """Warn by name of arrays in ``given`` that change neither the loss nor its gradient, at the line of the call.
+
+    Calls from inside this package do not warn.
+    """
+    unused = [k for k, (read, _) in READ_WHEN.items() if given.get(k) is not None and not read(objective)]
+    level = _callers_level() if unused else None
+    if level is None:
+        return
+    for name in unused:
+        why = READ_WHEN[name][1]
+        warnings.warn(
+            f"{call}: {name} changes neither the loss nor its gradient: {why}, or leave {name} out.",
+            UnusedArgumentWarning,
+            stacklevel=level,
+        )
+
+
+_ENTRIES = {
+    f"logitless.{m}" for m in ("api", "loss_stats", "objectives.api", "objectives.inputs", "promotion", "validation")
+}
+"""Modules of this package that stand between a user's call and :func:`warn_unused`."""
+
+
+def _callers_level() -> int | None:
+    """For :func:`warn_unused`, the ``stacklevel`` of the line with the public call; ``None`` inside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if module not in _ENTRIES and package != "jax":
+            return None if package == "logitless" else level
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def statistics_temperature(objective: Objective) -> Any:
     """The temperature that divides the logits."""
     return None if objective.temperature_on == "logp" else objective.temperature
+
+
+def logp_temperature(call: str, objective: Objective, shape: tuple[int, ...], live: Array | None) -> Array | None:
+    """The temperature that divides the log-probabilities, checked; 1 for tokens that are not live."""
+    if objective.temperature_on == "logits" or objective.temperature is None:
+        return None
+    given = validation.scalar_or_per_token(call, "objective.temperature", objective.temperature, shape)
+    temperature = jnp.asarray(given, jnp.float32)
+    return temperature if live is None or temperature.ndim == 0 else jnp.where(live, temperature, 1.0)
+
+
+def divided(logp: Array, temperature: Array | float | None) -> Array:
+    """``logp / temperature``, with the same bits in every program: an on-policy ratio is exactly 1.
+
+    A product with the reciprocal, which is what XLA makes of a division by a constant anyway. The select keeps a
+    compiler from contracting the product with the difference that follows.
+    """
+    if temperature is None:
+        return logp
+    product = logp * (1.0 / jnp.asarray(temperature, jnp.float32))
+    return jnp.where(jnp.isnan(logp), logp, product)
 
 
 def loss_inputs(
@@ -168,8 +261,6 @@ def loss_inputs(
     objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
     live = validation.mask_array(call, given.get("mask"), shape)
     arrays = validation.loss_arrays(call, objective, shape, given)
-    if objective.temperature_on == "logp":
-        validation.scalar_or_per_token(call, "objective.temperature", objective.temperature, shape)
     live = jnp.ones(shape, bool) if live is None else live
     beta = objective.beta
     if beta is None or arrays["ref_logp"] is not None:

@@ -20,7 +20,7 @@ from jax import Array
 
 from logitless.core.pytree import register
 from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
-from logitless.objectives.inputs import LossInputs
+from logitless.objectives.inputs import LossInputs, divided
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import exp, kl_estimate, log_ratio, policy_term, vespo_weight
 
@@ -44,8 +44,7 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
     """Every token's part of the loss; masked tokens contribute exactly 0, with zero gradient."""
     logp = jnp.where(x.mask, logp, 0.0)
     entropy = jnp.where(x.mask, entropy, 0.0)
-    if x.logp_temperature is not None:
-        logp = logp / x.logp_temperature
+    logp = divided(logp, x.logp_temperature)
     r, w = log_ratio(o, logp, x.old, x.sequences)
 
     correction, log_correction = x.correction, x.vespo_log_weight

@@ -125,9 +125,8 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
             out[name] = over_tokens(getattr(stats, name))
     out.update(_clip_fractions(o, ratio, x))
     if x.ref is not None:
-        logp = stats.logp if x.logp_temperature is None else stats.logp / x.logp_temperature
-        out["kl_k1"] = over_tokens(kl_estimate("k1", logp, x.ref))
-        out["kl_k3"] = over_tokens(kl_estimate("k3", logp, x.ref))
+        out["kl_k1"] = over_tokens(kl_estimate("k1", stats.logp, x.ref))
+        out["kl_k3"] = over_tokens(kl_estimate("k3", stats.logp, x.ref))
     if terms.kl is not None:
         out["kl_loss"] = over_tokens(terms.kl)
     if terms.vespo_phi is not None:

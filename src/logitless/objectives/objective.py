@@ -93,7 +93,8 @@ class Objective:
     clip_metrics: ClipMetrics = static("trl")
     """Clip fractions after ``delta`` and per sequence at sequence level (trl), or before it and per token (liger)."""
     temperature_on: TemperatureOn = static("logits")
-    """Temperature divides the logits, or (``mllm-jax``) the log-probability at temperature one."""
+    """Temperature divides the logits, or (``mllm-jax``) ``logp`` at temperature one, in the loss and in statistics
+    taken with ``objective=``; entropy and the other statistics are then those of temperature one."""
     count_rows: CountRows = static("all")
     """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all of them, or those with a valid token (Tunix)."""
     off_policy_from: OffPolicyFrom = static("rollout")
@@ -253,9 +254,56 @@ class Objective:
         return Objective(**{"level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, **overrides})
 
     @staticmethod
+    def gspo_token(**overrides: Any) -> Objective:
+        """GSPO-token: the value of GSPO's ratio with the gradient of each token's own, clipped as GSPO."""
+        return Objective.gspo(**{"level": "sequence_token", **overrides})
+
+    @staticmethod
+    def luspo(**overrides: Any) -> Objective:
+        """LUSPO: one ratio a sequence, clipped as GSPO; the mean over sequences of the sum over their tokens."""
+        return Objective.gspo(**{"aggregation": "luspo", **overrides})
+
+    @staticmethod
     def cispo(**overrides: Any) -> Objective:
         """CISPO: the ratio as a constant weight of at most ``eps_high`` (5), the mean over all tokens."""
         return Objective(**{"policy": "cispo", "eps_high": 5.0, "aggregation": "dapo", **overrides})
+
+    @staticmethod
+    def sapo(**overrides: Any) -> Objective:
+        """SAPO: a soft gate of the ratio, with temperatures of 1 and, where the advantage is not positive, 1.05."""
+        return Objective(**{"policy": "sapo", **overrides})
+
+    @staticmethod
+    def vespo(**overrides: Any) -> Objective:
+        """VESPO: a token weighs what its sequence's ratio says, the mean over all tokens."""
+        return Objective(**{"policy": "vespo", "aggregation": "dapo", **overrides})
+
+    @staticmethod
+    def gmpo(**overrides: Any) -> Objective:
+        """GMPO: the geometric mean of a sequence's ratios, their logs clipped to plus or minus 0.4."""
+        return Objective(**{"policy": "gmpo", "eps_low": 0.4, "eps_high": 0.4, **overrides})
+
+    @staticmethod
+    def bnpo(**overrides: Any) -> Objective:
+        """BNPO: clipped token ratios, the mean over all tokens of the call."""
+        return Objective(**{"aggregation": "bnpo", **overrides})
+
+    @staticmethod
+    def ppo(**overrides: Any) -> Objective:
+        """PPO's policy loss: clipped token ratios, the mean over all tokens of the call. Its advantages are a critic's,
+        one per token: ``advantages [B, T]``."""
+        return Objective.bnpo(**overrides)
+
+    @staticmethod
+    def reinforce(**overrides: Any) -> Objective:
+        """REINFORCE: ``-A logp`` without a ratio, the mean over sequences of the mean over their tokens."""
+        return Objective(**{"policy": "reinforce", **overrides})
+
+    @staticmethod
+    def rloo(**overrides: Any) -> Objective:
+        """RLOO: ``-A`` times the log-probability of the whole sequence, the mean over sequences. Its advantages leave
+        each reward out of its own baseline: ``group_advantages(..., baseline="leave_one_out", scale="none")``."""
+        return Objective.reinforce(**{"aggregation": "luspo", **overrides})
 
     def coupling(self, old_known: bool = True) -> str | None:
         """Why a token's loss needs other tokens' statistics, or ``None`` where it does not; ``old_known``: the call has

@@ -7,12 +7,15 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from logitless.core import validation
+from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
-from logitless.objectives.inputs import loss_inputs
+from logitless.objectives.inputs import loss_inputs, warn_unused
 from logitless.objectives.metrics import Metrics, loss_of_stats
 from logitless.objectives.objective import Objective
 
 
+@validation.named_arguments
+@own_promotion
 def policy_loss(
     stats: TokenStats,
     *,
@@ -29,7 +32,8 @@ def policy_loss(
 ) -> tuple[Array, Metrics]:
     """The loss over statistics that are already there, for users who compute or combine them on their own.
 
-    ``stats`` need ``logp``; the entropy only where the objective reads it, the other fields never.
+    ``stats`` need ``logp``; the entropy only where the objective reads it, the other fields never. They are at the
+    objective's temperature already, as those of ``logprobs(..., objective=objective)``.
 
     ``token_weights`` multiply each token's policy term, as a correction weight does (``vespo`` folds them in): an
     importance ratio that was computed before, per token, or ``[B]`` or ``[B, 1]`` for one a sequence.
@@ -42,6 +46,7 @@ def policy_loss(
     """
     name, given = "policy_loss", locals()
     objective = validation.objective_of(name, objective)
+    warn_unused(name, objective, given)
     if not isinstance(stats, TokenStats):
         raise TypeError(f"{name}: stats is {type(stats).__name__}, expected TokenStats (from logprobs).")
     if jnp.ndim(stats.logp) != 2:

@@ -23,6 +23,11 @@ def _temperature(o: Objective) -> ArrayLike:
     return 1.0 if o.temperature is None or o.temperature_on == "logp" else o.temperature
 
 
+def _divisor(o: Objective) -> Floats:
+    """What divides the log-probabilities: the objective's temperature, if that is where it acts."""
+    return np.asarray(1.0 if o.temperature is None or o.temperature_on == "logits" else o.temperature, np.float64)
+
+
 def grpo_loss(
     logits: ArrayLike,
     targets: ArrayLike,
@@ -47,11 +52,11 @@ def grpo_loss(
         "vocab_size": vocab_size,
         "mask": mask,
     }
-    stats = token_stats(logits, targets, **options)
+    stats, divisor = token_stats(logits, targets, **options), _divisor(objective)
     loss, dlogp, dentropy = policy_loss_grad(
-        stats.logp, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
+        stats.logp / divisor, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
     )
-    return loss, token_stats_vjp(logits, targets, dlogp, dentropy, None, **options)
+    return loss, token_stats_vjp(logits, targets, dlogp / divisor, dentropy, None, **options)
 
 
 def linear_grpo_loss(
@@ -85,13 +90,13 @@ def linear_grpo_loss(
         "mask": mask,
         "head_layout": head_layout,
     }
+    divisor = _divisor(objective)
     if ref_hidden is not None:
         assert ref_lm_head is not None
         reference = linear_token_stats(ref_hidden, ref_lm_head, targets, **dict(options, bias=ref_bias)).logp
-        divides = objective.temperature is not None and objective.temperature_on == "logp"
-        loss_inputs["ref_logp"] = reference / np.asarray(objective.temperature) if divides else reference
+        loss_inputs["ref_logp"] = reference / divisor
     stats = linear_token_stats(hidden, lm_head, targets, **options)
     loss, dlogp, dentropy = policy_loss_grad(
-        stats.logp, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
+        stats.logp / divisor, stats.entropy, objective=objective, advantages=advantages, mask=mask, **loss_inputs
     )
-    return loss, *linear_token_stats_vjp(hidden, lm_head, targets, dlogp, dentropy, None, **options)
+    return loss, *linear_token_stats_vjp(hidden, lm_head, targets, dlogp / divisor, dentropy, None, **options)

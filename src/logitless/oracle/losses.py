@@ -227,11 +227,6 @@ def policy_loss_grad(
         raise ValueError("top_entropy and entropy_coef need entropy.")
     ent = np.zeros(lp.shape) if entropy is None else to_float64(entropy)
 
-    temperature = np.ones(lp.shape)
-    if o.temperature_on == "logp" and o.temperature is not None:
-        temperature = np.broadcast_to(to_float64(o.temperature), lp.shape)
-    with np.errstate(all="ignore"):  # masked positions may hold anything
-        lp = lp / temperature
     old = lp if old_logp is None else to_float64(old_logp)
     ref = None if ref_logp is None else to_float64(ref_logp)
     rollout = None if rollout_logp is None else to_float64(rollout_logp)
@@ -281,7 +276,7 @@ def policy_loss_grad(
         factor = _factor(o, len(positions), len(counted), int(valid.sum()), number_or_none(denominator))
         loss += factor * sequence_loss
         for position, g in zip(positions, gradient, strict=True):
-            dlogp[position] = factor * g / temperature[position]
+            dlogp[position] = factor * g
 
     if o.entropy_coef is not None:
         kept = int(kept_by_entropy.sum())

@@ -100,7 +100,7 @@ LIGER = Library(
 )
 _LAMBDA_MIN = 1e-4
 """Both libraries raise VESPO's lambda to it."""
-_LOSS_TYPES: dict[str, tuple[str, str]] = {
+LOSS_TYPES: dict[str, tuple[str, str]] = {
     **{name: ("clip", name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
     "cispo": ("cispo", "dapo"),
     "sapo": ("sapo", "grpo"),
@@ -147,7 +147,7 @@ def from_liger(config: Any = None, **given: Any) -> Objective:
 def _common(s: Settings, low_name: str, eps_low: Any, eps_high: Any) -> dict[str, Any]:
     """What both libraries say with the same names."""
     loss_type = s["loss_type"]
-    policy, aggregation = s.choice("loss_type", _LOSS_TYPES)
+    policy, aggregation = s.choice("loss_type", LOSS_TYPES)
     fields: dict[str, Any] = {
         "policy": policy,
         "aggregation": aggregation,

@@ -42,7 +42,7 @@ TUNIX = Library(
         filter_statuses overlong_filter dynamic_sampling overlong_buffer""".split()  # noqa: SIM905
     ),
 )
-_LEVELS: dict[str, dict[str, Any]] = {
+LEVELS: dict[str, dict[str, Any]] = {
     "grpo": {"level": "token"},
     "gspo-token": {"level": "sequence_token", "sequence_log_ratio_max": 10.0},
 }
@@ -62,7 +62,7 @@ def from_tunix(config: Any = None, *, max_length: Any = None, **given: Any) -> O
     if s["policy_loss_fn"] not in ("grpo", "logitless"):
         s.refuse(f"policy_loss_fn={s['policy_loss_fn']!r} has no counterpart here; expected 'grpo'.")
     fields: dict[str, Any] = {
-        **s.choice("loss_algo", _LEVELS),
+        **s.choice("loss_algo", LEVELS),
         "aggregation": s.choice("loss_agg_mode", _AGGREGATIONS),
         "count_rows": "non_empty",
         "eps_low": s["epsilon"],

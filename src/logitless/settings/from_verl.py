@@ -74,7 +74,7 @@ ROLLOUT_CORRECTION = Library(
     },
     other=frozenset({"rollout_rs_threshold", "loss_type", "_target_"}),
 )
-_MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "vanilla": {"policy": "clip", "log_ratio_clamp": 20.0},
     "gspo": {"policy": "clip", "level": "sequence_token", "sequence_log_ratio_max": 10.0},
     "cispo": {"policy": "cispo", "cispo_bound": "interval", "log_ratio_clamp": 20.0},
@@ -104,10 +104,10 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Ob
     s = read(ACTOR, config, given)
     nested = read(POLICY_LOSS, s["policy_loss"], {})
     mode = nested["loss_mode"] if "loss_mode" in nested.said and "loss_mode" not in s.said else s["loss_mode"]
-    if mode not in _MODES:
-        s.refuse(f"loss_mode={mode!r} has no counterpart here; expected one of {', '.join(map(repr, _MODES))}.")
+    if mode not in MODES:
+        s.refuse(f"loss_mode={mode!r} has no counterpart here; expected one of {', '.join(map(repr, MODES))}.")
     here = f"with loss_mode={mode!r}"
-    fields: dict[str, Any] = {**_MODES[mode], "clip_metrics": "liger", "count_rows": "non_empty"}
+    fields: dict[str, Any] = {**MODES[mode], "clip_metrics": "liger", "count_rows": "non_empty"}
     fields["temperature"] = None if s["temperature"] == 1 else s["temperature"]
     if mode in ("sapo", "gpg"):
         s.ignored(["clip_ratio", "clip_ratio_low", "clip_ratio_high"], here)

@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.stats import TokenStats
 from logitless.lab.tools.baselines import naive_head_logp
-from logitless.objectives.inputs import statistics_temperature
+from logitless.objectives.inputs import divided
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_loss import policy_loss
@@ -42,22 +42,25 @@ def head_options(config: TrainConfig) -> dict[str, Any]:
     )
 
 
+def _naive_logp(objective: Objective, hidden: Array, head: Array, targets: Array, dtype: Any) -> Array:
+    """What the naive form has for the objective: no temperature of the logits, but one of the log-probabilities."""
+    return divided(naive_head_logp(hidden, head, targets, dtype), objective.temperature)
+
+
 def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., Array]:
     """``logp(hidden, head, targets, mask)``: ``[B, C]``, 0 where the mask is."""
     logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
     if loss_backend(config) == NAIVE:
 
         def naive(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
-            return jnp.where(mask, naive_head_logp(hidden, head, targets, logits_dtype), 0.0)
+            return jnp.where(mask, _naive_logp(objective, hidden, head, targets, logits_dtype), 0.0)
 
         return naive
 
     options = head_options(config)
-    temperature = statistics_temperature(objective)
-    t = 1.0 if temperature is None else temperature
 
     def library(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
-        return linear_logprobs(hidden, head, targets, mask=mask, temperature=t, **options).logp
+        return linear_logprobs(hidden, head, targets, mask=mask, objective=objective, **options).logp
 
     return library
 
@@ -68,7 +71,7 @@ def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., t
         logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
 
         def naive(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
-            logp = naive_head_logp(hidden, head, targets, logits_dtype)
+            logp = _naive_logp(objective, hidden, head, targets, logits_dtype)
             none, no = jnp.zeros_like(logp), jnp.zeros(logp.shape, bool)
             loss, metrics = policy_loss(
                 TokenStats(logp, none, none, none, none, no, none, none), objective=objective, **arrays

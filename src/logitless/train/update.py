@@ -174,10 +174,7 @@ def make_part_logp(
 
     def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
         hidden = parts_of(lora, model, part, dtype, layout).hidden(params, lora, remat=False)
-        logp = head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
-        if objective.temperature_on == "logp" and objective.temperature is not None:
-            logp = logp / objective.temperature
-        return logp
+        return head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
 
     return logp_of
 

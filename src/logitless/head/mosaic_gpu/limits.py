@@ -14,13 +14,20 @@ _LANES = 128
 
 
 def visit_of(p: Any) -> int:
-    """Tokens that a slab meets at a time: no logits of a whole chunk stand in memory here, so it may be several. All of
-    them, rounded up to multiples of 8 as tiled copies need, or equal parts in multiples of 128."""
-    most = 4 * p.call.chunk
+    """Tokens of one visit of a slab: about four chunks, since no logits of a whole chunk stand in memory here.
+
+    All tokens rounded up to a multiple of 8, which tiled copies need, or equal parts in multiples of 128: a call is
+    filled up to whole visits, and a group of hard rows, in multiples of 8, is never more than these.
+    """
+    most = _whole(4 * p.call.chunk, _LANES)
     if p.n <= most:
-        return -(-int(p.n) // 8) * 8
-    equal = -(-p.n // -(-p.n // most))
-    return min(-(-equal // _LANES) * _LANES, most)
+        return _whole(p.n, 8)
+    return _whole(-(-p.n // -(-p.n // most)), _LANES)
+
+
+def _whole(count: int, unit: int) -> int:
+    """``count`` rounded up to a multiple of ``unit``."""
+    return -(-int(count) // unit) * unit
 
 
 def check(p: Any, platform: str = "gpu") -> None:

@@ -3,14 +3,15 @@
 backend          the exact backend around the kernels; which calls it serves, what they cost
 kernels          statistics, direction, dH and dW of a problem, each by one sweep: matmuls and maths
 forward          the sweep over the vocabulary that makes statistics, the expected head row and column maxima
-kept             exponentials that the forward sweep keeps for dW, and how many
-backward         the sweep that makes dW; dhidden that of dH
+kept_exponentials  exponentials that the forward sweep keeps for dW, and how many
+dweight          the sweep that makes dW; dhidden that of dH
 lora             LoRA on the head: narrow matmuls beside the wide ones
-rows_at          rows of a [V, H] head or of hidden states, each by a copy of its own
-columns_at       W[:, y] of an [H, V] head, and columns of dW put into place
+gather_rows      rows of a [V, H] head or of hidden states, each by a copy of its own
+gather_columns   W[:, y] of an [H, V] head
 tiles, operands  what a kernel is specialised to, and what it is given
-sparse           a sparse backward around the exact backend; sparse_columns finds its columns, slabs works on them,
-                 gathered takes them out of a head of either layout, sparse_shard is for a part of the vocabulary
-one_pass         the same in one pass over the vocabulary and one over dW, where that serves: look, ordered_slabs, and
-                 around, the sweep that writes dW around the rows of the active columns, which are ready
+sparse           a sparse backward around the exact backend, and which calls it serves
+column_choice    which columns carry the gradient, from the forward sweep's column maxima
+sparse_backward  gradients over the active columns of all tokens, and of the hard rows
+hard_rows        the sweep that writes dW, merges the rows of the active columns, makes dH of the hard rows
+active_rows      rows of dW of the active columns: how the hard rows' sweep puts them in place
 """

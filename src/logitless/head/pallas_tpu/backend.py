@@ -3,7 +3,7 @@ three for tokens whose exponentials are kept.
 
     forward    statistics, and with a gradient of the hidden states D = d logp/d hidden from the same sweep (2 matmuls)
     backward   dH = g_logp D, a multiply, whatever the objective;  dW by its own sweep (2 matmuls;
-               1 for tokens whose exponentials the forward pass kept, kept.py)
+               1 for tokens whose exponentials the forward pass kept, kept_exponentials.py)
 
 Cotangents of entropy or lse (an entropy bonus, a user's loss) need dH by a sweep of its own. Live tokens are gathered
 to the front for the forward sweep, tokens with a nonzero cotangent for dW's; the kernels skip what lies behind them.
@@ -30,8 +30,8 @@ from logitless.core.row_passes import Front
 from logitless.core.row_passes import front as rows_front
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels, lora, operands
-from logitless.head.pallas_tpu.backward import HeadSums
-from logitless.head.pallas_tpu.kept import Kept, nothing_kept_because, tokens_kept
+from logitless.head.pallas_tpu.dweight import HeadSums
+from logitless.head.pallas_tpu.kept_exponentials import Kept, nothing_kept_because, tokens_kept
 from logitless.head.pallas_tpu.tiles import Kernel, whole_lanes
 from logitless.head.sparse.column_gather import without
 

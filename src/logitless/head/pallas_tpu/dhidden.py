@@ -3,7 +3,7 @@
     dhidden   grid (token tile, vocabulary tile):  dH [tokens, H] += dx W, carried in its float32 output block.
               HBM: W once per token tile, hidden states once, 4 N H written.
 
-Two matmuls (``4 N H V`` FLOP): logits are made again, ``dx`` is that of ``backward.py``.
+Two matmuls (``4 N H V`` FLOP): logits are made again, ``dx`` is that of ``dweight.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
-from logitless.head.pallas_tpu.backward import TARGET, cotangent_of_logits
+from logitless.head.pallas_tpu.dweight import TARGET, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import (
     ROWS,
     Launch,

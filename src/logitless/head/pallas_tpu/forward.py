@@ -50,7 +50,7 @@ from logitless.core import compat
 from logitless.core.pytree import register
 from logitless.core.stats import NEG_INF, RowSums
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
-from logitless.head.pallas_tpu.kept import Kept, block_of_step
+from logitless.head.pallas_tpu.kept_exponentials import Kept, block_of_step
 from logitless.head.pallas_tpu.operands import (
     FLOOR,
     LOG_ZERO,

@@ -12,8 +12,8 @@ are skipped and fetch nothing):
                                one matmul      where the weight is frozen: dbias, or LoRA's outer factor (lora.py)
 
 An objective of ``logp`` alone costs four matmuls for loss, dH and dW, three for tokens whose exponentials the forward
-sweep keeps (``kept.py``): with ``p`` the softmax, ``y`` the target and ``E`` the sweep's accumulator, relative to a
-maximum,
+sweep keeps (``kept_exponentials.py``): with ``p`` the softmax, ``y`` the target and ``E`` the sweep's accumulator,
+relative to a maximum,
 
     D = d logp / d h = own W_y - others E        own = -expm1(logp) slope_y        others = p(maximum) slope
     dH = g_logp D
@@ -24,7 +24,7 @@ dH, and the compiler gives temporaries no memory that an output will need. So a 
 them, a part of the tokens at a time: beside inputs and outputs stand ``rest`` and the target rows of a part. What
 shards sum over devices, and what stands beside LoRA's part, is made at once, from ``E`` in float32.
 
-Sweeps, tiles and bytes: ``forward.py``, ``backward.py``, ``dhidden.py``, ``tiles.py``.
+Sweeps, tiles and bytes: ``forward.py``, ``dweight.py``, ``dhidden.py``, ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from logitless.core.stats import (
     valid_targets,
 )
 from logitless.core.transform import factor, slope
-from logitless.head.pallas_tpu import lora, rows_at
-from logitless.head.pallas_tpu.backward import AT_TARGET, HeadSums, coefficients, dhead_sweep
-from logitless.head.pallas_tpu.columns_at import columns_at
+from logitless.head.pallas_tpu import gather_rows, lora
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
+from logitless.head.pallas_tpu.dweight import AT_TARGET, HeadSums, coefficients, dhead_sweep
 from logitless.head.pallas_tpu.forward import forward_sweep
-from logitless.head.pallas_tpu.kept import Kept, factors, has_spare, room_for, schedule
+from logitless.head.pallas_tpu.gather_columns import columns_at
+from logitless.head.pallas_tpu.kept_exponentials import Kept, factors, has_spare, room_for, schedule
 from logitless.head.pallas_tpu.operands import FLOOR, Launch, interpreter, prepare
 from logitless.head.pallas_tpu.tiles import LANES, Tiles, whole_lanes
 
@@ -76,7 +76,7 @@ LEAST = LANES
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
     """Statistics; NaN where a live token's target is outside the vocabulary, zeros for dead tokens."""
-    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size), factor(p.transform)), k.live)
+    return masked_stats(finish(sums, valid_targets(p.targets, p.call.vocab_size), p.transform), k.live)
 
 
 def token_sums(
@@ -101,17 +101,6 @@ def token_stats_and_maxima(
     """``(statistics [N], maxima [vocab_size] float32)``: for every column an upper bound of its largest log-probability
     over the tokens whose ``floor [N]``, a lower bound of their logsumexp, is finite and whose target it is not. The
     statistics are those of :func:`token_stats` to the bit. One matmul."""
-    k, sums, maxima = _sums_and_maxima(p, n_live, floor, tiles)
-    return _finished(k, p, sums), maxima
-
-
-def token_sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | None = None) -> tuple[RowSums, Array]:
-    """:func:`token_stats_and_maxima` of a shard of the vocabulary: ``(sums [N], maxima)``; ``floor`` may be the
-    logsumexp of all shards, which makes the maxima exact. One matmul."""
-    return _sums_and_maxima(p, n_live, floor, tiles)[1:]
-
-
-def _sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | None) -> tuple[Launch, RowSums, Array]:
     k = prepare("forward", p, n_live, tiles)
     tokens = k.spec.tiles.tokens
     # Rows of the last block beyond the array must not count, whatever would stand there.
@@ -120,7 +109,7 @@ def _sums_and_maxima(p: Problem, n_live: Count, floor: Array, tiles: Tiles | Non
     sums, _, _, maxima, _ = forward_sweep(k.reading(token=token), False, maxima=True)
     assert maxima is not None
     written = jnp.arange(maxima.shape[0]) * tokens < k.n_live[0]
-    return k, sums, jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
+    return _finished(k, p, sums), jnp.max(jnp.where(written[:, None], maxima, -jnp.inf), axis=0)
 
 
 def token_stats_and_terms(
@@ -169,7 +158,9 @@ class Terms:
         rest = [] if self.rest is None else [self.rest]
         if p.head.layout == "vh" and _by_copies(p.head.weight, n):
             numbers, interpret = (g, self.own, self.others), interpreter(p.call.interpret)
-            return rows_at.made_of_rows(p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype)
+            return gather_rows.made_of_rows(
+                p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype
+            )
         # Columns of an [H, V] head are found by one sweep over it, whatever the number of tokens.
         size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
 
@@ -254,13 +245,13 @@ def token_direction(
 
 
 def _by_copies(x: Array, count: int) -> bool:
-    return count >= LEAST and rows_at.served(x)
+    return count >= LEAST and gather_rows.served(x)
 
 
 def gather(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
     """Rows ``at [K]`` of ``x [V, H]``, zeros where ``keep [K]`` is false: by a kernel, or by XLA in parts."""
     if _by_copies(x, at.size):
-        return rows_at.rows_at(x, at, interpret, keep)
+        return gather_rows.rows_at(x, at, interpret, keep)
     return rows_in_parts(x, at, PART, keep)
 
 

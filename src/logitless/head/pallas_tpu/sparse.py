@@ -1,69 +1,70 @@
-"""The sparse backward on TPU: columns out of the forward sweep, gradients over one set of columns for all tokens.
+"""The sparse backward on TPU as a backend around the exact one: one pass over the vocabulary and one over dW.
 
-With M one matmul over all tokens and columns, and K active columns:
+Columns come out of the forward sweep; gradients go over one set of columns for all tokens. With M one matmul over all
+tokens and columns, and K active columns:
 
-    look       logits of 128 rows, all columns: are nearly all rows flat? Then the exact kernels, as without all this.
+    look       logits of 128 rows in 8192 columns: are nearly all rows flat? Then the exact kernels, as without this.
     forward    statistics and column maxima by one sweep (M), no logits in HBM (``forward.py``)
-    columns    the threshold on the maxima that costs least, judged by those 128 rows (``sparse_columns.py``)
+    columns    the threshold on the maxima that costs least, judged by those 128 rows (``column_choice.py``)
     backward   slab by slab of the K columns: x, dx, dh, a slab of dW, and the mass that each row keeps (3 M K / V)
-    hard rows  those that leave out more than the tolerance: dH and dW by the exact kernels (4 matmuls each)
+    hard rows  those that leave out more than the tolerance: the *other* columns, too, while dW is written (3 matmuls
+               each, 4 if they are many)
 
 One set for all tokens, where ``head/sparse/backend.py`` has one per chunk. XLA's TPU compiler carries out a scatter
 into dW by streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V =
 151936, an estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
 
-    dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by one scatter
-            inactive:  the sum over the hard rows, by the exact kernel, rounded once
-    dH[t] = hard:      the exact kernel's;    else:  the sum over the active columns, and the mean row's part
+    dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by the sweep
+                       that makes the others (``active_rows.py``)
+            inactive:  the sum over the hard rows, rounded once
+    dH[t] = the sum over the active columns, and     hard: over the others;     else: the mean row's part
 
-so nothing is added twice and no float32 dW exists. On 8192 tokens of ``bench.realistic`` (V = 151936) columns and hard
-rows cost 0.52 M after the forward sweep (benchmarks/tpu_sparse_estimate.py); sets of 2048 tokens each, from exact
-probabilities, would cost 15 % less.
+so nothing is added twice and no float32 dW exists. Until that sweep the rows of the active columns stand in dW's own
+place. On 8192 tokens of ``bench.realistic`` (V = 151936, a policy's own completions) columns and hard rows cost 0.15 M
+after the forward sweep (benchmarks/tpu_sparse_estimate.py).
 
 Uncoupled objectives have their gradients in the forward pass, where the cotangents follow from the statistics:
-1 + 3 K/V matmuls a token, 4 a hard row, and the exact kernels (4) if the look shows flat logits. Other cotangents come
-later: 1 + K/V in the forward pass (the report's masses), 3 K/V in the backward pass, 4 a hard row, which is every row
-if the logits are flat.
+1 + 3 K/V matmuls a token, 3 or 4 a hard row, and the exact kernels (4) if the look shows flat logits. Other cotangents
+come later: 1 + K/V in the forward pass (the report's masses), 3 K/V in the backward pass, 3 or 4 a hard row, which is
+every row if the logits are flat.
 
 The mass left out is ``1 - sum of p over the active columns``, good to ``MASS_ERROR``: rows count as hard that much
-earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels. With bfloat16 logits, which may round to a
-neighbour when they are made again, the sum is taken at the lower one (``gathered.least_logits``).
+earlier, and below ``LEAST_TOLERANCE`` all goes through the exact kernels.
 
-Both layouts of the head: gathered columns are rows ``[K, H]`` in either (``gathered.py``). LoRA's outer factor is
-gathered and put back with them, dlow (``lora.py``) treated as dH is.
+Over a mesh each device has its own columns and hard rows, and its dW is summed with the others' in float32, whole:
+which of its rows are zero differs between devices. Calls that this backend does not serve, and why:
+:meth:`SparsePallasTpu.supports`.
 
-Over a mesh that shards tokens each device has its own columns and hard rows, and its dW is summed with the others' in
-float32, whole: which of its rows are zero differs between devices. Where a device has a part of the vocabulary:
-``sparse_shard.py``.
-
-Bytes beside those of the exact kernels: ``[K limit, H]`` of dW's rows, a slab of the head, of x, dx and dW, ``[N, H]``
-float32 of dH, ``[128, V]`` float32 of the look.
+Bytes beside inputs and outputs: dH in float32, ``[N + GROUP, H]``, and a slab of the head (x, dx and the slab's dW are
+in VMEM); where V is no multiple of 16 also ``[K limit, H]`` of dW's rows. Hidden states in the order of
+``head/sparse/token_order.py`` stand where dH will.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.backend import Cost, Way
-from logitless.core.problem import Gradients, Head, Loss, Problem, Wanted
+from logitless.core.backend import Cost, Split, Way
+from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.head.pallas_tpu import kernels, slabs, sparse_columns, sparse_shard
-from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, front
-from logitless.head.pallas_tpu.sparse_columns import Active, choose_columns, few_rows, tpu_rule
-from logitless.head.pallas_tpu.sparse_shard import ShardColumns
+from logitless.head.pallas_tpu import column_choice, kernels, sparse_backward
+from logitless.head.pallas_tpu.backend import PallasTpu, cost_of
+from logitless.head.pallas_tpu.column_choice import Active, choose_columns, column_rule, few_rows, no_columns
+from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.sparse.active_columns import Rule
 from logitless.head.sparse.backend import in_words
 from logitless.head.sparse.column_gather import Known, without
-from logitless.head.sparse.report import SparseReport, blank_report
+from logitless.head.sparse.report import SparseReport, blank_report, dense_report
+from logitless.head.sparse.token_order import Ordered, in_order
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuSparse:
+class SparsePallasTpu:
     """A backend around the exact one: the same statistics, a sparse backward. ``p.live`` is the loss's mask, or
     ``None`` where every token is live."""
 
@@ -77,31 +78,45 @@ class TpuSparse:
         """What the kernels serve."""
         self.own.check(p, columns_apart)
 
+    def supports(self, p: Problem, split: Split) -> str | None:
+        """Why the exact kernels serve a call instead; ``None`` where this backend does."""
+        if p.head.layout != "vh":
+            return "the sparse backward of the TPU kernels works on rows of a [V, H] head, and this one is [H, V]"
+        if p.head.lora_a is not None:
+            return "the sparse backward of the TPU kernels does not serve LoRA on the head"
+        if jnp.dtype(p.call.logits_dtype) != jnp.float32:
+            rounded = jnp.dtype(p.call.logits_dtype).name
+            return f"the sparse backward of the TPU kernels needs float32 logits, and logits_dtype is {rounded}"
+        if p.call.mass is not None and p.call.mass < column_choice.LEAST_TOLERANCE:
+            least = in_words(column_choice.LEAST_TOLERANCE)
+            return f"a row may leave out {in_words(p.call.mass)}, and masses are known well enough from {least} on"
+        if split.vocabulary > 1:
+            return "the vocabulary is sharded, and the sparse backward of the TPU kernels needs all columns on a device"
+        if split.head_gathered:
+            return "under FSDP the sparse backward of the TPU kernels would need more memory than the exact kernels"
+        if split.dw_parts > 1:
+            return (
+                "the sparse backward of the TPU kernels would sum the head's gradient over devices whole, in float32, "
+                f"where the exact kernels sum {split.dw_parts} parts one after the other"
+            )
+        return None
+
     def describe(self, p: Problem, way: Way) -> Cost:
         """How much it saves depends on the data."""
-        rule, late = tpu_rule(p.head.vocab), not way.in_forward
+        rule, late, exact = column_rule(p.head.vocab), not way.in_forward, cost_of(p, ("token_stats", "dhead"))
         words = (
             "statistics and column maxima by one sweep, then the backward over the K active columns of all tokens, "
-            f"which leave at most {in_words(way.mass)} of a row's mass out (rows that would leave out more: dH and dW "
-            f"by the exact kernels); exact kernels where a few rows show flat logits, or K > {rule.most:,}"
+            f"which leave at most {in_words(way.mass)} of a row's mass out (rows that would leave out more: the other "
+            f"columns as well, while dW is written); exact kernels where a few rows show flat logits, or "
+            f"K > {rule.most:,}"
         )
-        matmuls = f"1 + {4 if late else 3} K/V, 4 a hard row, {5 if late else 4} if flat (1 without a gradient)"
-        if way.shards > 1:
-            words += (
-                "; what a row leaves out is the sum over shards, and where that is too much it takes all columns of "
-                f"those that leave out more than 1/{way.shards} of what it may"
-            )
-            matmuls = (
-                "2 + 4 K/V (statistics of all shards first, columns by a second sweep), 4 a hard row, 5 if flat "
-                "(1 without a gradient)"
-            )
-        exact = cost_of(p, ("token_stats", "dhidden", "dhead"))
+        tiles = {"slab": rule.slab, "chunk": sparse_backward.chunk_of(p), "group": sparse_backward.GROUP}
         return dataclasses.replace(
             exact,
             way=words,
-            matmuls=matmuls,
-            bytes_moved=f"{exact.bytes_moved} at most (dhidden and dhead by the hard rows)",
-            tiles={**exact.tiles, "slab": rule.slab, "chunk": min(p.n, slabs.CHUNK)},
+            matmuls=f"1 + {4 if late else 3} K/V, 3 or 4 a hard row, {5 if late else 4} if flat (1 without a gradient)",
+            bytes_moved=f"{exact.bytes_moved} at most (dhead by the hard rows)",
+            tiles={**exact.tiles, **tiles},
         )
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
@@ -112,86 +127,92 @@ class TpuSparse:
         """The residual are the active columns."""
         rule = _rule(p, want)
         counts = jnp.ones(p.targets.shape, bool) if p.live is None else p.live
-        few = few_rows(p, p.live)
+        few = few_rows(p, p.live, None)
 
         def dense() -> tuple[TokenStats, SparseReport, Active]:
-            none = sparse_columns.no_columns(rule, p.head.vocab)
-            return self.own.statistics(p)[0], all_dense(p.head, counts), none
+            none = no_columns(rule, p.head.vocab)
+            return self.own.statistics(p)[0], dense_report(p.head, counts), none
 
         def sparse() -> tuple[TokenStats, SparseReport, Active]:
-            out, maxima = self._statistics_and_maxima(p, counts)
-            active = choose_columns(rule, p, maxima, counts, few, None)
-            _, report = slabs.gradients(rule, Wanted(False, False), p, counts, out, None, active)
+            f = _in_order(p, counts)
+            stats, maxima = _statistics_and_maxima(f, None)
+            out = jax.tree.map(f.put_back, stats)
+            active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), None)
+            zero = jnp.zeros((f.p.n,), jnp.float32)
+            known, moving = Known(stats, StatCotangents(zero, zero, zero)), jnp.arange(f.p.n) < f.count
+            _, report = sparse_backward.gradients(rule, Wanted(False, False), f, known, moving, active)
             return out, report, active
 
-        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), dense, sparse)
+        return lax.cond(column_choice.exact_is_cheaper(rule, few), dense, sparse)
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Active, only_logp: bool
     ) -> Gradients:
-        moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-        return slabs.gradients(_rule(p, want), want, p, moving, out, g, without_mesh_axis(residual))[0]
+        g = g if p.live is None else without(g, ~p.live)
+        f = _in_order(p, g.any_nonzero())
+        known = Known(*jax.tree.map(f.take, (out, g)))
+        return sparse_backward.gradients(
+            _rule(p, want), want, f, known, known.g.any_nonzero(), _without_mesh_axis(residual)
+        )[0]
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         rule, counts = _rule(p, want), loss.may_move()
-        few = few_rows(p, counts)
+        counts = counts if p.live is None else counts & p.live
+        before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
+        few = few_rows(p, counts, before)
 
         def sparse() -> tuple[TokenStats, SparseReport, Gradients]:
-            out, maxima = self._statistics_and_maxima(p, counts)
-            g = live_cotangents(p, loss, out)
-            active = choose_columns(rule, p, maxima, counts, few, jax.tree.map(lambda x: x[few.at], g))
-            grads, report = slabs.gradients(rule, want, p, g.any_nonzero(), out, g, active)
+            f = _in_order(p, counts)
+            stats, maxima = _statistics_and_maxima(f, before)
+            out = jax.tree.map(f.put_back, stats)
+            g = _live_cotangents(p, loss, out)
+            active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), _some(g, few.at))
+            known = Known(stats, jax.tree.map(f.take, g))
+            grads, report = sparse_backward.gradients(rule, want, f, known, known.g.any_nonzero(), active)
             return out, report, grads
 
-        return lax.cond(sparse_columns.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
+        return lax.cond(column_choice.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
 
     def _exact(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         """All of it by the exact kernels."""
         out, _, direction = self.own.forward(p, want)
-        g = live_cotangents(p, loss, out)
+        g = _live_cotangents(p, loss, out)
         grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
-        return out, all_dense(p.head, g.any_nonzero()), grads
-
-    # A shard of the vocabulary.
-
-    def shard_columns(
-        self, p: Problem, want: Wanted, out: TokenStats, share: Array
-    ) -> tuple[ShardColumns, SparseReport]:
-        """See :func:`sparse_shard.find`."""
-        return sparse_shard.find(_rule(p, want), p, out, share)
-
-    def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ShardColumns, hard: Array) -> Gradients:
-        """See :func:`sparse_shard.gradients`."""
-        active = without_mesh_axis(kept.active)
-        return sparse_shard.gradients(_rule(p, want), want, p, known, ShardColumns(active, kept.left_out), hard)
-
-    def _statistics_and_maxima(self, p: Problem, counts: Array) -> tuple[TokenStats, Array]:
-        """Statistics of the live tokens, and the column maxima of those that ``counts``."""
-        f = front(p.live)
-        floor = f.take(sparse_columns.lse_floor(p, counts))
-        stats, maxima = kernels.token_stats_and_maxima(f.problem(p), f.count, floor)
-        return jax.tree.map(f.put_back, stats), maxima
+        return out, dense_report(p.head, g.any_nonzero()), grads
 
 
-def live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
+def _live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
     """Of the live tokens; zero elsewhere."""
     g = loss.cotangents(out)
     return g if p.live is None else without(g, ~p.live)
 
 
-def without_mesh_axis(active: Active) -> Active:
+def _without_mesh_axis(active: Active) -> Active:
     """A residual over a mesh has a first dimension throughout."""
     return dataclasses.replace(active, count=active.count.reshape(()), dense=active.dense.reshape(()))
 
 
+def _in_order(p: Problem, first: Array) -> Ordered:
+    """Tokens where ``first [N]`` is true first, in whole chunks."""
+    interpret = interpreter(p.call.interpret)
+    return in_order(
+        p, first, sparse_backward.chunk_of(p), lambda h, order, keep: kernels.gather(h, order, interpret, keep)
+    )
+
+
+def _some(tree: Any, at: Array) -> Any:
+    """The rows ``at`` of a tree of ``[N]``."""
+    return jax.tree.map(lambda x: x.at[at].get(mode="promise_in_bounds"), tree)
+
+
+def _statistics_and_maxima(f: Ordered, before: Array | None) -> tuple[TokenStats, Array]:
+    """Statistics of the live tokens, in the order of ``f``, and the column maxima of those that come first; ``before``,
+    in the order of the call, is known of the targets' log-probabilities."""
+    counts = jnp.arange(f.p.n) < f.count
+    floor = column_choice.lse_floor(f.p, counts, None if before is None else f.take(before))
+    return kernels.token_stats_and_maxima(f.p, f.live, floor)
+
+
 def _rule(p: Problem, want: Wanted) -> Rule:
-    """The exact kernel that makes dW makes dbias, too."""
-    dh, dw = want.hidden or want.lora, want.weight or want.bias or want.lora
-    return tpu_rule(p.head.vocab, max(int(dh) + int(dw), 1))
-
-
-def all_dense(head: Head, moving: Array) -> SparseReport:
-    """The report of a backward pass by the exact kernels."""
-    zero, one = jnp.float32(0), jnp.int32(1)
-    nothing = jnp.zeros(moving.shape, jnp.float32)
-    return SparseReport(nothing, moving, jnp.zeros_like(moving), one, one, zero, jnp.float32(head.vocab))
+    """The sweep that makes dW makes dbias, too."""
+    return column_rule(p.head.vocab, max(int(want.hidden) + int(want.weight or want.bias), 1))

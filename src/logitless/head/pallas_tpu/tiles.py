@@ -82,7 +82,8 @@ def need(
 ) -> int:
     """VMEM bytes of a kernel's blocks, scratch and temporaries; compilers settled for 0.88 to 1.04 of it.
 
-    ``keeping``: exponentials leave the forward sweep, or enter that of dW, in a double-buffered block (``kept.py``).
+    ``keeping``: exponentials leave the forward sweep, or enter that of dW, in a double-buffered block
+    (``kept_exponentials.py``).
     """
     h, w = tokens * hidden * itemsize, vocab * hidden * itemsize
     plane = tokens * vocab * (4 + 4 + itemsize)  # logits, a temporary, rounded probabilities or dlogits

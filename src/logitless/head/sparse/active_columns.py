@@ -111,7 +111,7 @@ class Columns:
     index: Array  # [most] int32, ascending; beyond the vocabulary from ``count`` on
     count: Array  # () int32; 0 if dense
     dense: Array  # () bool: too many columns, or too many rows that miss the tolerance
-    left_out: Array  # [C] float32: mass of each gradient row outside the active columns; NaN where the row is
+    left_out: Array  # [C] float32: mass of each gradient row outside the active columns, NaN where it is; 0 in others
 
 
 def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array:

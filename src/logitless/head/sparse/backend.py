@@ -33,12 +33,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core import row_passes
-from logitless.core.backend import Cost, Way
+from logitless.core.backend import Cost, Split, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import StatCotangents, TokenStats, blank_stats
-from logitless.head.chunked import Chunked, add_chunk, chunk_of, finished, logits_of, no_gradients
+from logitless.head.chunked import Chunked, add_chunk, chunk_of, dx_dtype_of, finished, logits_of, no_gradients
 from logitless.head.linear import raw_logits
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
@@ -121,6 +121,10 @@ class Sparse:
 
     def check(self, p: Any, columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
+
+    def supports(self, p: Problem, split: Split) -> str | None:
+        """It serves everything."""
+        return None
 
     def describe(self, p: Any, way: Way) -> Cost:
         """How much it saves depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
@@ -311,9 +315,9 @@ def once_dense(
 
     def body(state: Any) -> Any:
         x, _, _, total = state
-        dtype = x.dtype if backend.in_place else p.h.dtype
+        dtype = x.dtype if backend.in_place else dx_dtype_of(x, p, total)
         stats, dx = backend.row_statistics_and_dx(x, p, loss, dtype)
-        total = add_chunk(visit, total, dx.astype(p.h.dtype), p)
+        total = add_chunk(visit, total, dx, p)
         # What a loop hands on must not be overwritten: if x were, the kernel would write dx over a copy of it.
         return (dx if dx.dtype == x.dtype else x), stats, loss.cotangents(stats), total
 

@@ -6,7 +6,7 @@
     misses         which rows may not leave a mass out
     in_their_place what stands for the columns left out: their mass times a mean row of the head
 
-Shared by ``backend.py`` and ``pallas_tpu/sparse.py``.
+Shared by ``backend.py`` and ``pallas_tpu/sparse_backward.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from logitless.core.problem import Gradients, Head, Problem
 from logitless.core.row_passes import swept_columns
 from logitless.core.stats import StatCotangents, TokenStats, dz
 from logitless.core.transform import LogitTransform, factor, pull_back
-from logitless.head.linear import add_dhead, dhidden
+from logitless.head.linear import add_dhead, dhidden, dx_dtype
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Rule
 
@@ -73,13 +73,14 @@ def mass_beside(kept: Array) -> Array:
     return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
 
 
-def slab_dx(x: Array, index: Array, p: Problem, known: Known) -> Array:
-    """dx of the gathered columns ``index``; zero in unused slots, which lie beyond the vocabulary."""
+def slab_dx(x: Array, index: Array, p: Problem, known: Known, bias: bool = False) -> Array:
+    """dx of the gathered columns ``index``, in a dtype that is wide enough for the gradient of the ``bias`` if that is
+    wanted; zero in unused slots, which lie beyond the vocabulary."""
     t = p.transform.column()
     u = swept_columns(x, t, p.call.vocab_size, index[None, :])
     stats, g = jax.tree.map(lambda v: v[:, None], (known.stats, known.g))
     d = dz(u, index[None, :] == p.targets[:, None], stats, g, factor(t))
-    return pull_back(d, x, t).astype(p.h.dtype)
+    return pull_back(d, x, t).astype(dx_dtype(p.call.logits_dtype, p.h.dtype, bias))
 
 
 def mean_row(rule: Rule, p: Problem) -> Array:
@@ -115,8 +116,8 @@ def add_slabs(
     def slab(i: Array, total: Gradients) -> Gradients:
         own = lax.dynamic_slice_in_dim(index, i * rule.slab, rule.slab)
         part = columns_of.head_columns(p.head, own)
-        dx = slab_dx(logits(own, part), own, p, known)
-        dh = None if total.hidden is None else total.hidden + dhidden(dx, part)
+        dx = slab_dx(logits(own, part), own, p, known, total.head.bias is not None)
+        dh = None if total.hidden is None else total.hidden + dhidden(dx.astype(p.h.dtype), part)
         grads = add_dhead(columns_of.no_head_columns(total.head, part), dx, p.h, part)
         return Gradients(dh, columns_of.put_head_columns(total.head, own, grads, part.layout))
 

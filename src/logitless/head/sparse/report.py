@@ -49,16 +49,23 @@ class SparseReport:
         }
 
 
-def blank_report(n: int) -> SparseReport:
+def blank_report(tokens: int | tuple[int, ...]) -> SparseReport:
     """Nothing has happened."""
-    no, zero = jnp.zeros((n,), bool), jnp.float32(0)
-    return SparseReport(jnp.zeros((n,), jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
+    no, zero = jnp.zeros(tokens, bool), jnp.float32(0)
+    return SparseReport(jnp.zeros(tokens, jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
+
+
+def dense_report(head: Head, rows: Array) -> SparseReport:
+    """The report of an exact backward pass of the tokens ``rows``: one dense chunk."""
+    blank = blank_report(rows.shape)
+    one, width = jnp.int32(1), jnp.float32(head.vocab)
+    return dataclasses.replace(blank, rows=rows, chunks=one, dense_chunks=one, width=width)
 
 
 def chunk_report(rule: Rule, head: Head, found: Columns, rows: Array, hard: Array) -> SparseReport:
     width = jnp.where(found.dense, head.vocab, rule.slabs(found.count) * rule.slab)
     return SparseReport(
-        left_out=jnp.where(hard | ~rows | found.dense, 0.0, found.left_out),
+        left_out=jnp.where(hard | found.dense, 0.0, found.left_out),
         rows=rows,
         hard=hard,
         chunks=jnp.int32(1),

@@ -102,7 +102,9 @@ class Bars:
             axes.barh(0, 0, color=LIGHT["ours"], alpha=_shade(k, len(parts)), label=part)
         if self.floor is not None:
             label = f"{self.floor_label} {number(self.floor)} {self.unit}"
-            axes.axvline(self.floor, color=LIGHT["ink"], linestyle="--", linewidth=1.5, label=label)
+            for i in range(len(self.bars)):  # beside the bars, not through their labels
+                named: Any = {"label": label} if i == 0 else {}
+                axes.plot([self.floor] * 2, [i - 0.3, i + 0.3], color=LIGHT["ink"], ls="--", lw=1.5, **named)
         if parts or self.floor is not None:
             figure.legend(loc="lower left", ncols=2, handlelength=1.5)
 

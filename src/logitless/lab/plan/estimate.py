@@ -1,4 +1,4 @@
-"""A closed estimate of a head call's memory and work, for a device whose compiler is not at hand.
+"""A closed estimate of a call's memory and work, for a device whose compiler is not at hand.
 
 Inputs and gradients are exact. Beside them it counts the large buffers, and nothing that XLA adds for itself:
 
@@ -7,9 +7,11 @@ Inputs and gradients are exact. Beside them it counts the large buffers, and not
     a Hopper screen      one bit for each token and column, the hidden states once more
     TPU kernels          arrays [T, H]: accumulators, hidden states in order, targets' rows
     over a mesh          the gathered head, dW before it is reduced
+    a call from logits   nothing, but dense ones their dlogits
 
-tests/plan/test_estimate.py holds the peak to within 10 % of what compilers of GPUs and TPUs have said. The time is a
-roofline: FLOPs over the chip's rate, or bytes over its bandwidth.
+tests/plan/test_estimate.py holds the peak to within 10 % of what compilers of GPUs and TPUs have said. It does not hold
+for a CPU, nor for the dense loss with an entropy bonus, which may take twice as much. The time is a roofline: FLOPs
+over the chip's rate, or bytes over its bandwidth.
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
         sparse = (2 if route.way_taken.shards > 1 else 1) + of_columns + (1 + s.wide) * shares.hard_rows
         matmuls = min(matmuls, sparse) if shares.active_columns <= 0.25 else matmuls
     no_logits = on_tpu or screened or (route.fused_statistics and not s.wants)
-    tile = route.tiles["chunk"] if "chunk" in route.tiles else int(next(iter(route.tiles.values())).split("x")[0])
+    kernels = (int(v.split("x")[0]) for v in route.tiles.values() if isinstance(v, str) and "x" in v)  # 512x1024
+    tile = route.tiles.get("chunk") or next(kernels, s.tokens)
     sweeps = -(-s.live // tile)  # each matmul reads the head once for a tile of tokens
     moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if no_logits else sweeps)
     if not no_logits:  # logits written and read, dlogits written and read by each matmul
@@ -154,7 +157,8 @@ def _matmuls(s: Sizes, on_tpu: bool, later: bool, route: Route) -> float:
     if not on_tpu:
         return both - 2 + s.wide
     moves = "hidden" in s.wants or "lora" in s.wants  # dW's sweep makes logits again; LoRA's outer factor needs it, too
-    return (frozen if moves else 1) + (both - frozen if "lm_head" in s.wants else "lora" in s.wants)
+    found = (frozen if moves else 1) + (both - frozen if "lm_head" in s.wants else "lora" in s.wants)
+    return int(found) if found == int(found) else found
 
 
 def _of_chunks(s: Sizes, route: Route, screened: bool) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from logitless.objectives.checks import same_name
+
 T = TypeVar("T")
 FLOAT32_MAX = 3.4028234663852886e38
 LARGEST_SEED = 2**32 - 1
@@ -129,7 +131,12 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
 
 
 def _nearest(given: str, known: list[str]) -> str | None:
-    """The key that was meant, by its whole name or by the last part of it: ``backend`` is ``kernel.backend``."""
+    """The key that was meant, by its whole name or by the last part of it: ``backend`` is ``kernel.backend``, and
+    ``train.lr`` is ``train.learning_rate``."""
+    parent, _, last = given.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    if (short := same_name(last, siblings)) is not None:
+        return siblings[short]
     names = {key.rpartition(".")[2]: key for key in reversed(known)} | {key: key for key in known}
     close = difflib.get_close_matches(given, names, n=1) or difflib.get_close_matches(
         given.rpartition(".")[2], names, n=1

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from logitless.core import stats as st
 from logitless.core.compat import gpu_load
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform, factor, swept
+from logitless.core.transform import LogitTransform, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums
@@ -157,7 +157,7 @@ def _finish_row(
         u_y = scalar.run(swept, target.x, sweep.transform)
         whole = row_sums(parts, sweep.k, sweep.power, u_y)
         valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
-        stats = scalar.run(st.finish, whole, valid, factor(sweep.transform))
+        stats = scalar.run(st.finish, whole, valid, sweep.transform)
         for ref, name in zip(o.stats, STAT_FIELDS, strict=True):
             value = getattr(stats, name)
             ref[sweep.row] = jnp.where(value, 1.0, 0.0) if value.dtype == jnp.bool_ else value

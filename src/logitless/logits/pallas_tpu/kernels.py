@@ -138,7 +138,7 @@ def stats_body(block: Block, finished: bool = True) -> None:
 
         def store(found: RowSums) -> None:
             if finished:
-                rows.store_stats(stats, group.rows, S.finish(found, valid, factor(group.transform)), live)
+                rows.store_stats(stats, group.rows, S.finish(found, valid, group.transform), live)
             else:
                 stats[group.rows, :] = packed(found, group.size)
 
@@ -202,7 +202,7 @@ def fused_body(block: Block, run: Callable[..., tuple[Array, Array]]) -> None:
         def work() -> None:
             sums, centre, odd = rows.group_sums(group)
             k = factor(group.transform)
-            s = S.finish(sums, valid, k)
+            s = S.finish(sums, valid, group.transform)
             given = [numbers.scalar(name) for name in numbers.scalars if name.startswith("program")]
             own = [numbers.column(name) for name in numbers.columns if name.startswith("program")]
             g_logp, g_entropy = run(given, own, s.logp, s.entropy)

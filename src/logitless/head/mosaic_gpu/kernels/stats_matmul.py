@@ -180,7 +180,7 @@ def screened_stats(
     t = tiles_for(n, h, vocab_size) if tiles is None else tiles
     sums, parts, words = _partial_sums(p, n_live, t, screen)
     whole = jax.tree.map(lambda x: x[:n], stats_epilogue.merged(sums, parts, t.tokens, p.transform))
-    out = st.finish(whole, valid_targets(p.targets, vocab_size), tr.factor(p.transform))
+    out = st.finish(whole, valid_targets(p.targets, vocab_size), p.transform)
     if words is not None:
         words = words[:, :n]
     if n_live is None:

@@ -1,7 +1,7 @@
-"""Rows of dW that are ready before its sweep begins, which puts them where they belong.
+"""Rows of dW of the active columns: made before the sweep of the hard rows, which puts them in place.
 
-A sparse backward has the rows of the active columns from its slabs (``ordered_slabs.py``). XLA's scatter would stream
-all of dW once more to put them in place; the sweep of the hard rows (``around.py``) writes every tile of it in any
+A sparse backward has the rows of the active columns from its slabs (``sparse_backward.py``). XLA's scatter would stream
+all of dW once more to put them in place; the sweep of the hard rows (``hard_rows.py``) writes every tile of it in any
 case. So a tile begins with its ready rows in place of zeros, and adds nothing to them:
 
     one_hot rows            one_hot[v, s] = (slot s holds column v): a matmul of 2 vocab PART H FLOP a tile, and exact

@@ -12,9 +12,9 @@ operands' dtype. Two matmuls (``4 N H V`` FLOP):
     dhead     grid (vocabulary tile, token tile):  dW [vocab, H] += dx^T h, carried in float32 and written once in its
               final dtype. HBM: hidden states once per vocabulary tile, W once, dW once.
 
-Tokens whose exponentials the forward sweep kept (``kept.py``) stand first and take one matmul: ``dx`` is a multiply.
-Their exponentials are read once; where these have dW's shape, dW is written over them, a vocabulary tile after its last
-read.
+Tokens whose exponentials the forward sweep kept (``kept_exponentials.py``) stand first and take one matmul: ``dx`` is a
+multiply. Their exponentials are read once; where these have dW's shape, dW is written over them, a vocabulary tile
+after its last read.
 
 Nothing is transposed here: for ``[V, H]`` the logits are computed as ``x^T = W h^T`` with tokens along the lanes, for
 ``[H, V]`` a transposed copy of the hidden states (``N H``, not of the head) is streamed beside them.
@@ -38,7 +38,7 @@ from logitless.core.problem import Problem
 from logitless.core.pytree import register
 from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
 from logitless.core.transform import factor, pull_back, swept, times
-from logitless.head.pallas_tpu import kept as kept_tokens
+from logitless.head.pallas_tpu import kept_exponentials as kept_tokens
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,
     ROWS,

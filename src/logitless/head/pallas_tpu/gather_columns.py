@@ -1,4 +1,4 @@
-"""Columns of a ``[H, V]`` head on TPU, without a transposed copy of it: ``W[:, y]^T [N, H]``, and dW's put into place.
+"""Columns of a ``[H, V]`` head on TPU, without a transposed copy of it: ``W[:, y]^T [N, H]``.
 
 XLA's gather along the minor dimension either copies the whole head into the other layout first or reads it one strided
 column at a time. Here tokens are sorted by target, so that a chunk of them needs a short run of vocabulary blocks:
@@ -66,7 +66,7 @@ def _kernel(vocab: int, columns: int, chunk: Any, block: Any, count: Any, y_ref:
 def columns_at(lm_head: Array, targets: Array, interpret: Any) -> Array:
     """``lm_head[:, targets].T``: ``[N, H]`` from ``[H, V]``, for targets within ``[0, V)``."""
     order = jnp.argsort(targets)
-    found = columns_in_order(lm_head, targets[order], interpret)
+    found = _columns_in_order(lm_head, targets[order], interpret)
     return found.at[jnp.argsort(order)].get(mode="promise_in_bounds", unique_indices=True)
 
 
@@ -81,7 +81,7 @@ def _in_chunks(y: Array) -> Array:
     return jnp.concatenate([y, jnp.broadcast_to(y[-1:], (more,))]).reshape(-1, TOKENS)
 
 
-def columns_in_order(lm_head: Array, index: Array, interpret: Any) -> Array:
+def _columns_in_order(lm_head: Array, index: Array, interpret: Any) -> Array:
     """:func:`columns_at` of columns that ascend."""
     width, vocab = lm_head.shape
     n, columns, y = index.shape[0], _block(vocab), _in_chunks(index)
@@ -112,62 +112,3 @@ def columns_in_order(lm_head: Array, index: Array, interpret: Any) -> Array:
         interpret=interpret,
     )(*_schedule(y, blocks, columns), y[:, None, :], compat.in_hbm(lm_head, interpret))
     return out.T[:n]
-
-
-def _put_kernel(
-    columns: int, chunk: Any, block: Any, count: Any, y_ref: Any, new_ref: Any, old_ref: Any, out_ref: Any
-) -> None:
-    s = pl.program_id(0)
-
-    @pl.when((s == 0) | (block[s] != block[jnp.maximum(s - 1, 0)]))
-    def _() -> None:
-        out_ref[...] = old_ref[...]
-
-    @pl.when(s < count[0])
-    def _() -> None:
-        column = jax.lax.broadcasted_iota(jnp.int32, (columns, TOKENS), 0) + block[s] * columns
-        chosen = jnp.where(column == y_ref[0], 1.0, 0.0).astype(new_ref.dtype)
-        hit = dot(jnp.ones((16, TOKENS), new_ref.dtype), chosen, (1, 1))[:1] > 0
-        own = dot(new_ref[...].T, chosen, (1, 1)).astype(out_ref.dtype)
-        out_ref[...] = jnp.where(hit, own, out_ref[...])
-
-
-def put_columns(whole: Array, index: Array, new: Array, interpret: Any) -> Array:
-    """``whole [H, V]`` with the columns ``index [K]``, which ascend, set to the rows ``new [K, H]``, in its place;
-    indices beyond the vocabulary are written nowhere.
-
-    The counterpart of :func:`columns_in_order`, by the same steps: a block of columns is read, those of a chunk are
-    replaced by a product with ones and zeros, and it is written when the steps leave it. Blocks without any are not
-    touched. HBM bytes: those of the touched blocks twice, ``K H``. The vocabulary has to be of whole lanes.
-    """
-    width, vocab = whole.shape
-    columns, y = next(c for c in (COLUMNS, COLUMNS // 2, LANES) if vocab % c == 0), _in_chunks(index)
-    new = jnp.pad(new, ((0, y.size - new.shape[0]), (0, 0))).astype(whole.dtype)
-    blocks, item = pl.cdiv(vocab, columns), whole.dtype.itemsize
-    need = 2 * width * (2 * columns + TOKENS) * item + 2 * width * columns * 4 + 6 * columns * TOKENS * 4
-    at_block = pl.BlockSpec((width, columns), lambda s, chunk, block, count: (0, block[s]))
-    return pl.pallas_call(
-        functools.partial(_put_kernel, columns),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(blocks + y.shape[0],),
-            in_specs=[
-                pl.BlockSpec((1, 1, TOKENS), lambda s, chunk, block, count: (chunk[s], 0, 0)),
-                pl.BlockSpec((TOKENS, width), lambda s, chunk, block, count: (chunk[s], 0)),
-                at_block,
-            ],
-            out_specs=at_block,
-        ),
-        out_shape=compat.hbm_output(whole.shape, whole.dtype, interpret),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=max(2 * need, 16 * MIB)
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * width * (vocab + y.size) * TOKENS,
-            transcendentals=0,
-            bytes_accessed=2 * whole.nbytes + new.nbytes,
-        ),
-        input_output_aliases={5: 0},
-        name=f"head_put_columns_t{TOKENS}_v{columns}",
-        interpret=interpret,
-    )(*_schedule(jnp.minimum(y, vocab - 1), blocks, columns), y[:, None, :], new, compat.in_hbm(whole, interpret))

@@ -12,8 +12,8 @@ import pytest
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import hard_sweep
-from logitless.head.pallas_tpu.ready import Ready, blank_rows, parts_of, room_for
+from logitless.head.pallas_tpu.active_rows import Ready, blank_rows, parts_of, room_for
+from logitless.head.pallas_tpu.hard_rows import hard_sweep
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from numerics import f64, head_case, head_problem
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core.row_passes import rows_in_parts
-from logitless.head.pallas_tpu import kernels, rows_at
+from logitless.head.pallas_tpu import gather_rows, kernels
 from numerics import assert_same_bits
 
 WIDTH = 256
@@ -35,7 +35,7 @@ def _case(dtype: Any, rows: int, count: int) -> tuple[jax.Array, jax.Array]:
 @pytest.mark.parametrize("some", [False, True])
 def test_gather(dtype: Any, rows: int, count: int, some: bool) -> None:
     x, at = _case(dtype, rows, count)
-    assert rows_at.served(x) == (dtype == jnp.float32 or rows % 2 == 0)
+    assert gather_rows.served(x) == (dtype == jnp.float32 or rows % 2 == 0)
     keep = jnp.arange(count) % 3 != 0 if some else None  # the first row, of NaN, is left out
     expected = x[at] if keep is None else jnp.where(keep[:, None], x[at], jnp.zeros((), dtype))
     assert_same_bits(kernels.gather(x, at, pltpu.InterpretParams(), keep), expected)
@@ -59,7 +59,7 @@ def test_made_of_rows(dtype: Any, count: int) -> None:
     f32 = x[at].astype(jnp.float32)
     expected = made(f32, [a[:, None], b[:, None]].__getitem__, beside)
     for out in (jnp.dtype(dtype), jnp.dtype(jnp.float32)):
-        found = rows_at.made_of_rows(x, at, pltpu.InterpretParams(), made, (a, b), beside, out)
+        found = gather_rows.made_of_rows(x, at, pltpu.InterpretParams(), made, (a, b), beside, out)
         assert found.dtype == out
         assert_same_bits(found, expected.astype(out))
 

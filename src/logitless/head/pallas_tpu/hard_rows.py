@@ -1,6 +1,6 @@
-"""dW around rows of it that are ready, on TPU, and dH of few tokens along the way: the hard rows of a sparse backward.
+"""The TPU sweep of a sparse backward's hard rows: it writes dW, merges the rows of the active columns, makes dH.
 
-    grid (vocabulary tile, token tile):   x^T = W h^T, dx as in ``backward.py``, zero in the columns that are ready
+    grid (vocabulary tile, token tile):   x^T = W h^T, dx as in ``dweight.py``, zero in the columns that are ready
                                           dW [vocab, H]  = ready rows + dx^T h      written once, in its final dtype
                                           dH [hidden, H] += dx W                    float32, in VMEM for the whole sweep
 
@@ -31,10 +31,10 @@ from logitless.core import compat
 from logitless.core.problem import Gradients, HeadGrads, Problem
 from logitless.core.pytree import register
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.head.pallas_tpu import ready
-from logitless.head.pallas_tpu.backward import ROWS, TARGET, coefficients, cotangent_of_logits
+from logitless.head.pallas_tpu import active_rows
+from logitless.head.pallas_tpu.active_rows import TURNS, Placing, Ready
+from logitless.head.pallas_tpu.dweight import ROWS, TARGET, coefficients, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import clear_dead, column_ids, dot, prepare, rounded
-from logitless.head.pallas_tpu.ready import TURNS, Placing, Ready
 from logitless.head.pallas_tpu.tiles import FIRST, LANES, Part, Spec, Tiles, choose, need, over_parts, zero_rows
 
 
@@ -61,7 +61,7 @@ class _Scratch:
     bias: Any = None  # [vocab, 1] float32
     d: Any = None  # [vocab, tokens]: the step's dlogits, for dW
     transposed: Any = None  # [tokens, vocab]: the same, for dH
-    buffer: Any = None  # of ready.py, with the next two
+    buffer: Any = None  # of active_rows.py, with the next two
     arrived: Any = None
     is_ready: Any = None
 
@@ -208,7 +208,7 @@ def hard_sweep(
         bias=x.bias,
         token=coefficients(p, k.live, stats, g, padded),
         rows=None if known is None else compat.in_hbm(known.rows, spec.interpret),
-        slots=None if known is None else ready.slots_by_part(known),
+        slots=None if known is None else active_rows.slots_by_part(known),
     )
     once, item = pl.Buffered(1), jnp.dtype(p.h.dtype).itemsize
     shapes, blocks = Gradients(None, HeadGrads(None, None)), Gradients(None, HeadGrads(None, None))
@@ -230,13 +230,13 @@ def hard_sweep(
         # A float32 dW is its own accumulator; a tile that takes a single step needs none.
         sums = pltpu.VMEM((vocab, width), jnp.float32) if spec.token_steps > 1 and dtype != jnp.float32 else None
         bias = None if x.bias is None else pltpu.VMEM((vocab, 1), jnp.float32)
-        buffer, arrived, is_ready = ready.scratch(vocab, read.slots, width, dtype)
+        buffer, arrived, is_ready = active_rows.scratch(vocab, read.slots, width, dtype)
         d = pltpu.VMEM((vocab, tokens), p.h.dtype)
         scratch = _Scratch(sums, bias, d, scratch.transposed, buffer, arrived, is_ready)
         # The interpreter has no room for the end of a ragged block in an array that it is given.
         in_place = known.rows.shape[0] == spec.vocab and not (spec.interpret and spec.vocab % vocab)
         at = next(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is read.rows)
-        count = ready.schedule(known, k.n_live, passes, vocab)
+        count = active_rows.schedule(known, k.n_live, passes, vocab)
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(

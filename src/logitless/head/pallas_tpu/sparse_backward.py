@@ -2,16 +2,17 @@
 
     over_slabs   x, dx, dh, a slab of dW, and the mass that each row keeps           3 M K / V
     gradients    those, and the other columns of the rows that leave out more than the tolerance, by one sweep over the
-                 head (``around.py``): 3 matmuls each for up to ``GROUP`` of them, 4 for others, whose dH is by further
-                 sweeps, a group at a time
+                 head (``hard_rows.py``): 3 matmuls each for up to ``GROUP`` of them, 4 for others, whose dH is by
+                 further sweeps, a group at a time
 
 Tokens stand in the order of ``head/sparse/token_order.py``, those with a gradient first: no step gathers any. How the
-parts make one gradient: ``one_pass.py``.
+parts make one gradient: ``sparse.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,11 @@ from logitless.core.pytree import register
 from logitless.core.row_passes import in_parts, probabilities
 from logitless.head.linear import add_dhead, dhidden, raw_logits
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.around import hard_sweep, rows_beside
+from logitless.head.pallas_tpu.active_rows import Ready, blank_rows, room_for
+from logitless.head.pallas_tpu.column_choice import MASS_ERROR, Active, positions
+from logitless.head.pallas_tpu.hard_rows import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
-from logitless.head.pallas_tpu.ready import Ready, blank_rows, room_for
-from logitless.head.pallas_tpu.slabs import HARD_TILES, weight_dtype
-from logitless.head.pallas_tpu.sparse_columns import MASS_ERROR, Active, positions
-from logitless.head.pallas_tpu.tiles import LANES, Kernel, Tiles
+from logitless.head.pallas_tpu.tiles import LANES, Tiles
 from logitless.head.sparse.active_columns import Rule
 from logitless.head.sparse.column_gather import Known, in_their_place, mean_row, misses, slab_dx, without
 from logitless.head.sparse.report import SparseReport
@@ -39,6 +39,11 @@ CHUNK = 2048
 GROUP = 1024
 """Hard rows whose dH is made along with dW, at most: it stays in VMEM meanwhile. Where they fit into one token tile, dW
 has no accumulator to go through."""
+
+
+HARD_TOKENS = 256
+"""Token tile of the sweep for hard rows, at most: a few per cent of the tokens should not be rounded up to 1024. At
+H = 4096 it is 6 % slower per token than a tile of 1024 (an estimate)."""
 
 
 def chunk_of(p: Problem) -> int:
@@ -56,7 +61,7 @@ class Slabs:
 
     kept: Array  # [tokens] float32: mass of the active columns
     dh: Array | None  # [tokens, H] float32; behind them, with dW, place for a group of hard rows
-    weight: Array | None  # [room, H]: rows of dW, in the last slots (``ready.py``)
+    weight: Array | None  # [room, H]: rows of dW, in the last slots (``active_rows.py``)
     bias: Array | None  # [most] float32
 
 
@@ -165,7 +170,7 @@ def _with_hard_rows(
     place, since none of them goes behind where it comes from; dH is then made where these stand.
     """
     p, size, interpret = f.p, f.p.n, interpreter(f.p.call.interpret)
-    tiles, count = _hard_tiles("dhead", p), jnp.sum(hard, dtype=jnp.int32)
+    tiles, count = _hard_tiles(p), jnp.sum(hard, dtype=jnp.int32)
     group, part = group_of(p), next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
     order = jnp.minimum(positions(hard, size, chunk_of(p)), size - 1)
 
@@ -217,12 +222,17 @@ def _with_hard_rows(
 
 
 def group_of(p: Problem) -> int:
-    """Hard rows whose dH is made along with dW: whole token tiles."""
-    tokens = _hard_tiles("dhead", p).tokens
-    some = min(GROUP, rows_beside(p, tokens), -(-p.n // tokens) * tokens)
-    return max(some // tokens * tokens, tokens)
+    """Number of hard rows whose dH is made along with dW: whole token tiles, or all tokens where those are fewer."""
+    tokens = _hard_tiles(p).tokens
+    return min(max(min(GROUP, rows_beside(p, tokens)) // tokens * tokens, tokens), p.n)
 
 
-def _hard_tiles(kernel: Kernel, p: Problem) -> Tiles:
-    tiles = tiles_of(kernel, p)
-    return dataclasses.replace(tiles, tokens=min(tiles.tokens, HARD_TILES[kernel])) if tiles.tokens > LANES else tiles
+def _hard_tiles(p: Problem) -> Tiles:
+    tiles = tiles_of("dhead", p)
+    return dataclasses.replace(tiles, tokens=min(tiles.tokens, HARD_TOKENS)) if tiles.tokens > LANES else tiles
+
+
+def weight_dtype(p: Problem) -> Any:
+    """Of dW: the parameter's, but for a part of a sum over devices in float32."""
+    whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
+    return jnp.dtype(jnp.float32) if whole else p.head.weight.dtype
