@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logitless.core.problem import Call, Head, HeadGrads, Problem
-from logitless.core.row_passes import Visit
+from logitless.core.row_passes import Visit, rows_in_parts
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
 from logitless.head import linear
@@ -228,3 +228,14 @@ def test_zeros_of_16_bits_are_a_matmul_on_a_gpu(
     assert ("dot_general" in str(jaxpr)) == matmul
     zeros = linear._zeros(shape, dtype)
     assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()
+
+
+@pytest.mark.parametrize("size, parts", [(2, True), (3, True), (4, False), (7, False)])
+@pytest.mark.parametrize("some_are_kept", [False, True])
+def test_rows_are_gathered_in_parts_where_they_are_many(size: int, parts: bool, some_are_kept: bool) -> None:
+    x, at = jnp.arange(20.0).reshape(10, 2), jnp.array([9, 0, 3, 3, 8, 1, 2])
+    keep = jnp.arange(7) % 3 != 1 if some_are_kept else None
+    want = np.asarray(x)[np.asarray(at)] * (1 if keep is None else np.asarray(keep)[:, None])
+    np.testing.assert_array_equal(rows_in_parts(x, at, size, keep), want)
+    jaxpr = str(jax.make_jaxpr(lambda: rows_in_parts(x, at, size, keep))())
+    assert ("while" in jaxpr or "scan" in jaxpr) == parts

@@ -60,6 +60,16 @@ WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
     ),
     "from_liger": (Objective.from_liger(), "aggregation='dapo', clip_metrics='liger', beta=0.04"),
     "from_verl": (Objective.from_verl(), f"aggregation='bnpo', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0"),
+    "from_verl, corrected": (
+        Objective.from_verl(rollout_correction={}, temperature=0.7, entropy_coeff=0.1),
+        f"aggregation='bnpo', correction='sequence', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0, entropy_coef=0.1, "
+        "temperature=0.7",
+    ),
+    "from_verl, k3": (
+        Objective.from_verl(use_kl_loss=True),
+        f"aggregation='bnpo', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0, beta=0.001, "
+        "kl_log_ratio_clamp=20.0, kl_clamp=10.0",
+    ),
     "from_tunix": (Objective.from_tunix(), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
 }
 
@@ -69,6 +79,8 @@ def test_a_library_s_objective_written_out(name: str) -> None:
     """What it sets beside the defaults, which are TRL's clip, k3 and the mean of a sequence's mean."""
     objective, written = WRITTEN_OUT[name]
     assert repr(objective) == f"Objective({written})"
+    if objective.correction is not None:
+        assert objective.correction_max == (3.0 if "correction_max" in written else 2.0)
 
 
 def test_the_defaults_written_out() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from logitless.train import attention
 from logitless.train.ab import _show, _steps_expected
+from logitless.train.command import describe
 from logitless.train.compare import all_agree, disagreeing, free_runs, over_seeds
 from logitless.train.config import ConfigError, TrainConfig, load
 from logitless.train.data import DataError, Problem, gsm8k
@@ -199,3 +200,14 @@ def test_the_line_of_the_arms_that_run(tmp_path: Path) -> None:
     assert at == [(7, f"a 4/10  {a}, b 8/10  {b}, c: loading, d: starting")]
     assert _show(arms, ["a"], progress, 0).endswith("about 12 s left")
     assert _show(arms, ["d"], progress, 0) == "d: starting"
+
+
+def test_a_summary_for_the_terminal() -> None:
+    known = {"train/reward_first10": 0.25, "train/reward_last10": 0.5, "eval/first": None, "eval/last": 1}
+    summary = {"name": "tiny", "steps": 7, "time/train/step_avg_last10_s": 1.5, **known}
+    assert describe(summary, "runs/tiny").splitlines() == [
+        "tiny: 7 steps, 1.500 s a step",
+        "  sampled reward: first 10 steps 0.250, last 10 0.500",
+        "  held-out reward - -> 1.000",
+        "  records in runs/tiny",
+    ]
