@@ -41,8 +41,10 @@ def once() -> dict[str, Any]:
     rest["advantages"] = shape(at[:1], "float32")
 
     def loss(x: Any, rest: Any) -> Any:
-        how: dict[str, Any] = dict(objective=logitless.Objective.dapo(), head_layout="vh", sparse_backward="auto")
-        return logitless.linear_grpo_loss(*x, **rest, **how)[0]
+        how: dict[str, Any] = dict(
+            objective=logitless.Objective.dapo(), options=logitless.Options(sparse_backward="auto")
+        )
+        return logitless.linear_grpo_loss(x[0], logitless.Head(x[1], layout="vh"), **rest, **how)[0]
 
     jax.block_until_ready(jnp.zeros(1))
     times = [time.monotonic()]

@@ -76,7 +76,7 @@ def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
 def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest errors of the float statistics against float64, in units of max(1, |value|)."""
     from logitless import oracle
-    from logitless.core.problem import Call, Head, Problem
+    from logitless.core.problem import Call, HeadArrays, Problem
     from logitless.core.transform import LogitTransform
     from logitless.head.mosaic_gpu.kernels import stats_matmul
 
@@ -99,7 +99,7 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     changes = {**changes, **{k: o[k] for k in ("group",) if k in o}}
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array, live: Any) -> Any:
-        p = Problem(hidden, Head(head, bias, layout=layout), y, t, call=Call("benchmark", vocab))
+        p = Problem(hidden, HeadArrays(head, bias, layout=layout), y, t, call=Call("benchmark", vocab))
         return stats_matmul.token_stats(p, live, tiles(n, h, vocab, changes))
 
     weight = head if layout == "vh" else jnp.asarray(np.asarray(head).T)
@@ -131,7 +131,7 @@ def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str = "float32", **numbers: Any) -> Any:
-    from logitless.core.problem import Call, Head, Problem
+    from logitless.core.problem import Call, HeadArrays, Problem
     from logitless.core.transform import LogitTransform
     from logitless.head.mosaic_gpu.kernels import stats_matmul
 
@@ -139,7 +139,9 @@ def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str
     call = Call("benchmark", shape[2], logits_dtype=jnp.dtype(logits_dtype))
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array) -> Any:
-        return stats_matmul.token_stats(Problem(hidden, Head(head), y, t, call=call), tiles=tiles(*shape, changes))
+        return stats_matmul.token_stats(
+            Problem(hidden, HeadArrays(head), y, t, call=call), tiles=tiles(*shape, changes)
+        )
 
     return f
 
@@ -154,7 +156,10 @@ def peers(shape: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
     def current(logits_dtype: str) -> Callable[..., Any]:
         def f(hidden: jax.Array, head: jax.Array, y: jax.Array) -> Any:
             return logitless.linear_logprobs(
-                hidden, head, y, head_layout="vh", backend="mosaic_gpu", logits_dtype=logits_dtype
+                hidden,
+                logitless.Head(head, layout="vh"),
+                y,
+                options=logitless.Options(backend="mosaic_gpu", logits_dtype=logits_dtype),
             )
 
         return f

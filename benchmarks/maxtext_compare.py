@@ -68,17 +68,17 @@ def called(model: Any) -> Any:
     return out[0] if isinstance(out, tuple) else out
 
 
-def head_of(config: Any, model: Any) -> dict[str, Any]:
-    """The head's arguments, out of MaxText's settings."""
+def head_of(config: Any, model: Any) -> logitless.Head:
+    """The head, out of MaxText's settings."""
     if not config.logits_via_embedding:
-        return {"lm_head": model.decoder.logits_dense.kernel[...], "head_layout": "hv"}
+        return logitless.Head(model.decoder.logits_dense.kernel[...], layout="hv")
     table = model.token_embedder.embedding[...]
-    return {
-        "lm_head": table.astype(jnp.bfloat16).astype(table.dtype),
-        "head_layout": "vh",
-        "scale": 1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0,
-        "softcap": config.final_logits_soft_cap or None,
-    }
+    return logitless.Head(
+        table.astype(jnp.bfloat16).astype(table.dtype),
+        layout="vh",
+        scale=1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0,
+        softcap=config.final_logits_soft_cap or None,
+    )
 
 
 def compare(name: str) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def compare(name: str) -> dict[str, Any]:
 
     def stock(parameters: Any, rest: Any) -> Any:
         logits = called(nnx.merge(graph, parameters, rest, copy=True))
-        return logitless.grpo_loss(logits, TARGETS, backend="reference", **LOSS)
+        return logitless.grpo_loss(logits, TARGETS, options=logitless.Options(backend="reference"), **LOSS)
 
     def ours(parameters: Any, rest: Any, norm: bool = True) -> Any:
         model = nnx.merge(tiled_graph, parameters, rest, copy=True)
         called(model)
         (hidden,) = jax.tree.leaves(nnx.state(model.decoder, nnx.Intermediate)["hidden_states"])
         hidden = model.decoder.decoder_norm(hidden) if norm else hidden
-        return logitless.linear_grpo_loss(hidden, targets=TARGETS, **head_of(config, model), **LOSS)
+        return logitless.linear_grpo_loss(hidden, head_of(config, model), TARGETS, **LOSS)
 
     graph, parameters, rest = nnx.split(dense, nnx.Param, ...)
     tiled_graph, _, tiled_rest = nnx.split(tiled, nnx.Param, ...)

@@ -56,8 +56,12 @@ def measured(inputs: str, calls: int) -> dict[str, Any]:
     from logitless.lab.bench.case_arrays import Data
 
     x, rest = Data().of({**CASE, **BATCH, "inputs": inputs}, {})
-    how: dict[str, Any] = dict(objective=logitless.Objective.dapo(), head_layout="vh", sparse_backward="auto")
-    call = jax.jit(jax.value_and_grad(lambda x, rest: logitless.linear_grpo_loss(*x, **rest, **how)[0]))
+    how: dict[str, Any] = dict(objective=logitless.Objective.dapo(), options=logitless.Options(sparse_backward="auto"))
+
+    def loss(x: Any, rest: Any) -> Any:
+        return logitless.linear_grpo_loss(x[0], logitless.Head(x[1], layout="vh"), **rest, **how)[0]
+
+    call = jax.jit(jax.value_and_grad(loss))
     for _ in range(3):
         jax.block_until_ready(call(x, rest))
     with tempfile.TemporaryDirectory() as folder:

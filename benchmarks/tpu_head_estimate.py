@@ -52,7 +52,8 @@ import jax
 import jax.numpy as jnp
 
 from logitless import Objective, linear_grpo_loss
-from logitless.core.problem import Call, Head, Problem
+from logitless.core.options import Options
+from logitless.core.problem import Call, HeadArrays, Problem
 from logitless.core.row_passes import rows_in_parts
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
@@ -87,7 +88,7 @@ def program(
     call = Call("estimate", columns if kernel == "dhead" else swept)
 
     def f(h: Any, w: Any, y: Any, row: Any) -> Any:
-        p = Problem(h, Head(w, layout=layout), y, LogitTransform(), call=call)  # type: ignore[arg-type]
+        p = Problem(h, HeadArrays(w, layout=layout), y, LogitTransform(), call=call)  # type: ignore[arg-type]
         if kernel == "token_stats":
             return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":
@@ -272,7 +273,13 @@ def compiled(shape: str, budget: int | None) -> dict[str, Any]:
     def f(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
             return linear_grpo_loss(
-                h, w, y, advantages=a, old_logp=old, objective=Objective(aggregation="dapo"), memory_budget=budget
+                h,
+                w,
+                y,
+                advantages=a,
+                old_logp=old,
+                objective=Objective(aggregation="dapo"),
+                options=Options(memory_budget=budget),
             )[0]
 
         return jax.value_and_grad(loss, (0, 1))(h, w)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
+from logitless.core.options import Options
 from logitless.lab.tools import baselines
 from logitless.lab.tpu import aot
 from logitless.lab.tpu.hlo_collectives import collectives_of
@@ -77,7 +78,12 @@ def program(form: str, layout: Layout, mesh: Any) -> tuple[Any, tuple[Any, ...]]
         sums, sparse = "param" if "bfloat16" in form else "float32", "auto" if "sparse" in form else "off"
         sharding = Sharding(mesh, tokens=layout.tokens, head=layout.head)
         return linear_grpo_loss(
-            h, w, y, sharding=sharding, head_grad_dtype=sums, sparse_backward=sparse, backend="pallas_tpu", **arrays
+            h,
+            w,
+            y,
+            sharding=sharding,
+            options=Options(head_grad_dtype=sums, sparse_backward=sparse, backend="pallas_tpu"),
+            **arrays,
         )[0]
 
     token = functools.partial(s, (rows, TOKENS), spec=layout.tokens)

@@ -45,7 +45,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless import Objective, linear_grpo_loss
-from logitless.core.problem import Call, Head, Problem, Wanted
+from logitless.core.options import Options
+from logitless.core.problem import Call, HeadArrays, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
@@ -146,7 +147,13 @@ def compiled(mode: str) -> dict[str, Any]:
     def f(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
             return linear_grpo_loss(
-                h, w, y, advantages=a, old_logp=old, objective=Objective(aggregation="dapo"), sparse_backward=mode
+                h,
+                w,
+                y,
+                advantages=a,
+                old_logp=old,
+                objective=Objective(aggregation="dapo"),
+                options=Options(sparse_backward=mode),
             )[0]
 
         return jax.value_and_grad(loss, (0, 1))(h, w)
@@ -193,7 +200,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     rows_of = (s((n, H), jnp.bfloat16), s((vocab, H), jnp.bfloat16), s((n,), jnp.int32), s((n,), jnp.float32))
 
     def problem(h: Any, w: Any, y: Any) -> Problem:
-        return Problem(h, Head(w), y, LogitTransform(), call=Call("estimate", sizes.get("swept", vocab)))
+        return Problem(h, HeadArrays(w), y, LogitTransform(), call=Call("estimate", sizes.get("swept", vocab)))
 
     if kind == "slab":
 

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
+from logitless.core.options import Head, Options
 from logitless.lab.tools import baselines
 from logitless.lab.tpu import aot
 from logitless.train.architectures import preset
@@ -91,7 +92,12 @@ def program(form: str, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         if form == "dense":
             return baselines.head_loss("strong", hidden, head, batch["targets"], logits_dtype="float32", **given)
         return linear_grpo_loss(
-            hidden, head, batch["targets"], backend="pallas_tpu", head_layout="vh", sharding=sharding, **given
+            hidden,
+            Head(head, layout="vh"),
+            batch["targets"],
+            options=Options(backend="pallas_tpu"),
+            sharding=sharding,
+            **given,
         )[0]
 
     def kept(tree: Any) -> Any:

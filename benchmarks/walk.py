@@ -37,7 +37,9 @@ def files_of(**options: Any) -> list[str]:
     targets = jnp.zeros((2, 8), jnp.int32)
 
     def loss(hidden: Any, lm_head: Any) -> Any:
-        return logitless.linear_grpo_loss(hidden, lm_head, targets, advantages=jnp.ones(2), **options)
+        return logitless.linear_grpo_loss(
+            hidden, lm_head, targets, advantages=jnp.ones(2), options=logitless.Options(**options)
+        )
 
     def trace() -> None:
         jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, lm_head)

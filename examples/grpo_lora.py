@@ -79,7 +79,7 @@ def update(maps: Any, state: Any, frozen: Any, batch: dict[str, Array]) -> tuple
     def loss(maps: Any) -> Any:
         hidden = hidden_states(merged(frozen, maps), ids)
         return logitless.linear_grpo_loss(
-            hidden, frozen["embed"], lora=maps["head"], lora_scale=SCALE, objective=OBJECTIVE, **rest
+            hidden, logitless.Head(frozen["embed"], lora=maps["head"], lora_scale=SCALE), objective=OBJECTIVE, **rest
         )
 
     gradients, metrics = jax.grad(loss, has_aux=True)(maps)

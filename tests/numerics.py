@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless import linear_logprobs, logprobs, oracle
-from logitless.core.problem import Call, Head, LogitsProblem, Problem
+import flat_calls
+from logitless import oracle
+from logitless.core.problem import Call, HeadArrays, LogitsProblem, Problem
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform
 
@@ -194,7 +195,7 @@ def run_logits(path: str, vocab_size: int | None, x: Array, y: Array, g: Any, op
     def f(x: Array) -> Any:
         if path == "plain":
             return plain_stats(x, y, vocab_size=vocab_size, **options)
-        return three(logprobs(x, y, vocab_size=vocab_size, backend=path, **options))
+        return three(flat_calls.logprobs(x, y, vocab_size=vocab_size, backend=path, **options))
 
     out, pull = jax.vjp(f, x)
     return out, pull(g)[0]
@@ -296,7 +297,9 @@ def run_head(c: HeadStatics, primals: tuple[Array, ...], y: Array, g: Any, optio
         common = dict(options, bias=bias, vocab_size=c.vocab_size, logits_dtype=c.logits_dtype)
         if c.path == "plain":
             return plain_head(h, w, y, layout=c.layout, **common)
-        return three(linear_logprobs(h, w, y, head_layout=c.layout, backend=c.path, chunk_size=c.chunk, **common))
+        return three(
+            flat_calls.linear_logprobs(h, w, y, head_layout=c.layout, backend=c.path, chunk_size=c.chunk, **common)
+        )
 
     out, pull = jax.vjp(f, *primals)
     return out, pull(g)
@@ -317,7 +320,7 @@ def head_problem(
     vocab_size: int | None = None, **call: Any,
 ) -> Problem:  # fmt: skip
     """A flat problem, for what works below the public calls; ``call`` are its static choices."""
-    head = Head(w, bias, layout=layout)  # type: ignore[arg-type]
+    head = HeadArrays(w, bias, layout=layout)  # type: ignore[arg-type]
     static = Call("test", head.vocab if vocab_size is None else vocab_size, **call)
     return Problem(h, head, y, transform, call=static)
 

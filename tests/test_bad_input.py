@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import token_stats, without_metrics
 from interpreted import by_numpy
@@ -326,7 +327,7 @@ def test_calls_over_the_calls_answer_alike() -> None:
     with pytest.raises(TypeError, match=r"^plan(\(linear_grpo_loss\))?" + hint):
         logitless.plan(*shapes, beta=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="^grpo_loss" + hint):
-        logitless.with_stats(logitless.grpo_loss)(**GOOD["grpo_loss"], beta=0.1)
+        logitless.with_stats(flat_calls.grpo_loss)(**GOOD["grpo_loss"], beta=0.1)
 
 
 def test_hints_name_arguments_that_exist() -> None:
@@ -402,11 +403,11 @@ def test_other_masks_are_zero_or_one() -> None:
 
 def test_a_small_vocabulary_is_taken_where_the_layout_is_said() -> None:
     hidden, head = zeros(B, T, V), zeros(V, H)
-    logp = jax.eval_shape(lambda: logitless.linear_logprobs(hidden, head, TARGETS, head_layout="hv").logp)
+    logp = jax.eval_shape(lambda: logitless.linear_logprobs(hidden, logitless.Head(head, layout="hv"), TARGETS).logp)
     assert logp.shape == (B, T)
     jax.eval_shape(lambda: logitless.linear_logprobs(hidden, zeros(H, V), TARGETS))  # [V, H], whatever is larger
     with pytest.raises(ValueError, match=r"^linear_grpo_loss, the reference: lm_head .* Is hidden the logits\?"):
-        logitless.linear_grpo_loss(**GOOD["linear_grpo_loss"], ref_hidden=hidden, ref_lm_head=head)
+        flat_calls.linear_grpo_loss(**GOOD["linear_grpo_loss"], ref_hidden=hidden, ref_lm_head=head)
 
 
 @pytest.mark.parametrize("call", LOSSES)
@@ -481,4 +482,4 @@ def test_group_advantages(arguments: Any, options: dict[str, Any], error: type[E
 def test_kernel_backends_say_where_they_run() -> None:
     for backend in ("pallas_tpu", "mosaic_gpu"):
         with pytest.raises(NotImplementedError, match=rf"logprobs: backend='{backend}' runs on a .*'chunked'"):
-            logitless.logprobs(**LOGITS, backend=backend)
+            flat_calls.logprobs(**LOGITS, backend=backend)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import logitless
+import flat_calls
 from interpreted import by_numpy
 from logitless import Objective
 
@@ -25,9 +25,9 @@ def test_a_loss_scale_saves_small_gradients(backend: str, level: str) -> None:
 
     def scaled(x: jax.Array, w: jax.Array, scale: float, backend: str) -> jax.Array:
         if level == "head":
-            loss, _ = logitless.linear_grpo_loss(x, w, y, backend=backend, head_layout="vh", **rest)
+            loss, _ = flat_calls.linear_grpo_loss(x, w, y, backend=backend, head_layout="vh", **rest)
         else:
-            loss, _ = logitless.grpo_loss((x @ w.T).astype(x.dtype), y, backend=backend, **rest)
+            loss, _ = flat_calls.grpo_loss((x @ w.T).astype(x.dtype), y, backend=backend, **rest)
         return loss * scale
 
     def gradient(x: jax.Array, w: jax.Array, scale: float, backend: str) -> np.ndarray:

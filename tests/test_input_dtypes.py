@@ -32,8 +32,12 @@ def test_unsigned_ids_are_the_same_ids(dtype: str) -> None:
 
     def losses(y: Any, m: Any) -> Any:
         logits = jnp.einsum("bth,vh->btv", HIDDEN, HEAD)
-        head = logitless.linear_grpo_loss(HIDDEN, HEAD, y, advantages=ADVANTAGES, mask=m, validate=True)[0]
-        return head, logitless.grpo_loss(logits, y, advantages=ADVANTAGES, mask=m, validate=True)[0]
+        head = logitless.linear_grpo_loss(
+            HIDDEN, HEAD, y, advantages=ADVANTAGES, mask=m, options=logitless.Options(validate=True)
+        )[0]
+        return head, logitless.grpo_loss(
+            logits, y, advantages=ADVANTAGES, mask=m, options=logitless.Options(validate=True)
+        )[0]
 
     assert by_numpy(lambda: losses(ids, mask)) == by_numpy(lambda: losses(IDS.astype(np.int32), IDS > 1))
     for i, known in zip(logitless.next_tokens(ids, mask), logitless.next_tokens(IDS, IDS > 1), strict=True):

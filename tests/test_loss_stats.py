@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from interpreted import by_numpy
 from logitless import Objective, Sharding, TokenStats
@@ -37,7 +38,7 @@ def batch() -> dict[str, Any]:
 
 def loss_and_aux(hidden: Any, lm_head: Any, **options: Any) -> Any:
     data = {k: v for k, v in batch().items() if k not in ("hidden", "lm_head")}
-    return logitless.with_stats(logitless.linear_grpo_loss)(hidden, lm_head, **data, **options)
+    return logitless.with_stats(flat_calls.linear_grpo_loss)(hidden, lm_head, **data, **options)
 
 
 @functools.cache
@@ -97,7 +98,7 @@ def test_statistics_from_logits() -> None:
     d = batch()
     logits = d["hidden"] @ d["lm_head"].T
     rest = {k: d[k] for k in ("targets", "mask", "advantages")}
-    _, (_, stats) = by_numpy(lambda x: logitless.with_stats(logitless.grpo_loss)(x, **rest), logits)
+    _, (_, stats) = by_numpy(lambda x: logitless.with_stats(flat_calls.grpo_loss)(x, **rest), logits)
     assert_same(stats, by_numpy(lambda x: logitless.logprobs(x, d["targets"], mask=d["mask"]), logits))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
 from interpreted import by_numpy, in_numpy
@@ -166,8 +167,8 @@ def test_masked_tokens_of_a_loss_change_nothing(call: str, backend: str, coupled
 def statistics(backend: str, logits: Any, hidden: Any, lm_head: Any, targets: Any, mask: Any) -> Any:
     """By both levels."""
     options = {"mask": mask, "backend": backend}
-    of_logits = logitless.logprobs(logits, targets, **options)
-    return of_logits, logitless.linear_logprobs(hidden, lm_head, targets, **options)
+    of_logits = flat_calls.logprobs(logits, targets, **options)
+    return of_logits, flat_calls.linear_logprobs(hidden, lm_head, targets, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -220,7 +221,7 @@ def test_extreme_rows_give_finite_right_losses_and_gradients(backend: str, field
     }
 
     def loss(x: jax.Array) -> jax.Array:
-        return logitless.grpo_loss(x, targets, objective=o, vocab_size=6, backend=backend, **inputs)[0]
+        return flat_calls.grpo_loss(x, targets, objective=o, vocab_size=6, backend=backend, **inputs)[0]
 
     value, dlogits = jax.jit(jax.value_and_grad(loss))(jnp.asarray(logits))
     want, want_dlogits = oracle.grpo_loss(logits, targets, objective=o, vocab_size=6, **inputs)
@@ -245,7 +246,9 @@ def test_collapsed_rows_keep_their_gradient(backend: str) -> None:
     logits[0, :, 0] = margins
 
     def loss(x: jax.Array) -> jax.Array:
-        return logitless.grpo_loss(x, np.zeros((1, 4), np.int32), advantages=jnp.ones(1), backend=backend)[0]
+        return logitless.grpo_loss(
+            x, np.zeros((1, 4), np.int32), advantages=jnp.ones(1), options=logitless.Options(backend=backend)
+        )[0]
 
     dlogits = np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(logits)))
     want = np.exp(-margins) / (1 + np.exp(-margins)) / 4  # 1 - p_y, over four tokens
@@ -266,7 +269,7 @@ def test_padded_vocabulary_and_minus_infinity_in_the_head(backend: str) -> None:
         options = {"objective": o, "backend": backend, "vocab_size": vocab_size, **inputs}
 
         def loss(h: Any, w: Any) -> Any:
-            return logitless.linear_grpo_loss(h, w, targets, bias=bias, **options)[0]
+            return flat_calls.linear_grpo_loss(h, w, targets, bias=bias, **options)[0]
 
         return by_numpy(jax.value_and_grad(loss, (0, 1)), hidden, head)
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
 from interpreted import in_numpy
-from logitless import Objective, linear_grpo_loss, loss_denominator, pack, rows_with_gradient, unpack
+from logitless import Objective, loss_denominator, pack, rows_with_gradient, unpack
 from logitless.train.model import ModelConfig, hidden_states, init, lm_head, positions_of
 
 MODEL = ModelConfig(23, 16, 24, 2, 2, 1, 8)
@@ -162,13 +163,13 @@ def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> lis
     def padded_loss(p: Any) -> Any:
         arrays = dict({k: x[k] for k in LOSS}, mask=x["completion_mask"], **denominators(objective, x))
         hidden = padded_hidden(p, x)
-        return linear_grpo_loss(
+        return flat_calls.linear_grpo_loss(
             hidden, lm_head(p, MODEL), x["completion"], head_layout="vh", objective=objective, **arrays
         )[0]
 
     def packed_loss(p: Any) -> Any:
         arrays = dict(packed.loss_arrays(), **denominators(objective, x))
-        return linear_grpo_loss(
+        return flat_calls.linear_grpo_loss(
             packed_hidden(p, packed), lm_head(p, MODEL), packed.targets, head_layout="vh", objective=objective, **arrays
         )[0]
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from logitless import AdaptiveEntropy, Metric, Objective
 
@@ -81,7 +82,7 @@ def test_losses_of_the_head(backend: str) -> None:
             def loss(p: Any, objective: Any = OBJECTIVES[name], sparse: str = sparse) -> Any:
                 reference = dict(softcap=30.0, scale=0.5, vocab_size=V - 3, sparse_backward=sparse, **options(backend))
                 given = dict(p, lora=p["lora"] if sparse == "off" else None)
-                return logitless.linear_grpo_loss(
+                return flat_calls.linear_grpo_loss(
                     **given, targets=TARGETS, objective=objective, **ARRAYS, **REFERENCE, **reference
                 )[0]
 
@@ -93,19 +94,19 @@ def test_statistics_and_losses_of_logits(backend: str) -> None:
     temperature = np.full((B, T), 0.7, np.float32)
 
     def of_head(p: Any) -> Any:
-        stats = logitless.linear_logprobs(
+        stats = flat_calls.linear_logprobs(
             **p, targets=TARGETS, mask=ARRAYS["mask"], temperature=temperature, logits_dtype="bfloat16",
             head_grad_dtype="param", **options(backend),
         )  # fmt: skip
         return jnp.sum(stats.logp + stats.entropy + stats.lse)
 
     def of_logits(x: Any) -> Any:
-        stats = logitless.logprobs(x, TARGETS, mask=ARRAYS["mask"], temperature=0.7, softcap=30.0, **options(backend))
+        stats = flat_calls.logprobs(x, TARGETS, mask=ARRAYS["mask"], temperature=0.7, softcap=30.0, **options(backend))
         return jnp.sum(stats.logp + stats.entropy + stats.lse)
 
     def loss(x: Any) -> Any:
         o = Objective(entropy_coef=0.1)
-        return logitless.grpo_loss(x, TARGETS, objective=o, **ARRAYS, bwd_impl="jax", **options(backend))[0]
+        return flat_calls.grpo_loss(x, TARGETS, objective=o, **ARRAYS, bwd_impl="jax", **options(backend))[0]
 
     traced(of_head, PRIMALS)
     traced(of_logits, half_precision(B, T, V))

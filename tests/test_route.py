@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs
+from logitless.core.options import Head
 from matmuls import matmul_flops
 
 B, T, H, V, CHUNK = 2, 8, 128, 512, 4
@@ -137,7 +138,7 @@ def test_the_two_that_were_wrong() -> None:
 
     with as_if_on(chip_of("v6e")):
         assert explain(linear_grpo_loss, h, w).backend == "pallas_tpu"
-        route = explain(linear_grpo_loss, h, w, lora=lora)
+        route = explain(linear_grpo_loss, h, Head(w, lora=lora))
     assert route.backend == "pallas_tpu"
     assert "LoRA" in route.way and route.matmuls.startswith("4 (3 with LoRA trained and the head frozen")
 

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from interpreted import by_numpy, in_numpy
 from logitless import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.core.options import Head, Options
 from logitless.objectives.objective import Objective
 from numerics import f64, head_case, ordinary
 
@@ -46,13 +48,15 @@ def loss_of(level: str, backend: str, kind: str) -> Callable[[Any, dict[str, jax
         if kind == "statistics":
             y, mask = batch["targets"], batch["mask"]
             if level == "logits":
-                s = logprobs(params, y, mask=mask, temperature=0.9, backend=backend)
+                s = logprobs(params, y, mask=mask, temperature=0.9, options=Options(backend=backend))
             else:
-                s = linear_logprobs(*params, y, mask=mask, temperature=0.9, backend=backend, chunk_size=5)
+                s = linear_logprobs(
+                    *params, y, mask=mask, temperature=0.9, options=Options(backend=backend, chunk_size=5)
+                )
             return jnp.sum(jnp.where(mask, s.logp**2 + jnp.sin(s.entropy) - 0.3 * s.lse, 0.0))
         if level == "logits":
-            return grpo_loss(params, objective=o, backend=backend, **batch)[0]
-        return linear_grpo_loss(*params, objective=o, backend=backend, chunk_size=5, **batch)[0]
+            return flat_calls.grpo_loss(params, objective=o, backend=backend, **batch)[0]
+        return flat_calls.linear_grpo_loss(*params, objective=o, backend=backend, chunk_size=5, **batch)[0]
 
     return f
 
@@ -141,8 +145,8 @@ def perturbed(level: str, backend: str, name: str) -> Callable[[jax.Array], jax.
 
     def f(value: jax.Array) -> jax.Array:
         options = {"mask": batch["mask"], "backend": backend, name: value}
-        call = (lambda **k: logprobs(params, batch["targets"], **k)) if level == "logits" else (
-            lambda **k: linear_logprobs(*params, batch["targets"], chunk_size=5, **k)
+        call = (lambda **k: flat_calls.logprobs(params, batch["targets"], **k)) if level == "logits" else (
+            lambda **k: flat_calls.linear_logprobs(*params, batch["targets"], chunk_size=5, **k)
         )  # fmt: skip
         stats = call(**options)
         return jnp.sum(stats.logp + stats.entropy)
@@ -173,8 +177,8 @@ def test_gradient_by_an_objectives_number_is_refused(level: str) -> None:
     def f(beta: jax.Array, backend: str) -> jax.Array:
         o, common = Objective(beta=beta), {**batch, "ref_logp": batch["old_logp"], "backend": backend}
         if level == "logits":
-            return grpo_loss(params, objective=o, **common)[0]
-        return linear_grpo_loss(*params, objective=o, **common)[0]
+            return flat_calls.grpo_loss(params, objective=o, **common)[0]
+        return flat_calls.linear_grpo_loss(*params, objective=o, **common)[0]
 
     with pytest.raises(ValueError, match="gradient with respect to objective"):
         jax.grad(f)(jnp.asarray(0.1), "chunked")
@@ -187,7 +191,9 @@ def test_lora_scale_is_a_constant_of_chunked() -> None:
 
     @functools.partial(jax.jit, static_argnums=1)
     def f(scale: jax.Array, backend: str) -> jax.Array:
-        return jnp.sum(linear_logprobs(h, w, y, lora=pair, lora_scale=scale, backend=backend).logp)
+        return jnp.sum(
+            linear_logprobs(h, Head(w, lora=pair, lora_scale=scale), y, options=Options(backend=backend)).logp
+        )
 
     with pytest.raises(ValueError, match="gradient with respect to lora_scale"):
         jax.grad(f)(jnp.asarray(0.5), "chunked")

@@ -14,6 +14,7 @@ if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitl
 from logitless._version import __version__
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.core.loss_stats import with_stats
+from logitless.core.options import Head, Options
 from logitless.core.stats import TokenStats
 from logitless.core.validation import validate_targets
 from logitless.data.group_advantages import group_advantages
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveEntropy",
+    "Head",
     "LossAux",
     "Metric",
     "Objective",
+    "Options",
     "Packed",
     "Sharding",
     "TokenStats",

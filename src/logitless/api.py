@@ -7,7 +7,7 @@ Each binds its arguments (``core/arguments.py``), which decides its route (``cor
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import Array
@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from logitless.core import vjp
 from logitless.core.arguments import Bound, bind, reference_call, with_reference
-from logitless.core.problem import Layout, Loss, flat_tokens
+from logitless.core.options import Head, Options, by_name
+from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.core.validation import named_arguments, objective_of
@@ -23,10 +24,6 @@ from logitless.mesh.sharding import Sharding
 from logitless.objectives.inputs import divided, warn_unused
 from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
-
-BwdImpl = Literal["pallas", "jax"]
-HeadGradDtype = Literal["float32", "param"]
-SparseBackward = Literal["off", "auto"] | float | Array
 
 
 @named_arguments
@@ -40,12 +37,8 @@ def logprobs(
     softcap: float | None = None,
     scale: float | None = None,
     vocab_size: int | None = None,
-    backend: str | None = None,
-    bwd_impl: BwdImpl = "pallas",
-    donate_logits: bool = False,
     sharding: Sharding | None = None,
-    interpret: bool = False,
-    validate: bool = False,
+    options: Options = Options(),  # noqa: B008  (frozen)
 ) -> TokenStats:
     """Log-probability of each target, entropy and logsumexp, with their exact gradients.
 
@@ -62,12 +55,8 @@ def logprobs(
       softcap: ``softcap * tanh(x / softcap)`` before the temperature.
       scale: factor of the raw logits.
       vocab_size: columns at or beyond it are padding: no probability, zero gradient.
-      backend: ``reference``, ``chunked``, ``pallas_tpu``, ``mosaic_gpu``, or ``None`` for the best one here.
-      bwd_impl: gradient by the backend's own kernel (``pallas``) or by plain JAX (``jax``).
-      donate_logits: dlogits may overwrite the logits (kernel backends); donate them to ``jit`` as well.
       sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
-      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
-      validate: check the targets on the host first.
+      options: how the call is carried out: :class:`logitless.Options`.
 
     >>> import jax.numpy as jnp, logitless
     >>> stats = logitless.logprobs(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]))
@@ -95,12 +84,8 @@ def grpo_loss(
     softcap: float | None = None,
     scale: float | None = None,
     vocab_size: int | None = None,
-    backend: str | None = None,
-    bwd_impl: BwdImpl = "pallas",
-    donate_logits: bool = False,
     sharding: Sharding | None = None,
-    interpret: bool = False,
-    validate: bool = False,
+    options: Options = Options(),  # noqa: B008  (frozen)
 ) -> tuple[Array, Metrics]:
     """A GRPO-family loss over logits, differentiable with respect to them: ``(loss, metrics)``.
 
@@ -118,8 +103,7 @@ def grpo_loss(
       token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
       denominator, entropy_denominator: counts of a larger batch that this one is a part of.
-      softcap, scale, vocab_size, backend, bwd_impl, donate_logits, sharding, interpret, validate: as for
-        :func:`logprobs`.
+      softcap, scale, vocab_size, sharding, options: as for :func:`logprobs`.
 
     Returns:
       The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy and others, see
@@ -137,67 +121,32 @@ def grpo_loss(
 @named_arguments
 def linear_logprobs(
     hidden: Float[Array, "*tokens H"],
-    lm_head: Float[Array, "V H"] | Float[Array, "H V"],
+    lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
     targets: Int[Array, "*tokens"],
     *,
     mask: Array | None = None,
-    bias: Float[Array, "V"] | None = None,
-    lora: tuple[Array, Array] | None = None,
-    lora_scale: float = 1.0,
-    head_layout: Layout | None = None,
     objective: Objective | None = None,
     temperature: Float[Array, "*#tokens"] | float = 1.0,
-    softcap: float | None = None,
-    scale: float | None = None,
-    vocab_size: int | None = None,
-    logits_dtype: Any = "float32",
-    head_grad_dtype: HeadGradDtype = "float32",
-    sparse_backward: SparseBackward = "off",
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
     sharding: Sharding | None = None,
-    interpret: bool = False,
-    validate: bool = False,
+    options: Options = Options(),  # noqa: B008  (frozen)
 ) -> TokenStats:
     """Log-probability of each target, entropy and logsumexp, from hidden states, without ``[B, T, V]`` logits.
 
-    Differentiable with respect to ``hidden``, ``lm_head``, ``bias`` and ``lora``; a gradient that is not asked for
-    costs nothing. Without any gradient it is one matmul. ``hidden[..., t, :]`` predicts ``targets[..., t]``: for a
+    Differentiable with respect to ``hidden`` and the arrays of the head; a gradient that is not asked for costs
+    nothing. Without any gradient it is one matmul. ``hidden[..., t, :]`` predicts ``targets[..., t]``: for a
     causal model the targets are the *next* tokens (:func:`logitless.next_tokens` shifts them).
 
     Args:
       hidden: final hidden states, bfloat16, float16 or float32.
-      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
+      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
+        bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
       mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
         have zero statistics, no gradient and no cost.
-      bias: added to the logits.
-      lora: ``(A, B)`` with ``A @ B`` of the shape of ``lm_head``; the head is then ``lm_head + lora_scale * A @ B``.
-      lora_scale: see ``lora``.
-      head_layout: ``"vh"`` or ``"hv"``; needed where the shape does not tell: both fit, or ``[H, V]`` with ``V < H``.
       objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
       temperature: a number, or one per token; divides the logits after scale and softcap.
-      softcap: ``softcap * tanh(x / softcap)`` before the temperature.
-      scale: factor of the raw logits.
-      vocab_size: columns at or beyond it are padding: no probability, zero gradient.
-      logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
-      head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
-        parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
-      sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
-        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16, half an ulp of other dtypes). It holds
-        for every token: those that would leave out more go through all columns, and so does everything where that is
-        cheaper (docs/sparse-backward.md).
-      chunk_size: tokens per chunk; ``None`` lets the library choose.
-      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. Hopper's sparse
-        backward has no such logits, and spends them on a policy that is not sparse, by the exact path. The TPU kernels
-        have no chunks: there it is what exponentials may take that the forward pass keeps for the gradient of the head,
-        a matmul less for each token that fits; with a smaller one, those that fit where that gradient will stand.
-      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one
-        here.
       sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
-      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
-      validate: check the targets on the host first.
+      options: how the call is carried out: :class:`logitless.Options`.
 
     >>> import jax.numpy as jnp, logitless
     >>> h, w = jnp.ones((1, 2, 3)), jnp.zeros((4, 3))
@@ -211,7 +160,7 @@ def linear_logprobs(
 @named_arguments
 def linear_grpo_loss(
     hidden: Float[Array, "B T H"],
-    lm_head: Float[Array, "V H"] | Float[Array, "H V"],
+    lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
     targets: Int[Array, "B T"],
     *,
     advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
@@ -219,61 +168,44 @@ def linear_grpo_loss(
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,
     ref_hidden: Float[Array, "B T H2"] | None = None,
-    ref_lm_head: Float[Array, "V H2"] | Float[Array, "H2 V"] | None = None,
-    ref_bias: Float[Array, "V"] | None = None,
+    ref_lm_head: Head | Float[Array, "V H2"] | Float[Array, "H2 V"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"] | None = None,
     objective: Objective = Objective(),  # noqa: B008  (frozen)
     denominator: Array | float | None = None,
     entropy_denominator: Array | float | None = None,
-    bias: Float[Array, "V"] | None = None,
-    lora: tuple[Array, Array] | None = None,
-    lora_scale: float = 1.0,
-    head_layout: Layout | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    vocab_size: int | None = None,
-    logits_dtype: Any = "float32",
-    head_grad_dtype: HeadGradDtype = "float32",
-    sparse_backward: SparseBackward = "off",
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
     sharding: Sharding | None = None,
-    interpret: bool = False,
-    validate: bool = False,
+    options: Options = Options(),  # noqa: B008  (frozen)
 ) -> tuple[Array, Metrics]:
     """A GRPO-family loss from hidden states and the head, without ``[B, T, V]`` logits or dlogits: ``(loss, metrics)``.
 
     Objectives whose tokens are uncoupled take three matmuls per token that has a gradient (two with a frozen head),
-    the others four; on a TPU all take four (two with a frozen head; three with ``memory_budget``), with an entropy
-    bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
+    the others four; on a TPU all take four (two with a frozen head; three with ``Options.memory_budget``), with an
+    entropy bonus five. Masked tokens cost nothing. ``hidden[b, t]`` predicts ``targets[b, t]``: for a causal model the
     targets are the *next* tokens (:func:`logitless.next_tokens` shifts them). The arrays of the loss are constants: no
     gradient flows into them. One that the objective does not read is warned about
     (:class:`logitless.UnusedArgumentWarning`).
 
     Args:
       hidden: final hidden states, bfloat16, float16 or float32.
-      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied.
+      lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
+        bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
       targets: the sampled token ids. A live id outside ``[0, V)`` gives a NaN loss; ``validate=True`` finds it first.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
       mask: 1 on completion tokens, and bool or 0 and 1, as for :func:`logprobs`; prompts and padding have no loss, no
         gradient and no cost.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
       ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
-      ref_hidden, ref_lm_head, ref_bias: in the place of ``ref_logp``, what it is made of: it is computed in this call,
-        one matmul more for each live token, without logits and without a gradient. For a frozen head, ``ref_lm_head``
-        is ``lm_head``; ``lora`` is not added to it.
+      ref_hidden, ref_lm_head: alternative to ``ref_logp``: the reference's log-probabilities are computed inside this
+        call (one extra matmul per live token, no gradient). An array is a head with the policy's layout, scale, softcap
+        and vocabulary size, without bias and LoRA; a :class:`logitless.Head` has its own.
       rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
       segment_ids: sequences of packed rows.
       token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
       objective: the loss and its numbers; its temperature divides the logits.
       denominator, entropy_denominator: counts of a larger batch that this one is a part of.
-      bias, lora, lora_scale, head_layout: the rest of the head, as for :func:`linear_logprobs`.
-      softcap, scale, vocab_size: the logits' transform, as for :func:`linear_logprobs`.
-      logits_dtype, head_grad_dtype, sparse_backward: precision, as for :func:`linear_logprobs`.
-      chunk_size, memory_budget, backend, sharding, interpret, validate: how it runs, as for :func:`linear_logprobs`.
+      sharding, options: as for :func:`linear_logprobs`.
 
     Returns:
       The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy, with a sparse backward what
@@ -296,6 +228,7 @@ def linear_grpo_loss(
 @own_promotion
 def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
+    given = by_name(name, given)
     if "advantages" in given:
         warn_unused(name, objective_of(name, given["objective"]), given)
     if given["sharding"] is None:

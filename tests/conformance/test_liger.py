@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from logitless.core.options import Head
+
 pytest.importorskip("torch", reason="PyTorch is not installed (make conformance)")
 pytest.importorskip("liger_kernel", reason="Liger is not installed (make conformance)")
 
@@ -37,7 +39,7 @@ def _program(objective: Objective) -> Any:
 
     def of(leaves: tuple[Any, ...], given: dict[str, Any]) -> Any:
         hidden, head, bias = leaves
-        return linear_grpo_loss(hidden, head, bias=bias, objective=objective, **given)
+        return linear_grpo_loss(hidden, Head(head, bias=bias), objective=objective, **given)
 
     return jax.jit(jax.value_and_grad(of, has_aux=True))
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-import logitless
+import flat_calls
 from interpreted import by_numpy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -99,7 +99,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones() -> None:
     def padded_loss(params: Any, batch: dict[str, Any]) -> Any:
         rest = dict(batch)
         hidden = plain.hidden_states(params, rest.pop("ids"))
-        return logitless.linear_grpo_loss(hidden, params["embed"], objective=packed.OBJECTIVE, **rest)
+        return flat_calls.linear_grpo_loss(hidden, params["embed"], objective=packed.OBJECTIVE, **rest)
 
     (padded, _), of_padded = by_numpy(jax.value_and_grad(padded_loss, has_aux=True), params, batch)
     rows = packed.packed(batch)

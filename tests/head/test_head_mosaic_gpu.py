@@ -13,7 +13,7 @@ from interpreted import by_numpy
 from logitless import oracle
 from logitless.core.backend import Way
 from logitless.core.compat import mosaic_gpu_reason
-from logitless.core.problem import Head
+from logitless.core.problem import HeadArrays
 from logitless.core.registry import backend_of
 from logitless.core.stats import finish
 from logitless.core.transform import LogitTransform
@@ -229,12 +229,18 @@ def test_behind_the_public_call_with_and_without_a_gradient():
     weight = np.random.default_rng(3).normal(size=(2, 2, 48))
 
     def f(hidden, head, backend):
-        s = logitless.linear_logprobs(hidden, head, y, mask=mask, backend=backend, interpret=backend == "mosaic_gpu")
+        s = logitless.linear_logprobs(
+            hidden, head, y, mask=mask, options=logitless.Options(backend=backend, interpret=backend == "mosaic_gpu")
+        )
         return jnp.sum(weight[0] * s.logp + weight[1] * s.entropy), s
 
     call = functools.partial(f, backend="mosaic_gpu")
-    assert "no logits" in logitless.explain(logitless.linear_logprobs, hidden, head, backend="mosaic_gpu",
-                                            interpret=True).bytes_moved  # fmt: skip
+    assert (
+        "no logits"
+        in logitless.explain(
+            logitless.linear_logprobs, hidden, head, options=logitless.Options(backend="mosaic_gpu", interpret=True)
+        ).bytes_moved
+    )
     alone = jax.jit(lambda *a: call(*a)[1])(hidden, head)
     (_, beside), (dh, dw) = jax.jit(jax.value_and_grad(call, argnums=(0, 1), has_aux=True))(hidden, head)
     for name in FIELDS:
@@ -258,7 +264,7 @@ def test_where_the_chunked_sweep_serves_instead(options):
         factors = (s((128, 4)), s((4, 64))) if lora else (None, None)
         y, t = jax.ShapeDtypeStruct((32,), jnp.int32), LogitTransform()
         p = head_problem(s((32, 64)), s((128, 64)), y, transform=t, interpret=True, **choices)
-        return dataclasses.replace(p, head=Head(p.head.weight, None, *factors))
+        return dataclasses.replace(p, head=HeadArrays(p.head.weight, None, *factors))
 
     def fused(p):
         runs = backend_of("head", p.call.backend or "mosaic_gpu")

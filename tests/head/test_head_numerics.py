@@ -11,8 +11,10 @@ import jax.test_util
 import numpy as np
 import pytest
 
+import flat_calls
 from interpreted import by_numpy, in_numpy
-from logitless import linear_grpo_loss, linear_logprobs, oracle, policy_loss
+from logitless import linear_logprobs, oracle, policy_loss
+from logitless.core.options import Head, Options
 from logitless.objectives.objective import Objective
 from numerics import (
     BACKENDS,
@@ -137,7 +139,9 @@ def test_collapsed_policies_keep_their_relative_precision(backend: str) -> None:
     g = (np.ones(n, np.float32),) * 2 + (np.zeros(n, np.float32),)
 
     def call(h: jax.Array, w: jax.Array) -> Any:
-        return three(linear_logprobs(h, w, jnp.asarray(y), head_layout="vh", backend=backend, chunk_size=4))
+        return three(
+            linear_logprobs(h, Head(w, layout="vh"), jnp.asarray(y), options=Options(backend=backend, chunk_size=4))
+        )
 
     fast, (dh, _) = with_gradient(call, hidden, w, g=g)
     truth, (dh_truth, _, _) = head_truth(case, g)
@@ -163,7 +167,7 @@ def test_the_gradient_of_the_bias_is_summed_before_dlogits_are_rounded(way: str,
     options |= {"sparse_backward": 2.0**-6} if way == "sparse" else {}
 
     def loss(w: jax.Array, bias: jax.Array) -> jax.Array:
-        return linear_grpo_loss(h, w, jnp.asarray(y), bias=bias, objective=o, **common, **options)[0]
+        return flat_calls.linear_grpo_loss(h, w, jnp.asarray(y), bias=bias, objective=o, **common, **options)[0]
 
     *_, truth = oracle.linear_grpo_loss(h, w, y, bias=bias, objective=o, **common)
     _, got = by_numpy(jax.grad(loss, (0, 1)), w, jnp.asarray(bias))
@@ -198,7 +202,7 @@ def test_lora(dtype: str, layout: str) -> None:
 
         def call(h: jax.Array, a: jax.Array, b: jax.Array, backend: str = backend) -> Any:
             options = {"head_layout": layout, "lora": (a, b), "lora_scale": scale, "backend": backend}
-            return three(linear_logprobs(h, w, y, chunk_size=CHUNK, **options))
+            return three(flat_calls.linear_logprobs(h, w, y, chunk_size=CHUNK, **options))
 
         fast, d_fast = with_gradient(call, h, a, b, g=g)
         for name, u, v in zip(STATS, fast, plain_out, strict=True):
@@ -214,7 +218,9 @@ def test_a_single_gradient_is_that_of_all() -> None:
     arguments = {"hidden": h, "lm_head": w, "bias": jnp.linspace(-1, 1, 211).astype(jnp.bfloat16)}
 
     def f(some: dict[str, jax.Array]) -> jax.Array:
-        s = linear_logprobs(targets=jnp.asarray(case.targets), chunk_size=CHUNK, backend="chunked", **arguments | some)
+        s = flat_calls.linear_logprobs(
+            targets=jnp.asarray(case.targets), chunk_size=CHUNK, backend="chunked", **arguments | some
+        )
         return jnp.sum(s.logp * 0.3 + s.entropy - 0.1 * s.lse)
 
     gradient = in_numpy(jax.grad(f))
@@ -231,11 +237,11 @@ def test_all_dead_batch_and_one_live_token(dtype: str, backend: str) -> None:
     options: dict[str, Any] = {"backend": backend, "chunk_size": 4}
 
     def stats(h: jax.Array, w: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
-        s = linear_logprobs(h, w, y, mask=mask, **options)
+        s = flat_calls.linear_logprobs(h, w, y, mask=mask, **options)
         return jnp.sum(s.logp + s.entropy + s.lse), s
 
     def loss(h: jax.Array, w: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
-        return linear_grpo_loss(h, w, y, advantages=jnp.ones(3), mask=mask, **options)
+        return flat_calls.linear_grpo_loss(h, w, y, advantages=jnp.ones(3), mask=mask, **options)
 
     compiled = {f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True)) for f in (stats, loss)}
     for live in ([], [(1, 7)]):
@@ -295,12 +301,14 @@ def test_forward_is_the_same_to_the_bit_with_and_without_gradient(way: str, dtyp
 
     def f(h: jax.Array, w: jax.Array) -> Any:
         if way == "statistics":
-            s = linear_logprobs(h, w, y, mask=mask, temperature=0.8, chunk_size=CHUNK, backend="chunked")
+            s = linear_logprobs(
+                h, w, y, mask=mask, temperature=0.8, options=Options(chunk_size=CHUNK, backend="chunked")
+            )
             return jnp.sum(jnp.where(mask, s.logp**2 + s.entropy + s.lse, 0.0)), s
         o = OBJECTIVES[way]
         ref = None if o.beta is None else old - 0.1
         inputs = {"advantages": a, "old_logp": old, "ref_logp": ref, "mask": mask, "objective": o}
-        return linear_grpo_loss(h, w, y, chunk_size=CHUNK, backend="chunked", **inputs)
+        return flat_calls.linear_grpo_loss(h, w, y, chunk_size=CHUNK, backend="chunked", **inputs)
 
     without = jax.jit(f)(h, w)
     for argnums in ((0, 1),) if way == "sequence" else (0, (0, 1)):
@@ -315,9 +323,11 @@ def test_on_policy_ratio_is_exactly_one(dtype: str, masked: bool) -> None:
     _, h, w, y, mask, _, a = _batch(DTYPES[dtype], shape=(4, 24))
     mask = mask if masked else None
     chunk = {"chunk_size": 16, "mask": mask}
-    old = jax.jit(functools.partial(linear_logprobs, **chunk))(h, w, y).logp
+    old = jax.jit(functools.partial(flat_calls.linear_logprobs, **chunk))(h, w, y).logp
     for o in (Objective(), Objective(level="sequence")):
-        loss = functools.partial(linear_grpo_loss, targets=y, advantages=a, old_logp=old, objective=o, **chunk)
+        loss = functools.partial(
+            flat_calls.linear_grpo_loss, targets=y, advantages=a, old_logp=old, objective=o, **chunk
+        )
         (_, metrics), _ = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h, w)
         assert float(metrics["ratio_min"].sum) == float(metrics["ratio_max"].sum) == 1.0
 
@@ -334,7 +344,7 @@ def test_chunk_size_matters_no_more_than_the_matmul(dtype: str) -> None:
     g = cotangents(np.random.default_rng(2), (2, 40))
 
     def call(h: jax.Array, w: jax.Array, chunk: int) -> Any:
-        return three(linear_logprobs(h, w, y, mask=mask, chunk_size=chunk, backend="chunked"))
+        return three(linear_logprobs(h, w, y, mask=mask, options=Options(chunk_size=chunk, backend="chunked")))
 
     whole, d_whole = with_gradient(functools.partial(call, chunk=80), h, w, g=g)
     for chunk in (1, 24):
@@ -376,7 +386,7 @@ def test_check_grads(backend: str) -> None:
 
     def f(h: jax.Array, w: jax.Array, b: jax.Array) -> Any:
         options = {"mask": mask, "temperature": 1.3, "softcap": 6.0, "scale": 0.7, "chunk_size": 2}
-        return three(linear_logprobs(h, w, jnp.asarray(case.targets), bias=b, backend=backend, **options))
+        return three(flat_calls.linear_logprobs(h, w, jnp.asarray(case.targets), bias=b, backend=backend, **options))
 
     jax.test_util.check_grads(jax.jit(f), (h, w, bias), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
@@ -392,14 +402,14 @@ def test_three_and_four_matmuls_agree(dtype: str) -> None:
     common = {"advantages": a, "old_logp": old, "ref_logp": old - 0.1, "mask": mask}
 
     def three_matmuls(h: jax.Array, w: jax.Array) -> jax.Array:
-        return linear_grpo_loss(h, w, y, chunk_size=CHUNK, backend="chunked", objective=o, **common)[0]
+        return flat_calls.linear_grpo_loss(h, w, y, chunk_size=CHUNK, backend="chunked", objective=o, **common)[0]
 
     def four_matmuls(h: jax.Array, w: jax.Array) -> jax.Array:
-        s = linear_logprobs(h, w, y, mask=mask, temperature=0.8, chunk_size=CHUNK, backend="chunked")
+        s = linear_logprobs(h, w, y, mask=mask, temperature=0.8, options=Options(chunk_size=CHUNK, backend="chunked"))
         return policy_loss(s, objective=o, **common)[0]
 
     def reference(h: jax.Array, w: jax.Array) -> jax.Array:
-        return linear_grpo_loss(h, w, y, backend="reference", objective=o, **common)[0]
+        return flat_calls.linear_grpo_loss(h, w, y, backend="reference", objective=o, **common)[0]
 
     o64 = o.replace(temperature=np.float32(0.8), beta=np.float32(0.04), entropy_coef=np.float32(0.1))
     loss, dh, dw, _ = oracle.linear_grpo_loss(h, w, y, objective=o64, **common)
@@ -423,7 +433,9 @@ def test_bfloat16_logits(backend: str) -> None:
     d_truth = (dx @ f64(w), np.einsum("btv,bth->vh", dx, f64(h)))
 
     def call(h: jax.Array, w: jax.Array) -> Any:
-        return three(linear_logprobs(h, w, y, logits_dtype="bfloat16", backend=backend, chunk_size=CHUNK))
+        return three(
+            linear_logprobs(h, w, y, options=Options(logits_dtype="bfloat16", backend=backend, chunk_size=CHUNK))
+        )
 
     out, d = with_gradient(call, h, w, g=g)
     plain, d_plain = with_gradient(lambda h, w: plain_head(h, w, y, logits_dtype=jnp.bfloat16), h, w, g=g)
@@ -444,7 +456,7 @@ def test_dw_summed_in_the_parameters_dtype_is_worse_by_a_known_amount() -> None:
 
     def error(**options: Any) -> float:
         def call(w: jax.Array) -> Any:
-            return three(linear_logprobs(h, w, y, chunk_size=4, **options))
+            return three(flat_calls.linear_logprobs(h, w, y, chunk_size=4, **options))
 
         _, (dw,) = with_gradient(call, w, g=g)
         assert dw.dtype == w.dtype

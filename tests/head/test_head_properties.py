@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import token_stats
 from interpreted import by_numpy
@@ -34,7 +35,7 @@ def test_the_padding_of_a_ragged_last_chunk_adds_nothing(way: str) -> None:
 
     def dbias(**options: Any) -> jax.Array:
         def loss(bias: jax.Array) -> jax.Array:
-            return logitless.linear_grpo_loss(
+            return flat_calls.linear_grpo_loss(
                 h, w, y, advantages=jnp.array([1.0]), objective=OBJECTIVES[way], bias=bias, head_layout="vh", **options
             )[0]
 
@@ -50,7 +51,7 @@ def test_a_softcap_hides_nan_in_masked_rows_from_the_gradient(backend: str) -> N
     y, mask = jnp.array([1, 2]), jnp.array([True, False])
 
     def total(x: jax.Array) -> jax.Array:
-        stats = logitless.logprobs(x, y, mask=mask, softcap=5.0, backend=backend)
+        stats = logitless.logprobs(x, y, mask=mask, softcap=5.0, options=logitless.Options(backend=backend))
         return jnp.sum(stats.logp + stats.entropy)
 
     d = by_numpy(jax.grad(total), x)
@@ -77,10 +78,12 @@ def test_a_live_target_outside_the_vocabulary_is_named() -> None:
     """-100 that was not masked: NaN in the loss, and ``validate=True`` says where it stands."""
     h, w, y = jnp.ones((1, 3, 4)), jnp.ones((8, 4)), jnp.array([[1, -100, 2]])
     for backend in ("reference", "chunked"):
-        call = functools.partial(logitless.linear_grpo_loss, advantages=jnp.array([1.0]), backend=backend)
+        call = functools.partial(
+            logitless.linear_grpo_loss, advantages=jnp.array([1.0]), options=logitless.Options(backend=backend)
+        )
         assert np.isnan(by_numpy(lambda *a, f=call: f(*a)[0], h, w, y))
     with pytest.raises(ValueError, match=r"-100 at \(0, 1\)"):
-        logitless.linear_grpo_loss(h, w, y, advantages=jnp.array([1.0]), validate=True)
+        logitless.linear_grpo_loss(h, w, y, advantages=jnp.array([1.0]), options=logitless.Options(validate=True))
 
 
 def test_the_objective_gives_log_probabilities_their_temperature() -> None:
@@ -88,7 +91,9 @@ def test_the_objective_gives_log_probabilities_their_temperature() -> None:
     x, y, o = jnp.arange(8.0).reshape(1, 8), jnp.array([3]), Objective(temperature=0.7)
     got = by_numpy(lambda x: logitless.logprobs(x, y, objective=o).logp, x)
     np.testing.assert_array_equal(got, by_numpy(lambda x: logitless.logprobs(x, y, temperature=0.7).logp, x))
-    of_head = by_numpy(lambda w: logitless.linear_logprobs(x, w, y, objective=o, head_layout="vh").logp, jnp.eye(8))
+    of_head = by_numpy(
+        lambda w: logitless.linear_logprobs(x, logitless.Head(w, layout="vh"), y, objective=o).logp, jnp.eye(8)
+    )
     np.testing.assert_allclose(of_head, got, rtol=1e-6)
     with pytest.raises(ValueError, match="temperature and objective were both given"):
         logitless.logprobs(x, y, objective=o, temperature=0.9)
@@ -124,9 +129,9 @@ def test_dlogits_by_plain_jax_where_that_is_asked_for(call: str) -> None:
         def total(x: jax.Array) -> jax.Array:
             options = dict(bwd_impl=bwd_impl, backend="pallas_tpu", interpret=True)
             if call == "statistics":
-                return jnp.sum(logitless.logprobs(x, y, **options).logp)
+                return jnp.sum(flat_calls.logprobs(x, y, **options).logp)
             o = Objective(level="sequence")
-            return logitless.grpo_loss(x, y, advantages=jnp.ones(1), objective=o, **options)[0]
+            return flat_calls.grpo_loss(x, y, advantages=jnp.ones(1), objective=o, **options)[0]
 
         return str(jax.make_jaxpr(jax.grad(total))(x)).count("pallas_call[")
 
@@ -143,7 +148,7 @@ def test_rows_without_a_gradient_leave_nothing_out() -> None:
 
     def loss(h: jax.Array, w: jax.Array) -> Any:
         options = dict(backend="chunked", chunk_size=CHUNK, sparse_backward=TOLERANCE)
-        return logitless.linear_grpo_loss(h, w, jnp.asarray(case.targets), **options, **rest)
+        return flat_calls.linear_grpo_loss(h, w, jnp.asarray(case.targets), **options, **rest)
 
     own = SparseReport.metrics
     with mock.patch.object(SparseReport, "metrics", lambda r, vocab: own(r, vocab) | {"report": r}):
@@ -163,7 +168,7 @@ def test_the_references_arrays_are_constants_in_both_modes() -> None:
 
     def loss(ref_h: jax.Array, ref_w: jax.Array) -> jax.Array:
         given = dict(ref_hidden=ref_h, ref_lm_head=ref_w, **rest)
-        return logitless.linear_grpo_loss(h, w, jnp.zeros((1, 3), jnp.int32), **given)[0]
+        return flat_calls.linear_grpo_loss(h, w, jnp.zeros((1, 3), jnp.int32), **given)[0]
 
     arrays = ref_h, ref_w
     assert by_numpy(lambda *x: jax.jvp(loss, x, x)[1], *arrays) == 0
@@ -177,7 +182,7 @@ def test_a_memory_budget_is_for_logits_and_dlogits(dtype: str, size: int) -> Non
 
     def chunk(budget: int) -> int:
         options = dict(advantages=jnp.ones(2), memory_budget=budget, logits_dtype=dtype, backend="chunked")
-        return explain(logitless.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
+        return explain(flat_calls.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
 
     both = 2 * 64 * size * 12
     assert chunk(both) == 12 > chunk(both - 1)

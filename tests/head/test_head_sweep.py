@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flat_calls
 from interpreted import by_numpy, in_numpy
 from logitless import linear_grpo_loss, linear_logprobs
+from logitless.core.options import Options
 from logitless.core.row_passes import Sweep, Visit, front, live_sweep, order_by_rank, split_sweep, sweep_over
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
@@ -102,7 +104,7 @@ def test_large_chunks_give_the_same_loss_and_gradients() -> None:
 
     def grads(chunk: int) -> Any:
         def loss(h: jax.Array, w: jax.Array) -> Any:
-            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, chunk_size=chunk)
+            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, options=Options(chunk_size=chunk))
 
         return by_numpy(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), h, w)
 
@@ -180,7 +182,9 @@ def test_matmuls_executed_follow_the_live_tokens_and_nothing_recompiles(counter:
         traced.append("grad in forward")
 
         def f(h: jax.Array, w: jax.Array) -> Any:
-            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, chunk_size=CHUNK, backend="chunked")[0]
+            return linear_grpo_loss(
+                h, w, y, advantages=a, mask=mask, options=Options(chunk_size=CHUNK, backend="chunked")
+            )[0]
 
         return jax.value_and_grad(f, (0, 1))(h, w)
 
@@ -190,7 +194,7 @@ def test_matmuls_executed_follow_the_live_tokens_and_nothing_recompiles(counter:
 
         def f(h: jax.Array, w: jax.Array) -> Any:
             o = Objective(level="sequence")
-            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, objective=o, chunk_size=CHUNK)[0]
+            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, objective=o, options=Options(chunk_size=CHUNK))[0]
 
         return jax.value_and_grad(f, (0, 1))(h, w)
 
@@ -213,7 +217,7 @@ def test_forward_only_statistics_take_one_matmul_per_live_chunk(counter: Counter
     @jax.jit
     def f(h: jax.Array, w: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
         traced.append("statistics")
-        return linear_logprobs(h, w, y, mask=mask, chunk_size=CHUNK, backend="chunked")
+        return linear_logprobs(h, w, y, mask=mask, options=Options(chunk_size=CHUNK, backend="chunked"))
 
     for mask in masks(1):
         counter.reset()
@@ -229,7 +233,7 @@ def test_tokens_without_a_cotangent_are_not_visited_again(counter: Counter) -> N
     @jax.jit
     def gradient(h: jax.Array, share: jax.Array) -> jax.Array:
         def f(h: jax.Array) -> jax.Array:
-            return jnp.sum(share * linear_logprobs(h, w, y, chunk_size=CHUNK, backend="chunked").logp)
+            return jnp.sum(share * linear_logprobs(h, w, y, options=Options(chunk_size=CHUNK, backend="chunked")).logp)
 
         return jax.grad(f)(h)
 
@@ -252,7 +256,7 @@ def test_the_sweep_gives_what_the_tokens_give_alone(way: str) -> None:
     def run(h: jax.Array, y: jax.Array) -> Any:
         def f(h: jax.Array, w: jax.Array) -> Any:
             options = {"mask": mask, "objective": o, "chunk_size": CHUNK, "backend": "chunked"}
-            return linear_grpo_loss(h, w, y, advantages=a, **options)
+            return flat_calls.linear_grpo_loss(h, w, y, advantages=a, **options)
 
         return jax.value_and_grad(f, (0, 1), has_aux=True)(h, w)
 
@@ -288,7 +292,7 @@ def program(argnums: Any, level: str, layout: str = "vh", lora: bool = False) ->
 
     def f(h: jax.Array, w: jax.Array, pair: Any) -> jax.Array:
         options = {"objective": Objective(level=level), "chunk_size": CHUNK, "backend": "chunked"}  # type: ignore[arg-type]
-        return linear_grpo_loss(h, w, y, advantages=jnp.ones(4), lora=pair if lora else None, **options)[0]
+        return flat_calls.linear_grpo_loss(h, w, y, advantages=jnp.ones(4), lora=pair if lora else None, **options)[0]
 
     call = f if argnums is None else jax.grad(f, argnums)
     return sorted(dots(jax.make_jaxpr(call)(h, w, pair).jaxpr))

@@ -184,7 +184,7 @@ def shapes(n: int, width: int, vocab: int, dtype: str = "bfloat16") -> Any:
 def test_how_many_are_kept(n: int, width: int, vocab: int, budget: int | None, kept: int) -> None:
     h, w, y = shapes(n, width, vocab)
     with as_if_on(chip_of("v6e")):
-        route = logitless.explain(logitless.linear_logprobs, h, w, y, memory_budget=budget)
+        route = logitless.explain(logitless.linear_logprobs, h, w, y, options=logitless.Options(memory_budget=budget))
     assert route.backend == "pallas_tpu" and route.static.kept == kept
     assert route.described.counts == (4 - kept / n, 2, 1)
     assert ("are kept" in route.way) == (kept > 0 or budget is not None)

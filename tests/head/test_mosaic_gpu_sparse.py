@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from interpreted import in_numpy
-from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless import Objective, explain, metric_values, oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import Problem
 from logitless.core.row_passes import probabilities as row_probabilities
@@ -531,7 +532,7 @@ def grpo(kind: str, exact: bool) -> Any:
     def run(h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
             where = dict(backend="chunked") if exact else dict(SCREENED, sparse_backward=tolerance)
-            return linear_grpo_loss(h, w, y, objective=OBJECTIVES[kind], chunk_size=CHUNK, **where, **rest)
+            return flat_calls.linear_grpo_loss(h, w, y, objective=OBJECTIVES[kind], chunk_size=CHUNK, **where, **rest)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
 
@@ -590,7 +591,7 @@ def gradients_again(name: str, dense: bool = False, **options: Any) -> None:
     def again(h: Any, w: Any, y: Any, rest: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
             where = dict(SCREENED, sparse_backward=TOLERANCE, **options)
-            return linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)
+            return flat_calls.linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)
 
         return jax.grad(loss, (0, 1), has_aux=True)(h, w)
 
@@ -691,7 +692,7 @@ def test_other_heads(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
             def loss(*x: Any) -> Any:
                 y = jnp.asarray(case.targets)
                 given = dict(objective=OBJECTIVES["clip"], head_layout=layout, chunk_size=CHUNK, bias=x[2])
-                return linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
+                return flat_calls.linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
 
             return jax.jit(jax.grad(loss, wanted))(h, weight, bias)
 
@@ -800,7 +801,9 @@ def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: py
 
     def loss(h: Any, w: Any) -> Any:
         where = dict(SCREENED, sparse_backward=TOLERANCE, **room)
-        return linear_grpo_loss(h, w, jnp.asarray(case.targets), objective=OBJECTIVES["clip"], **where, **rest)
+        return flat_calls.linear_grpo_loss(
+            h, w, jnp.asarray(case.targets), objective=OBJECTIVES["clip"], **where, **rest
+        )
 
     (_, metrics), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*case.parameters())
     values = {k: float(v) for k, v in metric_values(metrics).items()}
@@ -877,7 +880,7 @@ def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: p
 
     def loss(h: Any, w: Any) -> Any:
         where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=CHUNK)
-        return linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **loss_inputs(case))[0]
+        return flat_calls.linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **loss_inputs(case))[0]
 
     jax.eval_shape(jax.grad(loss, 0 if frozen else (0, 1)), *case.parameters())
     # 256 tokens, and as many hard rows once more
@@ -896,7 +899,7 @@ def test_any_number_of_tokens_goes_at_once(n: int, chunk: int) -> None:
 
     def loss(h: Any, w: Any, bias: Any, y: Any, a: Any) -> Any:
         common = dict(advantages=a, objective=o, sparse_backward="auto", chunk_size=chunk, **SCREENED)
-        return linear_grpo_loss(h, w, y, bias=bias, **common)[0]
+        return flat_calls.linear_grpo_loss(h, w, y, bias=bias, **common)[0]
 
     dh, dw, dbias = jax.eval_shape(jax.grad(loss, (0, 1, 2)), h, w, bias, y, a)
     assert (dh.shape, dw.shape, dbias.shape) == (h.shape, w.shape, bias.shape)
@@ -916,7 +919,7 @@ def test_small_chunks_are_as_good_as_the_exact_path(chunk: int) -> None:
     def gradients(where: dict[str, Any]) -> Any:
         def loss(*x: Any) -> Any:
             given = dict(objective=o, head_layout="vh", chunk_size=chunk, bias=x[2])
-            return linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
+            return flat_calls.linear_grpo_loss(*x[:2], y, **given, **where, **rest)[0]
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*map(jnp.asarray, (h, w, bias)))
 
@@ -946,14 +949,14 @@ def test_where_logits_are_stored() -> None:
 
 def test_it_says_what_it_does_and_where_it_cannot() -> None:
     h, w, y = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
-    e = explain(linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)
+    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", **SCREENED)
     assert e.backend == "mosaic_gpu" and "screen" in e.way and e.fused_statistics
-    e = explain(linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED)
+    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED)
     assert "logits are stored: rounded logits" in e.way
     room = dict(memory_budget=4 * 512 * 8, advantages=jnp.ones(8))
-    e = explain(linear_grpo_loss, h[:, None], w, y[:, None], sparse_backward="auto", **room, **SCREENED)
+    e = explain(flat_calls.linear_grpo_loss, h[:, None], w, y[:, None], sparse_backward="auto", **room, **SCREENED)
     assert "exact path" in e.way and e.tiles["chunk_if_flat"] == 4
-    e = explain(linear_logprobs, h, w, y, sparse_backward=2.0**-13, **SCREENED)
+    e = explain(flat_calls.linear_logprobs, h, w, y, sparse_backward=2.0**-13, **SCREENED)
     assert "logits are stored: a tolerance of" in e.way
 
 
@@ -963,6 +966,6 @@ def test_bits_do_not_depend_on_the_gradient() -> None:
     h, w, y = *case.parameters(), jnp.asarray(case.targets)
 
     def logp(h: Any) -> Any:
-        return linear_logprobs(h, w, y, sparse_backward=TOLERANCE, **SCREENED).logp
+        return flat_calls.linear_logprobs(h, w, y, sparse_backward=TOLERANCE, **SCREENED).logp
 
     assert_same_bits(jax.jit(logp)(h), jax.jit(lambda h: jax.vjp(logp, h)[0])(h))

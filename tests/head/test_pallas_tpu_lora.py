@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from logitless import Sharding, oracle
 from numerics import STATS, assert_contract, cotangents, dense, f64, head_case, plain_stats, three, with_gradient
@@ -80,7 +81,7 @@ def test_contract(name: str) -> None:
 
     def fused(trained: dict[str, Any]) -> Any:
         t = {**rest, **trained}
-        s = logitless.linear_logprobs(
+        s = flat_calls.linear_logprobs(
             t["h"], t["w"], y, lora=(t["a"], t["b"]), lora_scale=SCALE, bias=t.get("bias"), head_layout=c.layout,
             backend="pallas_tpu", interpret=True, **options,
         )  # fmt: skip
@@ -130,9 +131,14 @@ def test_over_a_mesh(tokens: P, head: P) -> None:
     def f(h: Any, w: Any, a: Any, b: Any, sharding: Any = None) -> Any:
         h = jnp.where(mask[..., None], h, jnp.nan)
         return logitless.linear_grpo_loss(
-            h, w, y, advantages=jnp.asarray([1.0, -0.5]), mask=mask, lora=(a, b), lora_scale=0.5, sharding=sharding,
-            backend="pallas_tpu", interpret=True,
-        )[0]  # fmt: skip
+            h,
+            logitless.Head(w, lora=(a, b), lora_scale=0.5),
+            y,
+            advantages=jnp.asarray([1.0, -0.5]),
+            mask=mask,
+            sharding=sharding,
+            options=logitless.Options(backend="pallas_tpu", interpret=True),
+        )[0]
 
     sharding = Sharding(mesh, tokens=tokens, head=head)
     got, expected = (
@@ -148,7 +154,7 @@ def test_explain_prices_it() -> None:
     h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 1024, 4096), (151936, 4096)))
     lora = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((151936, 16), (16, 4096)))
     given = dict(backend="pallas_tpu", interpret=True)
-    with_lora, without = (logitless.explain(logitless.linear_grpo_loss, h, w, lora=x, **given) for x in (lora, None))
+    with_lora, without = (logitless.explain(flat_calls.linear_grpo_loss, h, w, lora=x, **given) for x in (lora, None))
     assert with_lora.matmuls == "4 (3 with LoRA trained and the head frozen, 2 with both frozen, 1 without a gradient)"
     assert "no merged head" in with_lora.way and "LoRA" not in without.way
     assert with_lora.described.counts == without.described.counts

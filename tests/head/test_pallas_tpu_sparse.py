@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import flat_calls
 from interpreted import in_numpy
-from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless import Objective, Sharding, explain, metric_values, oracle
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import column_choice, kernels
 from logitless.head.pallas_tpu import sparse_backward as slabs
@@ -191,7 +192,7 @@ def traced_grpo(backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any)
     real_metrics = SparseReport.metrics
 
     def loss(h: Any, w: Any) -> Any:
-        return linear_grpo_loss(
+        return flat_calls.linear_grpo_loss(
             h, w, y, objective=DAPO, backend=backend, interpret=backend == "pallas_tpu", chunk_size=64,
             sparse_backward="off" if tolerance is None else tolerance, **rest,
         )  # fmt: skip
@@ -433,7 +434,9 @@ def test_logprobs_with_every_option() -> None:
     @jax.jit
     def gradients(*primals: Any) -> Any:
         def stats(h: Any, w: Any, bias: Any) -> Any:
-            return three(linear_logprobs(h, w, jnp.asarray(targets), bias=bias, sparse_backward="auto", **call))
+            return three(
+                flat_calls.linear_logprobs(h, w, jnp.asarray(targets), bias=bias, sparse_backward="auto", **call)
+            )
 
         with mock.patch.object(slabs, "gradients", noted):
             out, pull = jax.vjp(stats, *primals)
@@ -455,7 +458,7 @@ def frozen_head(case: Case, rest: Any) -> Any:
     """The gradient by the hidden states alone, traced."""
 
     def loss(h: Any, w: Any) -> Any:
-        return linear_grpo_loss(
+        return flat_calls.linear_grpo_loss(
             h, w, jnp.asarray(case.targets), objective=DAPO, backend="pallas_tpu", interpret=True,
             sparse_backward="auto", **rest,
         )  # fmt: skip
@@ -496,7 +499,7 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
 
     def run(backend: str, sparse: Any) -> Any:
         def loss(h: Any, bias: Any) -> Any:
-            return linear_grpo_loss(
+            return flat_calls.linear_grpo_loss(
                 h, case.parameters()[1], jnp.asarray(case.targets), objective=DAPO, bias=bias, backend=backend,
                 interpret=backend == "pallas_tpu", chunk_size=64, sparse_backward=sparse, **rest,
             )  # fmt: skip
@@ -531,7 +534,7 @@ def test_tokens_over_a_mesh(late: bool) -> None:
     @functools.partial(jax.jit, static_argnums=(4,))
     def f(h: Any, w: Any, y: Any, rest: Any, sharding: Sharding | None) -> Any:
         def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(
+            return flat_calls.linear_grpo_loss(
                 h, w, y, objective=objective, backend="pallas_tpu", interpret=True, sparse_backward="auto",
                 sharding=sharding, denominator=32.0, **rest,
             )  # fmt: skip
@@ -559,10 +562,10 @@ def test_tokens_over_a_mesh(late: bool) -> None:
 def test_explain_says_what_it_does() -> None:
     h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 8192, 4096), (151936, 4096)))
     call = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
-    route = explain(linear_grpo_loss, h, w, **call)
+    route = explain(flat_calls.linear_grpo_loss, h, w, **call)
     assert "2^-8" in route.way and "1 + 3 K/V" in route.matmuls
     assert route.tiles["slab"] == column_rule(151936).slab == 1024
-    assert "1 + 4 K/V" in explain(linear_logprobs, h, w, **call).matmuls
+    assert "1 + 4 K/V" in explain(flat_calls.linear_logprobs, h, w, **call).matmuls
 
 
 # -- ahead of time -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from logitless import Objective, Sharding, explain, linear_grpo_loss, metric_values, oracle
+import flat_calls
+from logitless import Objective, Sharding, explain, metric_values, oracle
 from logitless.head.dense_report import WithDenseReport
 from logitless.head.sparse.backend import Sparse
 from logitless.lab.bench import realistic
@@ -63,7 +64,7 @@ def trace(tokens: int, width: int, vocab: int, options: dict[str, Any]) -> None:
         rest["mask"] = struct((1, tokens), jnp.bool_)
 
     def loss(arrays: Any, rest: Any) -> Any:
-        return linear_grpo_loss(**arrays, **rest, head_layout="vh" if vh else "hv", **KERNELS, **options)[0]
+        return flat_calls.linear_grpo_loss(**arrays, **rest, head_layout="vh" if vh else "hv", **KERNELS, **options)[0]
 
     jax.eval_shape(jax.value_and_grad(loss), arrays, rest)
 
@@ -93,7 +94,9 @@ def test_token_counts_below_a_group_of_hard_rows_are_as_good_as_the_ordinary_pat
 
     def run(**options: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(h, w, jnp.asarray(case.targets), objective=Objective(), **rest, **options)
+            return flat_calls.linear_grpo_loss(
+                h, w, jnp.asarray(case.targets), objective=Objective(), **rest, **options
+            )
 
         return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*case.parameters())
 
@@ -166,7 +169,7 @@ def explained(shape: tuple[int, int], options: dict[str, Any]) -> Any:
     w = struct((vocab, width) if vh else (width, vocab), jnp.bfloat16)
     if options.pop("lora", False):
         options["lora"] = struct((w.shape[0], 4), jnp.bfloat16), struct((4, w.shape[1]), jnp.bfloat16)
-    return explain(linear_grpo_loss, struct((8, 64, width), jnp.bfloat16), w, **options)
+    return explain(flat_calls.linear_grpo_loss, struct((8, 64, width), jnp.bfloat16), w, **options)
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
@@ -208,7 +211,7 @@ def gradients(backend: dict[str, Any], *modes: Any) -> tuple[list[Any], np.ndarr
     call = dict(advantages=jnp.array([1.0, -1.0]), mask=jnp.asarray(mask), head_layout="hv", **backend)
 
     def loss(mode: Any, h: Any, w: Any) -> Any:
-        return linear_grpo_loss(h, w, y, sparse_backward=mode, **call)
+        return flat_calls.linear_grpo_loss(h, w, y, sparse_backward=mode, **call)
 
     def run(h: Any, w: Any) -> Any:
         found = [jax.grad(functools.partial(loss, mode), (0, 1), has_aux=True)(h, w) for mode in modes]

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, oracle, plan
+from logitless.core.options import Head
 from matmuls import matmul_flops
 
 B, T, H, V, WIDE = 2, 6, 5, 13, 7
@@ -46,7 +48,7 @@ def value_and_gradients(objective: Objective, p: dict[str, Any], *, compiled: bo
     rest = {k: v for k, v in p.items() if k not in ("hidden", "lm_head")}
 
     def loss(h: jax.Array, w: jax.Array) -> Any:
-        return linear_grpo_loss(h, w, objective=objective, **rest, **options)
+        return flat_calls.linear_grpo_loss(h, w, objective=objective, **rest, **options)
 
     f = jax.value_and_grad(loss, (0, 1), has_aux=True)
     if compiled:
@@ -82,7 +84,8 @@ def test_the_same_as_two_calls(on: str) -> None:
     p, o = problem(), KL.replace(temperature_on=on)
     of_reference = p["ref_hidden"], p["ref_lm_head"], p["targets"]
     ref = by_numpy(
-        lambda h, w, y: linear_logprobs(h, w, y, mask=p["mask"], bias=p["ref_bias"], objective=o).logp, *of_reference
+        lambda h, w, y: linear_logprobs(h, Head(w, bias=p["ref_bias"]), y, mask=p["mask"], objective=o).logp,
+        *of_reference,
     )
     two = {k: v for k, v in p.items() if not k.startswith("ref")} | {"ref_logp": ref}
     one, both = value_and_gradients(o, p), value_and_gradients(o, two)
@@ -95,7 +98,7 @@ def test_no_gradient_flows_into_the_reference() -> None:
     p = problem()
 
     def loss(reference: Any) -> Any:
-        return linear_grpo_loss(**p | reference, objective=KL)[0]
+        return flat_calls.linear_grpo_loss(**p | reference, objective=KL)[0]
 
     given = {k: jnp.nan_to_num(p[k]) for k in ("ref_hidden", "ref_lm_head", "ref_bias")}
     for name, gradient in by_numpy(jax.grad(loss), given).items():
@@ -103,7 +106,7 @@ def test_no_gradient_flows_into_the_reference() -> None:
 
     def of_both(w: jax.Array) -> jax.Array:
         both = {"lm_head": w, "ref_hidden": p["hidden"], "ref_lm_head": w, "ref_bias": None}
-        return linear_grpo_loss(**p | both, objective=KL)[0]
+        return flat_calls.linear_grpo_loss(**p | both, objective=KL)[0]
 
     tied = by_numpy(jax.grad(of_both), p["lm_head"])
     apart = value_and_gradients(KL, p | {"ref_hidden": p["hidden"], "ref_lm_head": p["lm_head"], "ref_bias": None})
@@ -117,12 +120,12 @@ def test_one_matmul_more_for_each_live_token_as_explain_and_plan_say() -> None:
 
     def flops(**given: Any) -> float:
         rest = {k: v for k, v in (p | given).items() if v is not None and k not in ("hidden", "lm_head")}
-        f = jax.value_and_grad(lambda h, w: linear_grpo_loss(h, w, **rest, **options)[0], (0, 1))
+        f = jax.value_and_grad(lambda h, w: flat_calls.linear_grpo_loss(h, w, **rest, **options)[0], (0, 1))
         return matmul_flops(f, p["hidden"], p["lm_head"]) / (2 * B * T * H * V)
 
     assert flops() == 4.0
     assert flops(ref_hidden=None, ref_lm_head=None, ref_logp=np.zeros((B, T), np.float32)) == 3.0
-    route = explain(linear_grpo_loss, **p, **options)
+    route = explain(flat_calls.linear_grpo_loss, **p, **options)
     assert route.reference is not None and route.reference.backend == route.backend
     assert route.matmuls.endswith("and 1 per live token for the reference") and "of the reference" in str(route)
     own, both = (plan(p["hidden"], p["lm_head"], **options, reference=r, compile=False) for r in (False, True))
@@ -147,7 +150,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[m for _, _, m in BAD])
 def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        linear_grpo_loss(**problem() | changes, objective=KL)
+        flat_calls.linear_grpo_loss(**problem() | changes, objective=KL)
 
 
 @pytest.mark.slow

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from conftest import token_stats
 from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.core import vjp
-from logitless.core.problem import Head, HeadGrads
+from logitless.core.options import Options
+from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import StatCotangents
 from logitless.head.sparse import active_columns as columns
 from logitless.head.sparse import backend, column_gather
@@ -75,7 +77,7 @@ def traced_grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> An
 
     def loss(h: Any, w: Any) -> Any:
         mode = "off" if tolerance is None else tolerance
-        return linear_grpo_loss(
+        return flat_calls.linear_grpo_loss(
             h, w, y, objective=OBJECTIVES[c.kind], chunk_size=c.chunk, logits_dtype=c.logits_dtype, backend="chunked",
             sparse_backward=mode, **rest,
         )  # fmt: skip
@@ -242,7 +244,7 @@ def test_a_saturated_softcap_stays_within_its_bound() -> None:
     options = dict(softcap=softcap, scale=scale, temperature=temperature)
 
     def logp(h: Any, w: Any) -> Any:
-        return jnp.sum(linear_logprobs(h, w, y, chunk_size=CHUNK, sparse_backward=TOLERANCE, **options).logp)
+        return jnp.sum(flat_calls.linear_logprobs(h, w, y, chunk_size=CHUNK, sparse_backward=TOLERANCE, **options).logp)
 
     dh, dw = by_numpy(jax.grad(logp, (0, 1)), h, w)
     one, zero = np.ones(N), np.zeros(N)
@@ -350,7 +352,7 @@ def test_logprobs_with_every_option() -> None:
         return out
 
     def call(h: Any, w: Any, bias: Any) -> Any:
-        stats = linear_logprobs(
+        stats = flat_calls.linear_logprobs(
             h, w, jnp.asarray(targets), head_layout=layout, vocab_size=real, chunk_size=CHUNK, backend="chunked",
             sparse_backward="auto", **{**options, "bias": bias},
         )  # fmt: skip
@@ -390,7 +392,7 @@ def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
 
     def gradients(mode: str) -> Any:
         def loss(h: Any, a: Any, b: Any) -> Any:
-            return linear_grpo_loss(
+            return flat_calls.linear_grpo_loss(
                 h, w, jnp.asarray(case.targets), objective=OBJECTIVES[kind], lora=(a, b), lora_scale=0.5,
                 sparse_backward=mode, chunk_size=CHUNK, head_layout=layout, backend="chunked", **rest,
             )  # fmt: skip
@@ -414,7 +416,7 @@ def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
 
 def small(**options: Any) -> Any:
     h, w = jnp.ones((1, 4, 8)), jnp.ones((16, 8))
-    return linear_grpo_loss(h, w, jnp.zeros((1, 4), int), advantages=jnp.ones(1), **options)
+    return flat_calls.linear_grpo_loss(h, w, jnp.zeros((1, 4), int), advantages=jnp.ones(1), **options)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,7 @@ def test_bad_values_are_refused(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"linear_grpo_loss: sparse_backward.*expected 'off', 'auto' or a probability mass"):
         small(sparse_backward=value)
     with pytest.raises(error, match="linear_logprobs: sparse_backward"):
-        linear_logprobs(jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.zeros(4, int), sparse_backward=value)
+        linear_logprobs(jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.zeros(4, int), options=Options(sparse_backward=value))
 
 
 def test_the_dense_backend_says_that_it_has_none() -> None:
@@ -441,7 +443,7 @@ def test_off_is_the_plain_call(kind: str) -> None:
 
     def program(**options: Any) -> str:
         def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(
+            return flat_calls.linear_grpo_loss(
                 h, w, y, advantages=jnp.ones(2), objective=OBJECTIVES[kind], chunk_size=32, **options
             )
 
@@ -456,15 +458,15 @@ def test_explain_says_what_it_does() -> None:
     h = jax.ShapeDtypeStruct((1, 4096, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((151936, 64), jnp.bfloat16)
     off = explain(linear_grpo_loss, h, w)
-    auto = explain(linear_grpo_loss, h, w, sparse_backward="auto")
+    auto = explain(linear_grpo_loss, h, w, options=Options(sparse_backward="auto"))
     assert "sparse" not in str(off) and "2^-8" in auto.way
     assert "1 + 2 K/V" in auto.matmuls and auto.tiles["slab"] == 4096
-    by_recompute = explain(linear_logprobs, h, w, sparse_backward=1e-3)
+    by_recompute = explain(linear_logprobs, h, w, options=Options(sparse_backward=1e-3))
     assert "1 + 3 K/V" in by_recompute.matmuls and "0.001" in by_recompute.way
     with pytest.raises(NotImplementedError, match=r"reference.*no sparse backward"):
-        explain(linear_grpo_loss, h, w, sparse_backward="auto", backend="reference")
+        explain(linear_grpo_loss, h, w, options=Options(sparse_backward="auto", backend="reference"))
     with pytest.raises(ValueError, match="sparse_backward='on'"):
-        explain(linear_grpo_loss, h, w, sparse_backward="on")
+        explain(linear_grpo_loss, h, w, options=Options(sparse_backward="on"))
 
 
 @pytest.mark.parametrize("by_element", [False, True])
@@ -478,7 +480,7 @@ def test_columns_of_a_head_by_column(by_element: bool, monkeypatch: pytest.Monke
 
     @jax.jit
     def run(w: Any, index: Any) -> Any:
-        part = columns.head_columns(Head(w, None, layout="hv"), index, ascending=False)
+        part = columns.head_columns(HeadArrays(w, None, layout="hv"), index, ascending=False)
         own = HeadGrads(part.weight + 1, None)
         put = columns.put_head_columns(HeadGrads(w, None), index, own, "hv", add=False, ascending=False)
         return part.weight, put.weight

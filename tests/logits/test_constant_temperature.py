@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from conftest import token_stats
-from logitless import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs, oracle, policy_loss
+from logitless import Objective, oracle, policy_loss
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
@@ -73,7 +74,9 @@ def unit_cotangents() -> list[tuple[np.ndarray, ...]]:
 def check_statistics(backend: str, known: bool, vocab: int, temperature: Any = TEMPERATURE, **other: float) -> None:
     (x, y), options = logits(vocab), backend_options(backend)
     exact = {k: np.float32(v) for k, v in other.items()}
-    fast = compiled(lambda t, x: three(logprobs(x, y, temperature=t, **options, **other)), known, temperature)
+    fast = compiled(
+        lambda t, x: three(flat_calls.logprobs(x, y, temperature=t, **options, **other)), known, temperature
+    )
     plain = compiled(lambda t, x: plain_stats(x, y, temperature=t, **other), known, temperature)
     truth = oracle.token_stats(x, y, temperature=temperature, **exact)
     for name, g in zip(STATS, unit_cotangents(), strict=True):
@@ -125,7 +128,7 @@ def test_with_a_scale_a_softcap_a_temperature_of_each_token(backend: str, other:
 def test_statistics_of_the_head(backend: str, known: bool, vocab: int) -> None:
     h, w, y = head(vocab)
     options = backend_options(backend)
-    fast = compiled(lambda t, h, w: three(linear_logprobs(h, w, y, temperature=t, **options)), known)
+    fast = compiled(lambda t, h, w: three(flat_calls.linear_logprobs(h, w, y, temperature=t, **options)), known)
     plain = compiled(lambda t, h, w: plain_stats(h @ w.T, y, temperature=t), known)
     truth = oracle.linear_token_stats(h, w, y, temperature=TEMPERATURE)
     for name, g in zip(STATS, unit_cotangents(), strict=True):
@@ -161,13 +164,13 @@ def test_a_loss_of_logits(backend: str, known: bool, vocab: int) -> None:
         logp, entropy, _ = plain_stats(x.reshape(N, -1), y.reshape(-1), temperature=t)
         return policy_loss(token_stats(two_rows(logp), two_rows(entropy)), **losses(t))[0]
 
-    fast = compiled(lambda t, x: grpo_loss(x, y, **options, **losses(t))[0], known)
+    fast = compiled(lambda t, x: flat_calls.grpo_loss(x, y, **options, **losses(t))[0], known)
     (loss, (dx,)), (base, (base_dx,)) = fast(jnp.float32(1), x), compiled(plain_loss, known)(jnp.float32(1), x)
     value, want = oracle.grpo_loss(x, y, **losses(TEMPERATURE))
     assert_contract("loss", loss, base, value)
     assert_contract("dlogits", dx, base_dx, want)
     if known:
-        without = jax.jit(lambda x: grpo_loss(x, y, **options, **losses(TEMPERATURE))[0])
+        without = jax.jit(lambda x: flat_calls.grpo_loss(x, y, **options, **losses(TEMPERATURE))[0])
         assert without(x) == loss  # to the bit
 
 
@@ -183,12 +186,12 @@ def test_a_loss_of_the_head(backend: str, known: bool, vocab: int) -> None:
         logp, entropy, _ = plain_stats((h @ w.T).reshape(N, -1), y.reshape(-1), temperature=t)
         return policy_loss(token_stats(two_rows(logp), two_rows(entropy)), **losses(t))[0]
 
-    fast = compiled(lambda t, h, w: linear_grpo_loss(h, w, y, **options, **losses(t))[0], known)
+    fast = compiled(lambda t, h, w: flat_calls.linear_grpo_loss(h, w, y, **options, **losses(t))[0], known)
     (loss, d), (base, base_d) = fast(jnp.float32(1), h, w), compiled(plain_loss, known)(jnp.float32(1), h, w)
     value, *want = oracle.linear_grpo_loss(h, w, y, **losses(TEMPERATURE))
     assert_contract("loss", loss, base, value)
     for of, a, b, c in zip(("hidden", "head"), d, base_d, want, strict=False):
         assert_contract(f"d {of}", a, b, c)
     if known:
-        without = jax.jit(lambda h, w: linear_grpo_loss(h, w, y, **options, **losses(TEMPERATURE))[0])
+        without = jax.jit(lambda h, w: flat_calls.linear_grpo_loss(h, w, y, **options, **losses(TEMPERATURE))[0])
         assert without(h, w) == loss  # to the bit

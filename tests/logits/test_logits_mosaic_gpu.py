@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 from interpreted import by_numpy
-from logitless import Objective, grpo_loss, linear_grpo_loss, logprobs
+from logitless import Objective, logprobs
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
@@ -232,7 +233,7 @@ def test_public_logits_call():
     )  # fmt: skip
 
     def run(**options):
-        return jax.value_and_grad(lambda x: grpo_loss(x, y, **given, **options)[0])
+        return jax.value_and_grad(lambda x: flat_calls.grpo_loss(x, y, **given, **options)[0])
 
     loss, d = jax.jit(run(backend="mosaic_gpu", interpret=True))(x)
     want, want_d = by_numpy(run(backend="chunked"), x)
@@ -249,7 +250,7 @@ def test_public_head_call():
 
     def run(**options):
         def loss(h, w):
-            return linear_grpo_loss(h, w, y, advantages=jnp.asarray([0.7]), **options)[0]
+            return flat_calls.linear_grpo_loss(h, w, y, advantages=jnp.asarray([0.7]), **options)[0]
 
         return jax.value_and_grad(loss, (0, 1))
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs, oracle
+import flat_calls
+from logitless import Objective, oracle
 from logitless.core.compat import mosaic_gpu_reason
 from numerics import STATS, cotangents, f64, three
 
@@ -69,11 +70,11 @@ def test_logits(vocab_size: int | None, backend: str) -> None:
     options = dict(INTERPRETED[backend], vocab_size=vocab_size, backend=backend)
 
     def call(x: jax.Array) -> Any:
-        return three(logprobs(x, jnp.asarray(y), temperature=EACH, **options))
+        return three(flat_calls.logprobs(x, jnp.asarray(y), temperature=EACH, **options))
 
     def loss(x: jax.Array) -> jax.Array:
         given = dict(advantages=jnp.ones(1), objective=OBJECTIVE.replace(temperature=EACH[None]), **options)
-        return grpo_loss(x[None], jnp.asarray(y)[None], **given)[0]
+        return flat_calls.grpo_loss(x[None], jnp.asarray(y)[None], **given)[0]
 
     known = dict(temperature=EACH, vocab_size=vocab_size)
     of_loss = oracle.grpo_loss(
@@ -103,11 +104,11 @@ def test_the_head(backend: str) -> None:
     options = dict(INTERPRETED[backend], backend=backend, head_layout="vh", bias=bias)
 
     def call(h: jax.Array, w: jax.Array) -> Any:
-        return three(linear_logprobs(h, w, jnp.asarray(y), temperature=0.7, **options))
+        return three(flat_calls.linear_logprobs(h, w, jnp.asarray(y), temperature=0.7, **options))
 
     def loss(h: jax.Array, w: jax.Array) -> jax.Array:
         given = dict(advantages=jnp.ones(1), objective=OBJECTIVE.replace(temperature=0.7), **options)
-        return linear_grpo_loss(h[None], w, jnp.asarray(y)[None], **given)[0]
+        return flat_calls.linear_grpo_loss(h[None], w, jnp.asarray(y)[None], **given)[0]
 
     known = dict(head_layout="vh", bias=bias, temperature=np.float32(0.7))
     truth = oracle.linear_token_stats(h, w, y, **known)

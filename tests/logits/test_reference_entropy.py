@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
-from logitless import Objective, grpo_loss, linear_logprobs, logprobs, oracle
+from logitless import Objective, linear_logprobs, logprobs, oracle
 from numerics import cotangents, f64, three
 
 
@@ -24,7 +25,7 @@ def gradients(backend: str) -> Any:
     """Of the entropies' sum, by both modes where there are two; compiled once for all targets."""
 
     def entropy(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.sum(logitless.logprobs(x, y, backend=backend).entropy)
+        return jnp.sum(logitless.logprobs(x, y, options=logitless.Options(backend=backend)).entropy)
 
     modes = (jax.grad, jax.jacfwd) if backend == "reference" else (jax.grad,)
     return jax.jit(lambda x, y: [mode(entropy)(x, y) for mode in modes])
@@ -74,7 +75,9 @@ def test_second_derivatives_of_statistics(temperature: Any, mode: str) -> None:
     v, g = rng.standard_normal(x.shape).astype(np.float32), cotangents(rng, (4,))
 
     def total(x: jax.Array) -> jax.Array:
-        stats = three(logprobs(x, jnp.asarray(y), temperature=temperature, backend="reference"))
+        stats = three(
+            logprobs(x, jnp.asarray(y), temperature=temperature, options=logitless.Options(backend="reference"))
+        )
         return sum(jnp.sum(s * c) for s, c in zip(stats, g, strict=True))
 
     got = jax.jit(lambda x, v: MODES[mode](total, x, v))(x, v)
@@ -88,7 +91,9 @@ def test_second_derivatives_of_the_entropy_by_the_chunked_backend() -> None:
     v, g = rng.standard_normal(x.shape).astype(np.float32), rng.standard_normal(4).astype(np.float32)
 
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(logprobs(x, jnp.asarray(y), temperature=0.7, backend="chunked").entropy * g)
+        return jnp.sum(
+            logprobs(x, jnp.asarray(y), temperature=0.7, options=logitless.Options(backend="chunked")).entropy * g
+        )
 
     got = jax.jit(lambda x, v: MODES["grad of grad"](total, x, v))(x, v)
     t, zero = np.float32(0.7), np.zeros(4)
@@ -100,7 +105,9 @@ def test_second_derivative_by_the_temperature() -> None:
     x, y = rows()
 
     def total(t: jax.Array) -> jax.Array:
-        return jnp.sum(logprobs(x, jnp.asarray(y), temperature=t, backend="reference").entropy)
+        return jnp.sum(
+            logprobs(x, jnp.asarray(y), temperature=t, options=logitless.Options(backend="reference")).entropy
+        )
 
     first, second = (jax.jit(d)(jnp.float32(0.75)) for d in (jax.grad(total), jax.grad(jax.grad(total))))
     below, at, above = (oracle.token_stats(x, y, temperature=0.75 + d).entropy.sum() for d in (-1e-4, 0, 1e-4))
@@ -116,7 +123,7 @@ def test_second_derivatives_of_a_loss_with_an_entropy_bonus(mode: str) -> None:
     given = dict(advantages=np.ones(1, np.float32), old_logp=old, objective=Objective(entropy_coef=0.5))
 
     def loss(x: jax.Array) -> jax.Array:
-        return grpo_loss(x, jnp.asarray(y), backend="reference", **given)[0]
+        return flat_calls.grpo_loss(x, jnp.asarray(y), backend="reference", **given)[0]
 
     got = jax.jit(lambda x, v: MODES[mode](loss, x, v))(x, v)
     np.testing.assert_allclose(
@@ -133,7 +140,11 @@ def test_second_derivatives_of_the_head(mode: str) -> None:
 
     def total(x: jax.Array) -> jax.Array:
         h, w = x[:20].reshape(4, 5), x[20:].reshape(7, 5)
-        stats = three(linear_logprobs(h, w, jnp.asarray(y), head_layout="vh", backend="reference"))
+        stats = three(
+            linear_logprobs(
+                h, logitless.Head(w, layout="vh"), jnp.asarray(y), options=logitless.Options(backend="reference")
+            )
+        )
         return sum(jnp.sum(s * c) for s, c in zip(stats, g, strict=True))
 
     def gradient(x: np.ndarray) -> np.ndarray:

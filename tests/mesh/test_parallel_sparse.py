@@ -16,8 +16,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless.core.options import Options
 from logitless.head.sparse import active_columns
 from logitless.head.sparse.report import SparseReport
 from logitless.lab.bench import realistic
@@ -106,7 +108,9 @@ def program(
 
     def f(h: Any, w: Any, y: Any, rest: Any) -> Any:
         def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(h, w, y, objective=objective, head_layout="hv" if hv else "vh", **rest, **options)
+            return flat_calls.linear_grpo_loss(
+                h, w, y, objective=objective, head_layout="hv" if hv else "vh", **rest, **options
+            )
 
         (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
         return value, metrics, metrics.pop("report", None), grads
@@ -127,7 +131,9 @@ def one_device(objective: Objective = TOKEN) -> tuple[Any, Any]:
     h, w = case.parameters()
 
     def loss(h: Any, w: Any) -> Any:
-        return linear_grpo_loss(h, w, case.targets, objective=objective, chunk_size=CHUNK, backend="chunked", **rest)[0]
+        return flat_calls.linear_grpo_loss(
+            h, w, case.targets, objective=objective, chunk_size=CHUNK, backend="chunked", **rest
+        )[0]
 
     grads = by_numpy(jax.grad(loss, (0, 1)), h, w)
     hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
@@ -272,7 +278,7 @@ def test_every_cotangent_of_a_frozen_padded_head() -> None:
 
     def gradient(**options: Any) -> np.ndarray:
         def call(h: Any) -> Any:
-            s = linear_logprobs(
+            s = flat_calls.linear_logprobs(
                 h, w, case.targets, mask=mask, temperature=temperature, vocab_size=real, chunk_size=CHUNK, **options
             )
             return three(s)
@@ -291,9 +297,15 @@ def test_every_cotangent_of_a_frozen_padded_head() -> None:
 
 def test_explain() -> None:
     h, w = jax.ShapeDtypeStruct((*SHAPE, HIDDEN), jnp.bfloat16), jax.ShapeDtypeStruct((VOCAB, HIDDEN), jnp.bfloat16)
-    tokens = explain(linear_grpo_loss, h, w, sharding=LAYOUTS["data and sequence"].sharding(), sparse_backward="auto")
+    tokens = explain(
+        linear_grpo_loss,
+        h,
+        w,
+        sharding=LAYOUTS["data and sequence"].sharding(),
+        options=Options(sparse_backward="auto"),
+    )
     assert tokens.backend == "chunked" and tokens.matmuls.startswith("1 + 2 K/V") and "2^-8" in tokens.way
-    shards = explain(linear_grpo_loss, h, w, sharding=TENSOR.sharding(), sparse_backward="auto")
+    shards = explain(linear_grpo_loss, h, w, sharding=TENSOR.sharding(), options=Options(sparse_backward="auto"))
     assert shards.matmuls.startswith("2 + 3 K/V") and f"K > {VOCAB // SHARDS // 4:,}" in shards.way
 
 
@@ -301,6 +313,9 @@ def test_the_reference_refuses_it() -> None:
     case = calibrated()
     with pytest.raises(NotImplementedError, match="sparse backward"):
         linear_logprobs(
-            case.hidden, case.lm_head, case.targets, sharding=TENSOR.sharding(), sparse_backward="auto",
-            backend="reference",
-        )  # fmt: skip
+            case.hidden,
+            case.lm_head,
+            case.targets,
+            sharding=TENSOR.sharding(),
+            options=Options(sparse_backward="auto", backend="reference"),
+        )

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import logitless
+import flat_calls
 from interpreted import by_numpy
 from logitless import Objective, Sharding
 
@@ -117,7 +117,7 @@ def loss(h: Any, w: Any, data: dict[str, Any], objective: Objective, **options: 
     data = dict(data)
     if objective.beta is None:
         del data["ref_logp"]
-    return logitless.linear_grpo_loss(h, w, data.pop("targets"), objective=objective, **data, **options)
+    return flat_calls.linear_grpo_loss(h, w, data.pop("targets"), objective=objective, **data, **options)
 
 
 def evaluate(data: dict[str, Any], objective: Objective, layout: Layout, **options: Any) -> Any:

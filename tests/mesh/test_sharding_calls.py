@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from interpreted import by_numpy
 from logitless import Objective, Sharding
@@ -47,7 +48,7 @@ def logits_results(backend: str, level: str, sharding: Sharding | None = None) -
         del data["ref_logp"]
 
     def f(x: Any) -> Any:
-        return logitless.grpo_loss(
+        return flat_calls.grpo_loss(
             x, objective=OBJECTIVES[level], vocab_size=columns, backend=backend, interpret=backend == "pallas_tpu",
             sharding=sharding, **data,
         )  # fmt: skip
@@ -78,7 +79,7 @@ def test_statistics_and_every_cotangent() -> None:
     sharding = Sharding(mesh(MESH), tokens=P("data", "seq"), head=P(None, "tensor"))
 
     def f(h: Any, w: Any, bias: Any, **more: Any) -> Any:
-        s = logitless.linear_logprobs(h, w, data["targets"], bias=bias, **options, **more)
+        s = flat_calls.linear_logprobs(h, w, data["targets"], bias=bias, **options, **more)
         return jnp.sum(weights[0] * s.logp + weights[1] * s.entropy + weights[2] * s.lse), s
 
     args = (data["hidden"], data["lm_head"].T.copy(), bias)
@@ -92,7 +93,7 @@ def test_lora_and_frozen_head() -> None:
     sharding = Sharding(mesh(MESH), tokens=P("data", "seq"), head=P("tensor", "data"))
 
     def f(h: Any, a: Any, b: Any, **more: Any) -> Any:
-        s = logitless.linear_logprobs(h, data["lm_head"], data["targets"], mask=data["mask"], lora=(a, b), **more)
+        s = flat_calls.linear_logprobs(h, data["lm_head"], data["targets"], mask=data["mask"], lora=(a, b), **more)
         return jnp.sum(s.logp * data["advantages"])
 
     got = run(jax.value_and_grad(functools.partial(f, sharding=sharding), (0, 1, 2)), data["hidden"], a, b)[0]

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from conftest import without_metrics
 from logitless import Sharding
@@ -90,7 +91,7 @@ def test_a_checked_shard_map_with_any_varying_array_is_refused_by_name(which: st
 
     def f(varying: Any) -> Any:
         own = {k: varying if k == which else v[: Y.shape[0] // 2] for k, v in given.items()}
-        return logitless.linear_grpo_loss(H[: Y.shape[0] // 2], W, **own)[0][None]
+        return flat_calls.linear_grpo_loss(H[: Y.shape[0] // 2], W, **own)[0][None]
 
     name = which if which != "advantages" else "the loss's arrays"
     with pytest.raises(ValueError, match=rf"{name} varies over the axes.*check_vma=False"):
@@ -119,17 +120,17 @@ def test_a_replicated_kernel_is_refused(how: str) -> None:
     m = mesh(data=4)
     if how == "ambient mesh":
         with jax.set_mesh(m), pytest.raises(ValueError, match=r"ambient mesh has 4 devices.*Pass sharding="):
-            jax.jit(lambda h: logitless.linear_logprobs(h, w, y, **options).logp)(h)
+            jax.jit(lambda h: flat_calls.linear_logprobs(h, w, y, **options).logp)(h)
         return
     placed = jax.device_put(h, NamedSharding(m, P("data")))
     if how == "arguments of jit":  # tracing does not see them, lowering does
         with pytest.raises(ValueError, match=r"compiled for 4 devices.*Pass sharding="):
-            jax.jit(lambda h: logitless.linear_logprobs(h, w, y, **options).logp)(placed)
+            jax.jit(lambda h: flat_calls.linear_logprobs(h, w, y, **options).logp)(placed)
         return
     with pytest.raises(ValueError, match=r"hidden lies on 4 devices.*Pass sharding="):
-        logitless.linear_logprobs(placed, w, y, **options)
+        flat_calls.linear_logprobs(placed, w, y, **options)
     with pytest.raises(ValueError, match=r"logits lies on 4 devices.*Pass sharding="):
-        logitless.logprobs(placed, y, **options)
+        flat_calls.logprobs(placed, y, **options)
 
 
 def test_explicit_sharding_without_the_keyword_is_refused() -> None:

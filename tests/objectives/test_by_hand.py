@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import evaluate, metrics_of, random_batch, token_stats
 from interpreted import by_numpy
@@ -244,7 +245,7 @@ def test_the_kl_of_the_metrics_is_that_of_the_loss_under_a_temperature_of_logp()
     """logp = log(1/4) / 0.5 = log(1/16) against ref = log(1/16) - 1: k1 = 1, k3 = 1/e."""
     o = Objective(beta=1.0, kl="k1", temperature_on="logp", temperature=0.5)
     arrays = {"advantages": np.zeros(1, np.float32), "ref_logp": np.float32([[-np.log(16.0) - 1.0]])}
-    loss, metrics = by_numpy(lambda x: logitless.grpo_loss(x, [[0]], objective=o, **arrays), np.zeros((1, 1, 4)))
+    loss, metrics = by_numpy(lambda x: flat_calls.grpo_loss(x, [[0]], objective=o, **arrays), np.zeros((1, 1, 4)))
     assert float(loss) == float(metrics["kl_k1"].sum) == pytest.approx(1.0, rel=1e-6)
     assert float(metrics["kl_k3"].sum) == pytest.approx(math.exp(-1.0), rel=1e-6)
 
@@ -280,10 +281,16 @@ def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
     logits = jnp.einsum("bth,vh->btv", hidden, head)
     p = jax.nn.softmax(logits)
     for backend in ("reference", "chunked"):
-        of_logits = jax.grad(lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, backend=b).lse))
+        of_logits = jax.grad(
+            lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, options=logitless.Options(backend=b)).lse)
+        )
         dlogits = by_numpy(of_logits, logits)
         np.testing.assert_allclose(dlogits, p, rtol=1e-5, atol=1e-7)
-        of_head = jax.grad(lambda w, b=backend: jnp.sum(logitless.linear_logprobs(hidden, w, targets, backend=b).lse))
+        of_head = jax.grad(
+            lambda w, b=backend: jnp.sum(
+                logitless.linear_logprobs(hidden, w, targets, options=logitless.Options(backend=b)).lse
+            )
+        )
         dhead = by_numpy(of_head, head)
         np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
 
@@ -297,7 +304,12 @@ def test_an_entropy_bonus_alone_moves_the_head() -> None:
         by_numpy(
             jax.grad(
                 lambda w, b=backend: logitless.linear_grpo_loss(
-                    hidden, w, targets, advantages=advantages, objective=Objective(entropy_coef=0.1), backend=b
+                    hidden,
+                    w,
+                    targets,
+                    advantages=advantages,
+                    objective=Objective(entropy_coef=0.1),
+                    options=logitless.Options(backend=b),
                 )[0]
             ),
             head,
@@ -316,10 +328,12 @@ def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> Non
     logits = jnp.einsum("bth,vh->btv", hidden, head)
 
     def of_logits(x: jax.Array) -> jax.Array:
-        return logitless.grpo_loss(x, targets, advantages=advantages, backend="chunked")[0]
+        return logitless.grpo_loss(x, targets, advantages=advantages, options=logitless.Options(backend="chunked"))[0]
 
     def of_head(h: jax.Array, w: jax.Array) -> jax.Array:
-        return logitless.linear_grpo_loss(h, w, targets, advantages=advantages, backend="chunked")[0]
+        return logitless.linear_grpo_loss(
+            h, w, targets, advantages=advantages, options=logitless.Options(backend="chunked")
+        )[0]
 
     for f, primals in ((of_logits, (logits,)), (of_head, (hidden, head))):
         once = by_numpy(jax.grad(f, tuple(range(len(primals)))), *primals)
@@ -343,7 +357,7 @@ def test_the_loss_is_float32_under_x64() -> None:
             for on in ("logits", "logp"):
                 o = Objective(temperature=temperature, temperature_on=on)  # type: ignore[arg-type]
                 loss, metrics = jax.eval_shape(
-                    lambda x, o=o: logitless.grpo_loss(x, targets, objective=o, **inputs), logits
+                    lambda x, o=o: flat_calls.grpo_loss(x, targets, objective=o, **inputs), logits
                 )
                 assert {loss.dtype, *(m.sum.dtype for m in metrics.values())} == {np.dtype("float32")}
         for fields in (
@@ -383,7 +397,7 @@ def test_a_lora_scale_of_zero_is_the_head_alone() -> None:
     hidden, head, a, b = (rng.normal(size=s).astype(np.float32) for s in ((1, 2, 4), (7, 4), (7, 2), (2, 4)))
     targets = rng.integers(0, 7, (1, 2))
     with_lora, alone = (
-        by_numpy(lambda h, options=options: logitless.linear_logprobs(h, head, targets, **options).logp, hidden)
+        by_numpy(lambda h, options=options: flat_calls.linear_logprobs(h, head, targets, **options).logp, hidden)
         for options in ({"lora": (a, b), "lora_scale": 0}, {})
     )
     np.testing.assert_array_equal(with_lora, alone)

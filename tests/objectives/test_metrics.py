@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import POLICY_LEVELS, evaluate, half, metrics_of, objective_of, random_batch, token_stats
 from interpreted import by_numpy
@@ -207,7 +208,10 @@ def test_metrics_of_a_full_loss_agree_between_backends() -> None:
     o = objective_of("clip", beta=0.1, entropy_coef=0.01)
     results = {
         backend: by_numpy(
-            functools.partial(logitless.linear_grpo_loss, objective=o, backend=backend, **inputs), hidden, head, targets
+            functools.partial(flat_calls.linear_grpo_loss, objective=o, backend=backend, **inputs),
+            hidden,
+            head,
+            targets,
         )[1]
         for backend in ("reference", "chunked")
     }

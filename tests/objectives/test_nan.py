@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch, token_stats
 from logitless import Objective, oracle
@@ -138,10 +139,10 @@ def every_loss(logits: Any, hidden: Any, head: Any, targets: Any, inputs: dict[s
         options = dict(objective=o, backend=backend, **inputs)
 
         def of_logits(x: Any, options: dict[str, Any] = options) -> Any:
-            return logitless.grpo_loss(x, targets, **options)[0]
+            return flat_calls.grpo_loss(x, targets, **options)[0]
 
         def of_head(h: Any, w: Any, options: dict[str, Any] = options) -> Any:
-            return logitless.linear_grpo_loss(h, w, targets, chunk_size=8, **options)[0]
+            return flat_calls.linear_grpo_loss(h, w, targets, chunk_size=8, **options)[0]
 
         out[f"grpo_loss {backend} {level}"] = jax.value_and_grad(of_logits)(logits)
         out[f"linear_grpo_loss {backend} {level}"] = jax.value_and_grad(of_head, (0, 1))(hidden, head)

@@ -298,7 +298,9 @@ def test_the_token_on_the_quantile_is_kept_by_value_and_gradient_alike() -> None
 
     def loss(x: jax.Array) -> Any:
         mask = np.ones((1, 9), bool)
-        return logitless.grpo_loss(x, targets, advantages=jnp.zeros(1), mask=mask, objective=o, backend="chunked")
+        return logitless.grpo_loss(
+            x, targets, advantages=jnp.zeros(1), mask=mask, objective=o, options=logitless.Options(backend="chunked")
+        )
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     for _ in range(30):

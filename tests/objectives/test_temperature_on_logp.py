@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import without_metrics
 from interpreted import by_numpy
@@ -137,7 +138,7 @@ def test_policy_loss_takes_them_as_they_are() -> None:
         return logitless.policy_loss(stats, objective=o, **arrays)
 
     def in_one(x: Any) -> Any:
-        return logitless.grpo_loss(x, d["targets"], objective=o, **arrays)
+        return flat_calls.grpo_loss(x, d["targets"], objective=o, **arrays)
 
     two, one = (by_numpy(f, *d["logits"]) for f in (in_two, in_one))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), two, one)
@@ -149,6 +150,6 @@ def test_a_reference_head_divides_as_the_policy_does() -> None:
     o = Objective(beta=1.0, kl="k1", temperature_on="logp", temperature=0.7)
     same = {"ref_hidden": hidden, "ref_lm_head": head}
     _, metrics = by_numpy(
-        lambda h, w: logitless.linear_grpo_loss(h, w, d["targets"], objective=o, **d["arrays"], **same), hidden, head
+        lambda h, w: flat_calls.linear_grpo_loss(h, w, d["targets"], objective=o, **d["arrays"], **same), hidden, head
     )
     assert abs(float(metrics["kl_k1"].sum)) < 1e-5

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import flat_calls
 import logitless
 from conftest import POLICY_LEVELS, evaluate, objective_of, random_batch
 from logitless import Objective, UnusedArgumentWarning
@@ -116,7 +117,7 @@ def test_calls_over_the_calls_warn_at_the_users_line_and_the_package_itself_does
     x, y = np.zeros((B, T, V), np.float32), np.zeros((B, T), np.int32)
     for f in (
         lambda: jax.eval_shape(lambda: logitless.policy_loss(stats, **arrays)[0]),
-        lambda: jax.eval_shape(lambda x: logitless.with_stats(logitless.grpo_loss)(x, y, **arrays)[0], x),
+        lambda: jax.eval_shape(lambda x: logitless.with_stats(flat_calls.grpo_loss)(x, y, **arrays)[0], x),
         lambda: jax.eval_shape(logitless.grpo_loss, x, y, **arrays),  # JAX makes the call: the line is that of jit
     ):
         with pytest.warns(UnusedArgumentWarning, match="rollout_logp changes neither") as found:
@@ -127,4 +128,4 @@ def test_calls_over_the_calls_warn_at_the_users_line_and_the_package_itself_does
         warnings.simplefilter("error")
         exec("def call(**arrays): return logitless.grpo_loss(x, y, **arrays)[0]", inside)
         jax.eval_shape(lambda: inside["call"](**arrays))
-        jax.eval_shape(lambda: logitless.explain(logitless.grpo_loss, x, y, **arrays) and 0.0)
+        jax.eval_shape(lambda: logitless.explain(flat_calls.grpo_loss, x, y, **arrays) and 0.0)

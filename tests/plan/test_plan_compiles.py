@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import flat_calls
 import logitless
 from logitless import Objective, Sharding
 from logitless.lab.tpu import aot
@@ -62,7 +63,7 @@ def test_the_plan_of_a_loss_is_what_the_compiler_says(name: str) -> None:
     static = {k: v for k, v in options.items() if k not in ("lora", "active_columns", "hard_rows")}
 
     def loss(moving: Any, fixed: Any, targets: Any, advantages: Any) -> Any:
-        return logitless.linear_grpo_loss(**moving, **fixed, targets=targets, advantages=advantages, **static)
+        return flat_calls.linear_grpo_loss(**moving, **fixed, targets=targets, advantages=advantages, **static)
 
     f = jax.value_and_grad(loss, has_aux=True) if moving else loss
     got = jax.jit(f).lower(moving, fixed, struct(B, T, dtype=jnp.int32), struct(B)).compile()

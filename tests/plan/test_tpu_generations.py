@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import flat_calls
 from logitless.lab.tpu import aot
 
 needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -54,7 +55,7 @@ def program(case: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     def head_loss(h: Any, w: Any, y: Any, old: Any, advantages: Any) -> Any:
         options: Any = dict(old_logp=old, advantages=advantages, head_layout=layout)
         objective = logitless.Objective(entropy_coef=case.get("entropy"))
-        return logitless.linear_grpo_loss(h, w, y, objective=objective, **options)[0]
+        return flat_calls.linear_grpo_loss(h, w, y, objective=objective, **options)[0]
 
     head = (vocab, case["width"]) if layout == "vh" else (case["width"], vocab)
     return jax.value_and_grad(head_loss, (0, 1)), (s((1, n, case["width"]), dtype), s(head, dtype), *tokens)

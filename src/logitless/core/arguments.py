@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 
 from logitless.core import validation
-from logitless.core.problem import Call, Head, Layout, LogitsProblem, Loss, Problem, flat_tokens
+from logitless.core.options import HEAD_NAMES, Head, head_by_name
+from logitless.core.problem import Call, HeadArrays, Layout, LogitsProblem, Loss, Problem, flat_tokens
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
@@ -30,7 +31,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("backend", "head_layout", "bwd_impl", "head_grad_dtype"), (str,), "a name"),
     (("donate_logits", "validate"), (bool, int, np.bool_), "True or False"),
 )
-_REFERENCE = ("ref_hidden", "ref_lm_head", "ref_bias")
+_REFERENCE = ("ref_hidden", "ref_lm_head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +93,19 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
             )
     if given["ref_logp"] is not None:
         raise ValueError(f"{name}: ref_logp and ref_hidden were both given; leave one of them out.")
-    arrays = (None if v is None else validation.float_array(name, k, v) for k, v in asked.items())
-    hidden, head, bias = jax.lax.stop_gradient(tuple(arrays))
-    call = dict(rest, hidden=hidden, lm_head=head, bias=bias, lora=None, lora_scale=1.0, temperature=1.0)
+    hidden = validation.float_array(name, "ref_hidden", asked["ref_hidden"])
+    hidden, head = jax.lax.stop_gradient((hidden, _reference_head(name, asked["ref_lm_head"], given)))
+    call = {**rest, "hidden": hidden, "temperature": 1.0, **head_by_name(head)}
     call |= dict(validate=False, sparse_backward="off", head_grad_dtype="float32")
     return (f"{name}, the reference", {k: v for k, v in call.items() if k not in _LOSS_ARRAYS}), rest
+
+
+def _reference_head(name: str, head: Any, given: dict[str, Any]) -> Head:
+    """The reference's head; an array has the policy's layout, scale, softcap and vocabulary size."""
+    if isinstance(head, Head):
+        return head
+    weight = validation.float_array(name, "ref_lm_head", head)
+    return Head(weight, **{k: given[HEAD_NAMES[k]] for k in ("layout", "scale", "softcap", "vocab_size")})
 
 
 def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
@@ -183,7 +192,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
         )
     targets = validation.target_array(name, given["targets"], shape, "hidden without its last dimension")
     live = validation.mask_array(name, given["mask"], shape)
-    head = Head(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
+    head = HeadArrays(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
     if given["bias"] is not None:
         bias = validation.float_array(name, "bias", given["bias"])
         validation.same_shape(name, "bias", bias, (head.vocab,), "the vocabulary")
@@ -253,25 +262,25 @@ def tolerance_of(name: str, given: Any, dtype: Any) -> tuple[Array | None, float
 def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) -> Layout:
     """Which dimension of the head is the vocabulary."""
     if given is not None and given not in ("vh", "hv"):
-        raise ValueError(f"{name}: head_layout={shown(given)}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
+        raise ValueError(f"{name}: Head.layout={shown(given)}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
     if len(shape) != 2:
         raise ValueError(f"{name}: lm_head has shape {shape}, expected [V, H] or [H, V].")
     fits = [k for k, d in (("vh", 1), ("hv", 0)) if shape[d] == width]
     if not fits or (given is not None and given not in fits):
         raise ValueError(
-            f"{name}: lm_head has shape {shape}{'' if given is None else f' with head_layout={given!r}'}, which does "
+            f"{name}: lm_head has shape {shape}{'' if given is None else f' with Head.layout={given!r}'}, which does "
             f"not match hidden's width H = {width}; expected [V, {width}] ('vh') or [{width}, V] ('hv')."
         )
     if given is None and len(fits) == 2:
         raise ValueError(
             f"{name}: lm_head has shape {shape} and hidden's width is {width}: both layouts fit. "
-            "Say head_layout='vh' ([V, H]) or 'hv' ([H, V])."
+            "Say logitless.Head(lm_head, layout='vh') ([V, H]) or layout='hv' ([H, V])."
         )
     if given is None and fits == ["hv"] and shape[1] < width:
         raise ValueError(
             f"{name}: lm_head has shape {shape} and hidden's width is {width}, which is a vocabulary of {shape[1]} and "
             "fewer columns than hidden states have. Is hidden the logits? They go into grpo_loss or logprobs, which "
-            "take no lm_head. If they are hidden states, say head_layout='hv' ([H, V])."
+            "take no lm_head. If they are hidden states, say logitless.Head(lm_head, layout='hv')."
         )
     return given or fits[0]  # type: ignore[return-value]
 

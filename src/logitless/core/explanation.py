@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from logitless import api
 from logitless.core.arguments import bind, reference_call, with_reference
+from logitless.core.options import Head, by_name
 from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
 from logitless.core.validation import check_arguments
@@ -85,15 +86,18 @@ def call_arguments(
     given = dict(bound.arguments)
     first = next(iter(signature.parameters))
     for name in (first, "lm_head"):
-        if name in signature.parameters and not hasattr(given.get(name), "shape"):
-            what = type(given.get(name)).__name__
+        given_one = given.get(name)
+        shown = given_one.weight if isinstance(given_one, Head) else given_one
+        if name in signature.parameters and not hasattr(shown, "shape"):
+            what = type(given_one).__name__
             raise TypeError(f"{who}({call.__name__}): {name} is {what}, expected an array or ShapeDtypeStruct.")
     tokens = tuple(given[first].shape[:-1])
     given.setdefault("targets", jax.ShapeDtypeStruct(tokens, jnp.int32))
     if "advantages" in signature.parameters:
         given.setdefault("advantages", jax.ShapeDtypeStruct(tokens[:1], jnp.float32))
         given |= _missing(given, tokens)
-    return dict(given, validate=False)
+    given["options"] = dataclasses.replace(given["options"], validate=False)
+    return by_name(call.__name__, given)
 
 
 def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Call:
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Head:
+class HeadArrays:
     """The head's arrays. ``None`` means "not there"."""
 
     weight: Array
@@ -91,9 +91,9 @@ class HeadGrads:
     lora_a: Array | None = None
     lora_b: Array | None = None
 
-    def as_head(self, layout: Layout, lora_scale: Array | None) -> Head:
+    def as_head(self, layout: Layout, lora_scale: Array | None) -> HeadArrays:
         """In the structure of the head."""
-        return Head(self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)  # type: ignore[arg-type]
+        return HeadArrays(self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)  # type: ignore[arg-type]
 
 
 @register
@@ -151,7 +151,7 @@ class Problem(_OfTokens):
     """A head-level call: ``h [N, H]`` and everything it meets."""
 
     h: Array
-    head: Head
+    head: HeadArrays
     targets: Array
     transform: LogitTransform
     live: Array | None = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.chunk_size import platform
-from logitless.core.problem import Head, HeadGrads, Wanted
+from logitless.core.problem import HeadArrays, HeadGrads, Wanted
 from logitless.core.row_passes import over_columns
 
 _ZERO_DEPTH = 16  # of the matmul that writes zeros: the least that a tensor core takes
@@ -50,21 +50,21 @@ def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -
     return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
 
 
-def lora_factors(head: Head) -> tuple[Array, Array] | None:
+def lora_factors(head: HeadArrays) -> tuple[Array, Array] | None:
     """``(inner, outer)``: the factor that meets the hidden states and the one that meets the vocabulary."""
     if head.lora_a is None or head.lora_b is None:
         return None
     return (head.lora_b, head.lora_a) if head.layout == "vh" else (head.lora_a, head.lora_b)
 
 
-def low_rank(h: Array, head: Head) -> Array:
+def low_rank(h: Array, head: HeadArrays) -> Array:
     """``[C, r]``: the hidden states behind LoRA's inner factor."""
     lora = lora_factors(head)
     assert lora is not None
     return dot(h, lora[0], (1, 1 - head.axis)).astype(h.dtype)
 
 
-def raw_logits(h: Array, head: Head, logits_dtype: Any) -> Array:
+def raw_logits(h: Array, head: HeadArrays, logits_dtype: Any) -> Array:
     """``x [C, V]`` for ``h [C, H]``, rounded to ``logits_dtype``."""
     lora = lora_factors(head)
     plain = lora is None and head.bias is None
@@ -92,7 +92,7 @@ def _dhidden_of_weight(dx: Array, weight: Array, axis: int, tile: int | None) ->
     return over_columns(dx.shape[-1], tile, step, jnp.zeros((dx.shape[0], weight.shape[1 - axis]), jnp.float32))
 
 
-def dhidden(dx: Array, head: Head, tile: int | None = None) -> Array:
+def dhidden(dx: Array, head: HeadArrays, tile: int | None = None) -> Array:
     """Cotangent of ``h``, float32 ``[C, H]``, from the rounded ``dx [C, V]``."""
     dh = _dhidden_of_weight(dx, head.weight, head.axis, tile)
     lora = lora_factors(head)
@@ -123,7 +123,7 @@ def add_dweight(total: Array, dx: Array, h: Array, axis: int, tile: int | None) 
     return over_columns(dx.shape[-1], tile, step, total)
 
 
-def add_dhead(total: HeadGrads, dx: Array, h: Array, head: Head, tile: int | None = None) -> HeadGrads:
+def add_dhead(total: HeadGrads, dx: Array, h: Array, head: HeadArrays, tile: int | None = None) -> HeadGrads:
     """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there. The bias' are summed
     from ``dx [C, V]`` as it is; the matmuls take it in the dtype of ``h``."""
     weight, bias, lora_a, lora_b = total.weight, total.bias, total.lora_a, total.lora_b
@@ -150,7 +150,7 @@ def _each(f: Any, *parts: Any) -> HeadGrads:
     return HeadGrads(*(None if any(x is None for x in row) else f(*row) for row in rows))
 
 
-def zero_grads(head: Head, want: Wanted, weight_dtype: Any = jnp.float32) -> HeadGrads:
+def zero_grads(head: HeadArrays, want: Wanted, weight_dtype: Any = jnp.float32) -> HeadGrads:
     """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
     dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
     lora = jnp.float32 if want.lora else None
@@ -167,6 +167,6 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     return dot(a, b, (1, 0), dtype)
 
 
-def in_parameter_dtypes(grads: HeadGrads, head: Head) -> HeadGrads:
+def in_parameter_dtypes(grads: HeadGrads, head: HeadArrays) -> HeadGrads:
     """Summed cotangents, each rounded to its parameter's dtype."""
     return _each(lambda g, x: g.astype(x.dtype), grads, head)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import Head, LogitsProblem, Problem, Wanted
+from logitless.core.problem import HeadArrays, LogitsProblem, Problem, Wanted
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
@@ -24,12 +24,12 @@ from logitless.logits import reference as logits_reference
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dense_logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
+def dense_logits(h: Array, head: HeadArrays, logits_dtype: jnp.dtype) -> Array:
     """All logits ``[N, V]``; its VJP rounds dlogits and accumulates in float32."""
     return _logits(h, head, logits_dtype)
 
 
-def _logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
+def _logits(h: Array, head: HeadArrays, logits_dtype: jnp.dtype) -> Array:
     """:func:`dense_logits`, differentiated by JAX: what the VJP itself calls, for derivatives of it in both modes."""
     x = raw_logits(h, head, logits_dtype)
     # XLA would drop a rounding that is followed by an upcast, and with it the meaning of bfloat16 logits.
@@ -37,11 +37,11 @@ def _logits(h: Array, head: Head, logits_dtype: jnp.dtype) -> Array:
 
 
 @own_promotion
-def _forward(h: Array, head: Head, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, Head]]:
+def _forward(h: Array, head: HeadArrays, logits_dtype: jnp.dtype) -> tuple[Array, tuple[Array, HeadArrays]]:
     return _logits(h, head, logits_dtype), (h, head)
 
 
-def _dscale(dx: Array, h: Array, head: Head) -> Array:
+def _dscale(dx: Array, h: Array, head: HeadArrays) -> Array:
     """Cotangent of ``lora_scale``: ``<dx, h B^T A^T> = <h B^T, dx A>``, two matmuls of rank r."""
     like = jnp.asarray(head.lora_scale)
     if head.lora_a is None or head.lora_b is None:
@@ -52,7 +52,7 @@ def _dscale(dx: Array, h: Array, head: Head) -> Array:
 
 
 @own_promotion
-def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, Head], dx: Array) -> tuple[Array, Head]:
+def _backward(logits_dtype: jnp.dtype, saved: tuple[Array, HeadArrays], dx: Array) -> tuple[Array, HeadArrays]:
     h, head = saved
     everything = Wanted(True, True, True, True)
     grads = in_parameter_dtypes(add_dhead(zero_grads(head, everything), dx, h, head), head)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.explanation import explain
+from logitless.core.options import Head, Options
 from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools.timing import wall_times
 from logitless.objectives.metrics import metric_values
@@ -53,7 +53,9 @@ def batch(tokens: int, hidden: int, vocab: int, seed: int) -> dict[str, Any]:
 
 def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str, Any]:
     def loss(hidden: jax.Array, lm_head: jax.Array, rest: dict[str, Any]) -> Any:
-        return linear_grpo_loss(hidden, lm_head, objective=objective, backend=backend, head_layout="vh", **rest)
+        return linear_grpo_loss(
+            hidden, Head(lm_head, layout="vh"), objective=objective, options=Options(backend=backend), **rest
+        )
 
     rest = {k: v for k, v in arrays.items() if k not in ("hidden", "lm_head")}
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -102,13 +104,13 @@ def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ..
 def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
     """The quick comparison: print it; 1 if the two disagree."""
     arrays = batch(tokens, hidden, vocab, seed)
-    stats = jax.jit(partial(linear_logprobs, head_layout="vh"))(arrays["hidden"], arrays["lm_head"], arrays["targets"])
+    stats = jax.jit(linear_logprobs)(arrays["hidden"], Head(arrays["lm_head"], layout="vh"), arrays["targets"])
     noise = np.random.default_rng(seed + 1).standard_normal(stats.logp.shape).astype(np.float32)
     arrays["old_logp"] = np.asarray(stats.logp) + 0.1 * noise
     objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
     shape = arrays["targets"].shape
     print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
-    print(explain(linear_grpo_loss, arrays["hidden"], arrays["lm_head"], objective=objective, head_layout="vh"))
+    print(explain(linear_grpo_loss, arrays["hidden"], Head(arrays["lm_head"], layout="vh"), objective=objective))
     arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
     print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
     for name, arm in arms.items():

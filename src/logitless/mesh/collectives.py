@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Head, HeadGrads
+from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import RowSums, rescale
 from logitless.mesh.sharding import Kinds, Placement, each_array
 
 T = TypeVar("T")
 
 
-def gather_head(place: Placement, head: Head) -> Head:
+def gather_head(place: Placement, head: HeadArrays) -> HeadArrays:
     """The head with its FSDP axes gathered; only its vocabulary-parallel part where there is one."""
 
     def whole(x: Array, kinds: Kinds) -> Array:
@@ -39,7 +39,7 @@ def gather_head(place: Placement, head: Head) -> Head:
     return dataclasses.replace(head, **each_array(whole, head.layout, head))
 
 
-def reduce_grads(place: Placement, grads: HeadGrads, head: Head) -> HeadGrads:
+def reduce_grads(place: Placement, grads: HeadGrads, head: HeadArrays) -> HeadGrads:
     """A device's gradients of the gathered head, summed over devices in their own dtype, each device keeping its part
     of the head; then rounded to the parameters' dtypes."""
 

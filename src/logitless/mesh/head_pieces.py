@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.problem import Gradients, Head, HeadGrads, Problem, Wanted
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.core.stats import (
     NEG_INF,
     StatCotangents,
@@ -146,7 +146,7 @@ class Arriving:
             return stats, None
         # The target's head rows stand in for the head: a token's own is its target there.
         at = jnp.where(valid_targets(p.targets, p.call.vocab_size), jnp.arange(p.n, dtype=jnp.int32), -1)
-        last = dataclasses.replace(p, head=Head(rows), targets=at).calling(vocab_size=p.n)
+        last = dataclasses.replace(p, head=HeadArrays(rows), targets=at).calling(vocab_size=p.n)
         return stats, self.own.shard_residual(last, stats, sums, (x_y, expected), lambda x: x)
 
     def backward(
@@ -202,7 +202,7 @@ def _each_part(parts: int, columns: int, axis: int, made: Any) -> Gradients:
 
 
 def reduced_grads(
-    own: Backend, place: Placement, p: Problem, want: Wanted, known: tuple[Any, Any], parts: int, like: Head
+    own: Backend, place: Placement, p: Problem, want: Wanted, known: tuple[Any, Any], parts: int, like: HeadArrays
 ) -> HeadGrads:
     """The gradients of weight and bias, reduced over devices, from ``known`` statistics and cotangents; ``like`` is the
     head before it was gathered."""
@@ -223,7 +223,7 @@ def reduced_grads(
     def reduced(k: Array) -> HeadGrads:
         y = jnp.where((targets >= 0) & (column // size == k), shard * size + column % size, -1)
         bias = None if head.bias is None else part(head.bias, 0, k)
-        piece = Head(part(head.weight, axis, k), bias, layout=head.layout)
+        piece = HeadArrays(part(head.weight, axis, k), bias, layout=head.layout)
         q = dataclasses.replace(p, head=piece, targets=y).calling(vocab_size=shards * size)
         return reduce_grads(place, own.backward(q, alone, *known, None, False).head, like)
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from logitless.core.problem import Head, Layout, LogitsProblem, Problem
+from logitless.core.problem import HeadArrays, Layout, LogitsProblem, Problem
 
 Axes = tuple[str, ...]
 Kinds = tuple[str | None, ...]
@@ -118,14 +118,14 @@ class Placement:
         """FSDP axes of a dimension: ``"v"``, ``"h"``, or ``None`` for one that is never cut."""
         return {"v": self.vocab_gathered, "h": self.hidden_gathered}.get(kind or "", ())
 
-    def head_specs(self, head: Head) -> Head:
+    def head_specs(self, head: HeadArrays) -> HeadArrays:
         """Of each of a head's arrays before it is gathered, in the structure of the head."""
 
         def spec(_: Any, kinds: Kinds) -> PartitionSpec:
             return PartitionSpec(*(((self.vocab if k == "v" else ()) + self.gathered_over(k)) or None for k in kinds))
 
         specs = each_array(spec, head.layout, head)
-        return Head(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
+        return HeadArrays(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
 
     def one_device(self, p: Any) -> Any:
         """The shapes of what a device works on: flat tokens, the head once it is gathered."""
@@ -139,7 +139,7 @@ class Placement:
             shape = tuple(n // parts if kind == "v" else n for n, kind in zip(x.shape, kinds, strict=True))
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        head = Head(**each_array(local, p.head.layout, p.head), layout=p.head.layout)
+        head = HeadArrays(**each_array(local, p.head.layout, p.head), layout=p.head.layout)
         hidden = jax.ShapeDtypeStruct((tokens, p.h.shape[-1]), p.h.dtype)
         return dataclasses.replace(p, h=hidden, head=head, targets=targets)
 

@@ -64,6 +64,17 @@ THEIR_NAMES: dict[str, str] = {
 """Field names of other libraries, and ours."""
 
 
+OPTION_FIELDS = (
+    "backend", "chunk_size", "memory_budget", "logits_dtype", "head_grad_dtype", "sparse_backward", "bwd_impl",
+    "donate_logits", "interpret", "validate",
+)  # fmt: skip
+"""Fields of ``logitless.Options``, by which a call is carried out."""
+HEAD_FIELDS = {
+    "bias": "bias", "lora": "lora", "lora_scale": "lora_scale", "head_layout": "layout", "layout": "layout",
+    "scale": "scale", "softcap": "softcap", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""Keywords that describe a head, and the field of ``logitless.Head`` that each of them is."""
+
 THEIR_ARGUMENTS: dict[str, str] = {
     "_input": "hidden",
     "hidden_states": "hidden",
@@ -193,6 +204,13 @@ def argument_hint(name: str, arguments: tuple[str, ...]) -> str:
     objective = "" if "advantages" in arguments else ", which the losses take"
     if name in fields:
         return f" It belongs to the objective{objective}: objective=Objective({name}=...)."
+    here = THEIR_ARGUMENTS.get(name, name)
+    if here in OPTION_FIELDS and "options" in arguments:
+        return f" Here: options=logitless.Options({here}=...)."
+    if here in HEAD_FIELDS and "lm_head" in arguments:
+        return f" Here: logitless.Head(lm_head, {HEAD_FIELDS[here]}=...) in the place of lm_head."
+    if name == "ref_bias" and "ref_lm_head" in arguments:
+        return " Here: ref_lm_head=logitless.Head(ref_lm_head, bias=...)."
     if name in THEIR_ARGUMENTS:
         return f" Here: {THEIR_ARGUMENTS[name]}."
     if name in THEIR_NAMES:

@@ -209,7 +209,15 @@ def warn_unused(call: str, objective: Objective, given: Mapping[str, Any]) -> No
 
 
 _ENTRIES = {
-    f"logitless.{m}" for m in ("api", "loss_stats", "objectives.api", "objectives.inputs", "promotion", "validation")
+    f"logitless.{m}"
+    for m in (
+        "api",
+        "core.loss_stats",
+        "core.promotion",
+        "core.validation",
+        "objectives.policy_loss",
+        "objectives.inputs",
+    )
 }
 """Modules of this package that stand between a user's call and :func:`warn_unused`."""
 

@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.core.options import Head, Options
 from logitless.core.stats import TokenStats
 from logitless.lab.tools.baselines import naive_head_logp
 from logitless.objectives.inputs import divided
@@ -28,17 +29,16 @@ NOT_MEASURED = ("entropy", "is_top1")
 """Metrics that the naive form does not have."""
 
 
-def head_options(config: TrainConfig) -> dict[str, Any]:
-    """How both of the library's calls are to be carried out."""
+def head_options(config: TrainConfig, **more: Any) -> Options:
+    """How both of the library's calls are to be carried out; ``more`` are other options."""
     loss = config.train.loss
-    return dict(
+    return Options(
         backend=loss_backend(config),
         logits_dtype=loss.logits_dtype,
         head_grad_dtype=loss.head_grad_dtype,
         chunk_size=loss.chunk_size or None,
         memory_budget=loss.memory_budget or None,
-        head_layout="vh",
-        **loss_sharding(config),
+        **more,
     )
 
 
@@ -57,10 +57,13 @@ def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., A
 
         return naive
 
-    options = head_options(config)
+    options, sharding = head_options(config), loss_sharding(config)
 
     def library(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
-        return linear_logprobs(hidden, head, targets, mask=mask, objective=objective, **options).logp
+        weight = Head(head, layout="vh")
+        return linear_logprobs(
+            hidden, weight, targets, mask=mask, objective=objective, sharding=sharding, options=options
+        ).logp
 
     return library
 
@@ -80,10 +83,13 @@ def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., t
 
         return naive
 
-    options = head_options(config)
-    sparse = config.train.loss.sparse_backward
+    options = head_options(config, sparse_backward=config.train.loss.sparse_backward)
+    sharding = loss_sharding(config)
 
     def library(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
-        return linear_grpo_loss(hidden, head, targets, objective=objective, sparse_backward=sparse, **arrays, **options)
+        weight = Head(head, layout="vh")
+        return linear_grpo_loss(
+            hidden, weight, targets, objective=objective, sharding=sharding, options=options, **arrays
+        )
 
     return library

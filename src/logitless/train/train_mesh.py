@@ -33,11 +33,11 @@ def devices_needed(config: TrainConfig) -> int:
     return config.mesh.data * config.mesh.fsdp * config.mesh.tensor
 
 
-def loss_sharding(config: TrainConfig) -> dict[str, Any]:
-    """Arguments of the loss calls that tell them how their arrays lie; none on one device."""
+def loss_sharding(config: TrainConfig) -> Sharding | None:
+    """How the arrays of the loss calls lie; ``None`` on one device."""
     if devices_needed(config) == 1:
-        return {}
-    return {"sharding": Sharding(make_mesh(config), tokens=ROWS, head=P("tensor", "fsdp"))}
+        return None
+    return Sharding(make_mesh(config), tokens=ROWS, head=P("tensor", "fsdp"))
 
 
 def rows_layout(config: TrainConfig) -> NamedSharding | None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from logitless.api import linear_grpo_loss
 from logitless.core.explanation import explain
+from logitless.core.options import Head
 from logitless.data.group_advantages import group_advantages
 from logitless.train import train_mesh
 from logitless.train.collect import collect
@@ -100,10 +101,10 @@ class Trainer:
             return explain(
                 linear_grpo_loss,
                 jax.ShapeDtypeStruct((rows, width, m.hidden_size), dtype),
-                jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype),
+                Head(jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype), layout="vh"),  # type: ignore[arg-type]
                 objective=self.objective,
-                sparse_backward=c.train.loss.sparse_backward,
-                **head_options(c),
+                sharding=train_mesh.loss_sharding(c),
+                options=head_options(c, sparse_backward=c.train.loss.sparse_backward),
             ).backend
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"train.loss: {error}") from None

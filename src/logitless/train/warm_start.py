@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from logitless.api import linear_logprobs
+from logitless.core.options import Head, Options
 from logitless.lab.exits import check_folder
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
@@ -98,7 +99,9 @@ def _train(config: TrainConfig, task: Task, params: Params) -> tuple[Params, flo
         hidden = completion_parts(None, task.model, batch, dtype).hidden(params, None, remat=False)
         head = lm_head(params, task.model).astype(dtype)
         # The same dense call in both arms of an A/B: they must start from the same bits.
-        stats = linear_logprobs(hidden, head, batch.completion, mask=batch.mask, head_layout="vh", backend="reference")
+        stats = linear_logprobs(
+            hidden, Head(head, layout="vh"), batch.completion, mask=batch.mask, options=Options(backend="reference")
+        )
         return -jnp.sum(stats.logp) / jnp.sum(batch.mask)
 
     def step(params: Params, moments: Any, batch: Batch) -> tuple[Params, Any, jax.Array]:

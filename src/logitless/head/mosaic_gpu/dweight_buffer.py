@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Head, HeadGrads, Wanted
+from logitless.core.problem import HeadArrays, HeadGrads, Wanted
 from logitless.core.pytree import register
 from logitless.head.mosaic_gpu import tile_mask
 from logitless.head.mosaic_gpu.dx_tiles import COLUMNS, TOKENS, Slots, count, tile_count
@@ -62,7 +62,7 @@ class Room:
     def in_place(self, want: Wanted) -> bool:
         return bool(want.weight and self.in_dw)
 
-    def dx(self, head: Head, want: Wanted) -> tuple[int, int]:
+    def dx(self, head: HeadArrays, want: Wanted) -> tuple[int, int]:
         """The shape of dx: that of dW's numbers, or as small as it may be."""
         return (head.weight.size // COLUMNS if self.in_place(want) else self.rows * self.across), COLUMNS
 
@@ -117,7 +117,7 @@ class Live:
         return Visits(jnp.concatenate([visits.tiles, self.visits_of_hard(held).tiles]))
 
 
-def dhidden(f: Ordered, dx: Slots, part: Head, live: Live, both: Visits, held: Room, place: Array) -> Any:
+def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, held: Room, place: Array) -> Any:
     """``of(half)`` (0 or 1, traced or not): ``(which [N], rows [N, H])``, dH in float32, in the columns of ``part`` and
     over the tiles ``both``, of the tokens that stand in that half of the rows of dx, by their places ``place [N]``.
 

@@ -33,7 +33,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Gradients, Head, HeadGrads, Problem, Wanted
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.head.mosaic_gpu import column_chunks, dweight_buffer, tile_mask
 from logitless.head.mosaic_gpu.column_screen import Screened
 from logitless.head.mosaic_gpu.dweight_buffer import Live, Room
@@ -104,7 +104,7 @@ def gradients(
     return Gradients(all_of_it.hidden, head), left_out, jnp.where(ok, visits.columns(), c.count), dense
 
 
-def _with_mean(part: Head, rule: Rule, p: Problem) -> Head:
+def _with_mean(part: HeadArrays, rule: Rule, p: Problem) -> HeadArrays:
     """The gathered head with its mean row in front of the active columns; its logits count for nothing."""
     row = mean_row(rule, p).astype(part.weight.dtype)
     row = row if p.head.axis == 0 else row.T
@@ -113,7 +113,7 @@ def _with_mean(part: Head, rule: Rule, p: Problem) -> Head:
 
 
 def _columns_dx(
-    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: Head, live: Live, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: HeadArrays, live: Live, visits: Visits
 ) -> tuple[Array, Array]:
     """``(dx, the mass that rows keep)`` of some tokens, whose hidden states are the first of ``h``, in the columns
     ``index`` but the first."""
@@ -122,7 +122,7 @@ def _columns_dx(
 
 
 def _with_hard(
-    dx: Slots, f: Ordered, hard: Hard, rows: Rows, index: Array, part: Head, live: Live, held: Room
+    dx: Slots, f: Ordered, hard: Hard, rows: Rows, index: Array, part: HeadArrays, live: Live, held: Room
 ) -> Array:
     """``dx`` with hard rows once more, behind the tokens: in all active columns, whatever their tile has visited."""
     some, own = group_of(f, hard.visit(0, held.hard, f.p.n), rows)
@@ -140,7 +140,7 @@ def _with_stand_ins(dx: Array, held: Room, p: Problem, known: Known, left_out: A
     return dx.at[at, 0].set(stands[:, 0].astype(dx.dtype), mode="promise_in_bounds", unique_indices=True)
 
 
-def _dhidden(f: Ordered, dx: Slots, hard: Hard, part: Head, live: Live, both: Visits, held: Room) -> Array:
+def _dhidden(f: Ordered, dx: Slots, hard: Hard, part: HeadArrays, live: Live, both: Visits, held: Room) -> Array:
     """dH of the active columns, in the order of the call; hard rows' is that of their second place."""
     second = held.tokens + jnp.arange(held.hard, dtype=jnp.int32)
     first = f.place

@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 
 from logitless.core import row_passes
-from logitless.core.problem import Head, Problem
+from logitless.core.problem import HeadArrays, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import in_parts, swept_columns
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
@@ -115,7 +115,7 @@ def _blocks(x: Array | None, vocab_size: int, axis: int) -> Array | None:
     return lax.fori_loop(0, starts.size, copy, jnp.zeros(shape, x.dtype))
 
 
-def _some_columns(head: Head, vocab_size: int) -> Head:
+def _some_columns(head: HeadArrays, vocab_size: int) -> HeadArrays:
     """The part of the head that makes the sampled columns' logits."""
     weight = _blocks(head.weight, vocab_size, head.axis)
     assert weight is not None

@@ -20,19 +20,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.core.problem import Head, Problem
+from logitless.core.problem import HeadArrays, Problem
 from logitless.head.linear import dot, lora_factors, low_rank
 from logitless.head.pallas_tpu.tiles import whole_lanes
 
 
-def _factors(head: Head) -> tuple[Array, Array]:
+def _factors(head: HeadArrays) -> tuple[Array, Array]:
     """``(inner, outer)``."""
     factors = lora_factors(head)
     assert factors is not None
     return factors
 
 
-def wide_outer(head: Head) -> Array:
+def wide_outer(head: HeadArrays) -> Array:
     """The outer factor in whole lanes, ``[V, R]`` or ``[R, V]``, zeros beyond the rank."""
     more = whole_lanes(head.rank) - head.rank
     return jnp.pad(_factors(head)[1], ((0, 0), (0, more)) if head.layout == "vh" else ((0, more), (0, 0)))

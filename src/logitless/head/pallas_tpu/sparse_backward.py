@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Gradients, Head, HeadGrads, Problem, Wanted
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import in_parts, probabilities
 from logitless.head.linear import add_dhead, dhidden, raw_logits
@@ -120,7 +120,7 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
     return lax.fori_loop(0, rule.slabs(active.count), slab, start)
 
 
-def _columns(p: Problem, index: Array) -> Head:
+def _columns(p: Problem, index: Array) -> HeadArrays:
     """The part of the head that makes the logits of the columns ``index``."""
     bias = None if p.head.bias is None else p.head.bias.at[index].get(mode="promise_in_bounds")
     weight = kernels.gather(p.head.weight, index, interpreter(p.call.interpret))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.chunk_size import column_tile, platform
-from logitless.core.problem import Head, HeadGrads, Layout, Problem
+from logitless.core.problem import HeadArrays, HeadGrads, Layout, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import column_ids, columns, over_columns, probabilities
 from logitless.core.stats import NEG_INF, TokenStats
@@ -245,7 +245,7 @@ def _at(x: Array, index: Array, axis: int) -> Any:
     return x.at[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index[None, :]]
 
 
-def head_columns(head: Head, index: Array, ascending: bool = True) -> Head:
+def head_columns(head: HeadArrays, index: Array, ascending: bool = True) -> HeadArrays:
     """The part of the head that makes the logits of the columns ``index``; zeros for indices beyond it."""
     a, b = head.lora_a, head.lora_b
 
@@ -265,7 +265,7 @@ def head_columns(head: Head, index: Array, ascending: bool = True) -> Head:
     )
 
 
-def no_head_columns(total: HeadGrads, part: Head, dtype: Any = None) -> HeadGrads:
+def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: Any = None) -> HeadGrads:
     """Zeros for the cotangents of the gathered head ``part``, those that ``total`` has; what is not gathered (LoRA's
     inner factor) is ``total``'s own. In ``dtype``, or that of ``total``."""
     by_row = part.layout == "vh"

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Gradients, Head, Problem
+from logitless.core.problem import Gradients, HeadArrays, Problem
 from logitless.core.row_passes import swept_columns
 from logitless.core.stats import StatCotangents, TokenStats, dz
 from logitless.core.transform import LogitTransform, factor, pull_back
@@ -105,7 +105,7 @@ def add_slabs(
     rule: Rule,
     trips: Array,
     index: Array,
-    logits: Callable[[Array, Head], Array],
+    logits: Callable[[Array, HeadArrays], Array],
     p: Problem,
     known: Known,
     start: Gradients,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.core.problem import Head
+from logitless.core.problem import HeadArrays
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
 from logitless.head.sparse.active_columns import Columns, Rule
@@ -55,14 +55,14 @@ def blank_report(tokens: int | tuple[int, ...]) -> SparseReport:
     return SparseReport(jnp.zeros(tokens, jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
 
 
-def dense_report(head: Head, rows: Array) -> SparseReport:
+def dense_report(head: HeadArrays, rows: Array) -> SparseReport:
     """The report of an exact backward pass of the tokens ``rows``: one dense chunk."""
     blank = blank_report(rows.shape)
     one, width = jnp.int32(1), jnp.float32(head.vocab)
     return dataclasses.replace(blank, rows=rows, chunks=one, dense_chunks=one, width=width)
 
 
-def chunk_report(rule: Rule, head: Head, found: Columns, rows: Array, hard: Array) -> SparseReport:
+def chunk_report(rule: Rule, head: HeadArrays, found: Columns, rows: Array, hard: Array) -> SparseReport:
     width = jnp.where(found.dense, head.vocab, rule.slabs(found.count) * rule.slab)
     return SparseReport(
         left_out=jnp.where(hard | found.dense, 0.0, found.left_out),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.options import Head
 from logitless.core.problem import Layout
 
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3", "llama3": "Llama3"}
@@ -60,11 +61,7 @@ class PolicyHead:
         lora = None if self.lora is None else (self.lora[0].astype(dtype), self.lora[1].astype(dtype))
         return {
             "hidden": hidden,
-            "lm_head": weight,
-            "head_layout": self.layout,
-            "lora": lora,
-            "lora_scale": self.lora_scale,
-            "softcap": self.softcap,
+            "lm_head": Head(weight, lora=lora, lora_scale=self.lora_scale, layout=self.layout, softcap=self.softcap),
         }
 
 

@@ -60,13 +60,15 @@ def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
             {},
         )
 
+    options = logitless.Options(**arm.options)
+
     def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
         if head:
             value, metrics = logitless.linear_grpo_loss(
-                x[0], x[1], objective=objective, head_layout="vh", **rest, **arm.options
+                x[0], logitless.Head(x[1], layout="vh"), objective=objective, options=options, **rest
             )
         else:
-            value, metrics = logitless.grpo_loss(x[0], objective=objective, **rest, **arm.options)
+            value, metrics = logitless.grpo_loss(x[0], objective=objective, options=options, **rest)
         return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
 
     return loss
@@ -77,13 +79,15 @@ def _logprobs(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     if arm.kind == "baseline":
         raise ValueError("call: logprobs is the library's; a baseline has call: loss")
 
+    options = logitless.Options(**arm.options)
+
     def forward(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
         if c["level"] == "head":
             stats = logitless.linear_logprobs(
-                x[0], x[1], rest["targets"], mask=rest["mask"], head_layout="vh", **arm.options
+                x[0], logitless.Head(x[1], layout="vh"), rest["targets"], mask=rest["mask"], options=options
             )
         else:
-            stats = logitless.logprobs(x[0], rest["targets"], mask=rest["mask"], **arm.options)
+            stats = logitless.logprobs(x[0], rest["targets"], mask=rest["mask"], options=options)
         return dict(stats=stats)
 
     return forward

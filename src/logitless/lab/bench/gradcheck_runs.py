@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import oracle
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.core.options import Head, Options
 from logitless.core.registry import KERNELS
 from logitless.lab.bench import model_inputs, realistic, synthetic_inputs
 from logitless.lab.bench.gradcheck_config import DTYPES, GradcheckConfig, axes_of
@@ -104,28 +105,32 @@ def by_backend(
     """The library's own, through ``jax.value_and_grad``."""
     kernel = backend in KERNELS.values()
     options: dict[str, Any] = dict(backend=None if backend == "auto" else backend, interpret=c.interpret and kernel)
-    options |= transform_of(c)
+    given: dict[str, Any] = {}
     if c.mesh and backend != "reference":
-        options["sharding"] = _sharding(c)
+        given["sharding"] = _sharding(c)
     donate = c.donate and kernel and c.level == "logits"
     weights = cotangents(c, rest["mask"])
     if c.level == "logits":
+        given |= transform_of(c)
         options |= dict(bwd_impl=c.bwd_impl, donate_logits=donate)
     else:
-        options |= dict(head_layout="vh", logits_dtype=c.logits_dtype)
+        options |= dict(logits_dtype=c.logits_dtype)
         if backend != "reference":
             options |= dict(head_grad_dtype=c.head_grad_dtype, chunk_size=c.chunk_size or None)
             options |= dict(memory_budget=c.memory_budget) if c.memory_budget else {}
             options |= dict(sparse_backward=c.sparse_backward) if c.sparse_backward != "off" else {}
 
     # All arrays are arguments: other inputs of the same shape are the same program.
-    def loss(arrays: list[jax.Array], rest: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
+    def loss(arrays: list[Any], rest: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
+        if c.level == "head":
+            arrays = [arrays[0], Head(arrays[1], layout="vh", **transform_of(c)), *arrays[2:]]
+        how = dict(given, options=Options(**options))
         if c.call == "logprobs":
-            options["temperature"] = c.temperature
+            how["temperature"] = c.temperature
             call: Callable[..., Any] = logprobs if c.level == "logits" else linear_logprobs
-            return _statistics_loss(call(*arrays, rest["targets"], mask=rest["mask"], **options), weights)
+            return _statistics_loss(call(*arrays, rest["targets"], mask=rest["mask"], **how), weights)
         whole: Callable[..., Any] = grpo_loss if c.level == "logits" else linear_grpo_loss
-        return whole(*arrays, objective=objective, **rest, **options)
+        return whole(*arrays, objective=objective, **rest, **how)
 
     given = jax.tree.map(jnp.asarray, (list(x), rest, weights))
     alone = float(jax.jit(loss)(*given)[0]) if c.same_without_gradient else None

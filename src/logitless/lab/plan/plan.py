@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from logitless import api
 from logitless.core.chunk_size import MIB
 from logitless.core.explanation import call_arguments, route_of
+from logitless.core.options import Head, grouped
 from logitless.core.registry import ANYWHERE
 from logitless.core.route import Route
 from logitless.lab.plan import estimate, program
@@ -244,17 +245,19 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
         return call, call_arguments(call, args, kwargs, "plan")
     hidden, options = call, dict(kwargs)
     lm_head: Any = args[0] if args else options.get("lm_head")
+    weight = lm_head.weight if isinstance(lm_head, Head) else lm_head
     rank, reference = options.pop("lora_rank", None), options.pop("reference", False)
     if rank is not None:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"plan: lora_rank={rank!r}, expected a positive Python int.")
-        first, second = lm_head.shape
-        options["lora"] = tuple(jax.ShapeDtypeStruct(s, lm_head.dtype) for s in ((first, rank), (rank, second)))
+        first, second = weight.shape
+        options["lora"] = tuple(jax.ShapeDtypeStruct(s, weight.dtype) for s in ((first, rank), (rank, second)))
     if reference:
         options |= {"ref_hidden": hidden, "ref_lm_head": lm_head}
     objective = options.get("objective", Objective())
     chosen: Callable[..., Any] = api.linear_logprobs if objective is None else api.linear_grpo_loss
-    return chosen, call_arguments(chosen, (hidden, *args), options, "plan")
+    options |= dict(zip(("hidden", "lm_head", "targets"), (hidden, *args), strict=False))
+    return chosen, call_arguments(chosen, (), grouped(options), "plan")
 
 
 def _wanted(given: dict[str, Any], gradients: tuple[str, ...] | None) -> tuple[str, ...]:

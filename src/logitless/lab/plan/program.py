@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from logitless.core.problem import Head, Layout
+from logitless import api
+from logitless.core.problem import HeadArrays, Layout
 from logitless.lab.plan.chips import CPU, Chip
 from logitless.lab.tpu import aot
 from logitless.mesh.sharding import Placement, automatic
@@ -44,10 +45,10 @@ def specs_of(arrays: Shapes, given: dict[str, Any], place: Placement) -> dict[st
         axes = zip(place.tokens, tokens, x.shape, strict=False)
         return PartitionSpec(*(a or None if size == n else None for a, n, size in axes))
 
-    def head_at(weight: str, hidden: str, bias: str, lora: tuple[Any, Any]) -> Head:
+    def head_at(weight: str, hidden: str, bias: str, lora: tuple[Any, Any]) -> HeadArrays:
         width, shape = arrays[hidden].shape[-1], arrays[weight].shape
         layout: Layout = given["head_layout"] or ("vh" if shape[1] == width else "hv")
-        return place.head_specs(Head(arrays[weight], arrays.get(bias), lora[0], lora[1], layout=layout))
+        return place.head_specs(HeadArrays(arrays[weight], arrays.get(bias), lora[0], lora[1], layout=layout))
 
     specs = {k: jax.tree.map(like_tokens, v) for k, v in arrays.items()}
     if "logits" in arrays:
@@ -120,11 +121,11 @@ def compiled(
     cotangent = jax.ShapeDtypeStruct(given["targets"].shape, jnp.float32, sharding=arrays["targets"].sharding)
 
     def value(moving: Any, fixed: Any, g_logp: jax.Array) -> tuple[jax.Array, Any]:
-        out = call(**moving, **fixed, **static)
+        out = api.run(call.__name__, {**moving, **fixed, **static})
         return out if "advantages" in given else (jnp.sum(out.logp * g_logp), out)
 
     def statistics(moving: Any, fixed: Any) -> Any:
-        return call(**moving, **fixed, **static)
+        return api.run(call.__name__, {**moving, **fixed, **static})
 
     moving = {k: arrays.pop(k) for k in wanted}
     donate = (0,) if given.get("donate_logits") else ()

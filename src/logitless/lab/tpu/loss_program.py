@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.api import grpo_loss, linear_grpo_loss
+from logitless.core.options import Head, Options
 from logitless.lab.tools import baselines
 from logitless.lab.tpu.hlo_collectives import collectives_of
 from logitless.mesh.sharding import Sharding
@@ -52,10 +53,12 @@ def program(
         return baselines.logits_loss("strong", x, y, objective=objective, advantages=a, old_logp=old)
 
     def over_head(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
-        o: dict[str, Any] = dict(advantages=a, old_logp=old, objective=objective, logits_dtype=logits_dtype)
+        o: dict[str, Any] = dict(advantages=a, old_logp=old, objective=objective)
         if form == "fused":
-            return linear_grpo_loss(h, w, y, head_layout="vh", sharding=sharding, **o)[0]
-        return baselines.head_loss("strong", h, w, y, **o)
+            return linear_grpo_loss(
+                h, Head(w, layout="vh"), y, sharding=sharding, options=Options(logits_dtype=logits_dtype), **o
+            )[0]
+        return baselines.head_loss("strong", h, w, y, logits_dtype=logits_dtype, **o)
 
     if level == "logits":
         x = s((rows, n // rows, vocab), dtype, P(("data", "fsdp"), None, "tensor"))

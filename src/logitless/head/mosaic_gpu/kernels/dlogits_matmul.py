@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import transform as tr
-from logitless.core.problem import Head, Problem
+from logitless.core.problem import HeadArrays, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
 from logitless.core.stats import dz_at_target, dz_line
@@ -137,7 +137,7 @@ def _compute(m: Running, refs: _Refs) -> None:
 
 
 def columns_dx(
-    p: Problem, place: Slots, h: Array, rows: Rows, target: Array, part: Head, counts: Array, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, target: Array, part: HeadArrays, counts: Array, visits: Visits
 ) -> tuple[Array, Array]:
     """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of the tokens of ``rows``,
     whose hidden states are the first of ``h``, in the columns of ``part`` that ``counts [K]`` (bool); zero in the
@@ -157,7 +157,7 @@ def columns_dx(
 
 
 def columns_dx_of(
-    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: Head, counts: Array, visits: Visits
+    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: HeadArrays, counts: Array, visits: Visits
 ) -> tuple[Array, Array]:
     """:func:`columns_dx` where ``part`` are the columns ``index [K]`` of the head; those beyond it may not count."""
     at = jnp.arange(index.size, dtype=jnp.int32)
@@ -166,7 +166,7 @@ def columns_dx_of(
     return columns_dx(p, place, h, rows, target, part, counts, visits)
 
 
-def tiles_of(p: Problem, part: Head) -> Tiles:
+def tiles_of(p: Problem, part: HeadArrays) -> Tiles:
     n, width = p.h.shape
     return dataclasses.replace(tiles_for(n, width, part.vocab), stagger=0)
 
@@ -185,7 +185,7 @@ def _columns_dx(
     p: Problem,
     rows: Array,
     counts: Array,
-    part: Head,
+    part: HeadArrays,
     visited: Array,
     listed: Array,
     into: Array,

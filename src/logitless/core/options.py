@@ -1,0 +1,159 @@
+"""The two values that a public call takes beside its arrays: :class:`Head` says what the head is, :class:`Options` how
+the call is carried out. :func:`by_name` lays both open, one entry for each field, as ``core/arguments.py`` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+from jax import Array
+from jaxtyping import Float
+
+from logitless.core.problem import Layout
+
+SparseBackward = Literal["off", "auto"] | float | Array
+Number = Array | float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A language model's head: what turns hidden states into logits, for a policy or a reference.
+
+    A pytree whose leaves are its arrays, so it can be differentiated, donated and sharded like any other parameters.
+    An array in the place of a ``Head`` is its ``weight``, with every other field at its default.
+
+    Args:
+      weight: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of the hidden states; neither is copied.
+      bias: ``[V]``, added to the logits.
+      lora: ``(A, B)`` with ``A @ B`` of the shape of ``weight``; the head is then ``weight + lora_scale * A @ B``.
+      lora_scale: see ``lora``.
+      layout: ``"vh"`` or ``"hv"``; needed only where the shape does not tell.
+      scale: factor of the raw logits.
+      softcap: ``softcap * tanh(x / softcap)`` after the scale and before the temperature.
+      vocab_size: columns at or beyond it are padding: no probability, zero gradient.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> head = logitless.Head(jnp.zeros((4, 3)), bias=jnp.zeros(4), softcap=30.0)
+    >>> stats = logitless.linear_logprobs(jnp.ones((1, 2, 3)), head, jnp.array([[0, 3]]))
+    >>> [round(float(x), 4) for x in stats.logp[0]]
+    [-1.3863, -1.3863]
+    """
+
+    weight: Float[Array, "V H"] | Float[Array, "H V"]
+    bias: Float[Array, "V"] | None = None
+    lora: tuple[Array, Array] | None = None
+    lora_scale: Array | float = 1.0
+    layout: Layout | None = None
+    scale: Number = None
+    softcap: Number = None
+    vocab_size: int | None = None
+
+    def replace(self, **changes: Any) -> Head:
+        """The same head with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a call is carried out; what it computes does not depend on it, but for precision.
+
+    Args:
+      backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one here.
+      chunk_size: tokens per chunk of a call from hidden states; ``None`` lets the library choose.
+      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. Hopper's sparse
+        backward has no such logits, and spends them on a policy that is not sparse, by the exact path. The TPU kernels
+        have no chunks: there it is what exponentials may take that the forward pass keeps for the gradient of the head,
+        a matmul less for each token that fits; with a smaller one, those that fit where that gradient will stand.
+      logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
+      head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
+        parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
+      sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
+        over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16, half an ulp of other dtypes). It holds
+        for every token: those that would leave out more go through all columns, and so does everything where that is
+        cheaper (docs/sparse-backward.md).
+      bwd_impl: of a call from logits: gradient by the backend's own kernel (``pallas``) or by plain JAX (``jax``).
+      donate_logits: of a call from logits: dlogits may overwrite the logits (kernel backends); donate them to ``jit``
+        as well.
+      interpret: run a kernel backend in Pallas' interpreter, on any platform, slowly.
+      validate: check the targets on the host first.
+
+    >>> import logitless
+    >>> logitless.Options(backend="chunked", chunk_size=512).backend
+    'chunked'
+    """
+
+    backend: str | None = None
+    chunk_size: int | None = None
+    memory_budget: int | None = None
+    logits_dtype: Any = "float32"
+    head_grad_dtype: str = "float32"
+    sparse_backward: SparseBackward = "off"
+    bwd_impl: str = "pallas"
+    donate_logits: bool = False
+    interpret: bool = False
+    validate: bool = False
+
+
+_NAMES = dict(weight="lm_head", layout="head_layout")
+HEAD_NAMES = {f.name: _NAMES.get(f.name, f.name) for f in dataclasses.fields(Head)}
+"""Fields of :class:`Head`, and the name of each among a call's arguments."""
+_OPTIONS = {f.name: f.default for f in dataclasses.fields(Options)}
+_ONE_LEVEL = {
+    "hidden": ("bwd_impl", "donate_logits"),
+    "logits": ("chunk_size", "memory_budget", "logits_dtype", "head_grad_dtype", "sparse_backward"),
+}
+"""Options that a call from hidden states, or from logits, does not have."""
+
+
+def head_by_name(head: Head | Array) -> dict[str, Any]:
+    """The fields of a head by the names of a call's arguments."""
+    whole = head if isinstance(head, Head) else Head(head)
+    return {argument: getattr(whole, field) for field, argument in HEAD_NAMES.items()}
+
+
+def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the public call ``name`` with its ``options`` and its ``lm_head`` laid open."""
+    if "options" not in given:
+        return given  # open already
+    options, rest = given["options"], {k: v for k, v in given.items() if k != "options"}
+    if not isinstance(options, Options):
+        raise TypeError(f"{name}: options is {type(options).__name__}, expected logitless.Options(...).")
+    level, other = ("hidden", "logits") if "hidden" in given else ("logits", "hidden")
+    for field in _ONE_LEVEL[level]:
+        if (value := getattr(options, field)) is not _OPTIONS[field] and value != _OPTIONS[field]:
+            what = "hidden states" if other == "hidden" else "logits"
+            raise ValueError(f"{name}: Options.{field} is for calls from {what}, not from {level}; leave it out.")
+    own = {f: getattr(options, f) for f in _OPTIONS if f not in _ONE_LEVEL[level]}
+    return rest | own | (head_by_name(given["lm_head"]) if level == "hidden" else {})
+
+
+def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a public call, by name, from one table in which fields of :class:`Head` and :class:`Options` stand
+    beside the arrays, as in a configuration file. A ``Head`` in it stays as it is."""
+    options = {k: v for k, v in flat.items() if k in _OPTIONS}
+    rest = {k: v for k, v in flat.items() if k not in _OPTIONS}
+    if options:
+        rest["options"] = Options(**options)
+    if "lm_head" in rest and not isinstance(rest["lm_head"], Head):
+        head = {field: rest.pop(name) for field, name in HEAD_NAMES.items() if name in rest}
+        rest["lm_head"] = Head(**head) if len(head) > 1 else head["weight"]
+    return rest
+
+
+def _flatten(head: Head) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]]:
+    """Arrays are leaves; numbers, strings and what is not there are structure."""
+    fields = {f: getattr(head, f) for f in HEAD_NAMES}
+    fixed = {f: x for f, x in fields.items() if x is None or isinstance(x, (int, float, str))}
+    leaves = [(jax.tree_util.GetAttrKey(f), x) for f, x in fields.items() if f not in fixed]
+    return leaves, (tuple(f for f in fields if f not in fixed), tuple(fixed.items()))
+
+
+def _unflatten(structure: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]], leaves: Any) -> Head:
+    names, fixed = structure
+    return Head(**dict(zip(names, leaves, strict=True)), **dict(fixed))
+
+
+jax.tree_util.register_pytree_with_keys(Head, _flatten, _unflatten)
