@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from logitless import Objective, explain, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from flat_calls import explain
+from logitless import Objective, grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 
 HIDDEN, HEAD = jax.ShapeDtypeStruct((1, 64, 8), jnp.float32), jax.ShapeDtypeStruct((100, 8), jnp.float32)
 LOGITS = jax.ShapeDtypeStruct((2, 16, 100), jnp.bfloat16)

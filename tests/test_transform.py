@@ -43,3 +43,12 @@ def test_a_call_divides_and_multiplies(name: str, value: float, logits: np.ndarr
     got = logprobs(jnp.asarray(X), y, **{name: value})
     want = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(got.logp, want[np.arange(2), y], rtol=1e-6, atol=1e-7)
+
+
+def test_a_row_whose_only_number_is_the_target_is_certain() -> None:
+    """All others are minus infinity; and the target alone, where it is."""
+    x = jnp.array([[-jnp.inf, 3.0, -jnp.inf], [-jnp.inf, 1.0, 1.0]])
+    stats = logprobs(x, jnp.array([1, 0]))
+    assert stats.logp.tolist() == [0.0, -np.inf] and stats.lse[0] == 3.0
+    np.testing.assert_allclose(stats.entropy, [0.0, np.log(2)], rtol=1e-6)
+    assert logprobs(jnp.array([[5.0]]), jnp.array([0])).logp.tolist() == [0.0]

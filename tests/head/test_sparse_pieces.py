@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.core.problem import Call, Head, HeadGrads, Problem
+from logitless.core.problem import Call, HeadArrays, HeadGrads, Problem
 from logitless.core.row_passes import Visit, rows_in_parts
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
@@ -27,7 +27,7 @@ N, H, V = 11, 4, 9
 def problem(layout: Any = "vh", live: np.ndarray | None = None, **transform: Any) -> Problem:
     rng = np.random.default_rng(0)
     w = rng.normal(size=(V, H) if layout == "vh" else (H, V))
-    head = Head(jnp.asarray(w, jnp.float32), jnp.asarray(rng.normal(size=V), jnp.float32), layout=layout)
+    head = HeadArrays(jnp.asarray(w, jnp.float32), jnp.asarray(rng.normal(size=V), jnp.float32), layout=layout)
     h, targets = rng.normal(size=(N, H)).astype(np.float32), rng.integers(0, V, N)
     return Problem(
         jnp.asarray(h), head, jnp.asarray(targets), LogitTransform(**transform),
@@ -121,7 +121,7 @@ def test_columns_are_taken_and_put_back_in_every_array(
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     vh = layout == "vh"
-    head = Head(
+    head = HeadArrays(
         array(V, H) if vh else array(H, V), array(V), array(V, 2) if vh else array(H, 2),
         array(2, H) if vh else array(2, V), layout=layout,
     )  # fmt: skip
@@ -201,7 +201,7 @@ def test_a_mean_row_of_the_head(layout: Any, lora: bool) -> None:
     w, a, b = (rng.normal(size=s).astype(np.float32) for s in ((V, H), (V, 2), (2, H)))
     outer, inner = (jnp.asarray(x if vh else x.T) for x in (a, b))
     pair = (outer, inner) if vh else (inner, outer)
-    head = Head(jnp.asarray(w if vh else w.T), None, *(pair if lora else (None, None)), 0.5, layout)
+    head = HeadArrays(jnp.asarray(w if vh else w.T), None, *(pair if lora else (None, None)), 0.5, layout)
     p = dataclasses.replace(problem(layout), head=head)
     rule = Rule((1.0,), per_column=2.0, per_hard_row=3.0, dense=3.0, slab=4, most=8)
     whole = w + 0.5 * (a @ b) if lora else w
