@@ -50,7 +50,7 @@ HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_prope
 TESTS = (
     *("test_*.py", "objectives/test_*.py", "oracle/test_*.py", "train/test_*.py", "mesh/test_sharding_errors.py"),
     *(f"head/test_{name}.py" for name in HEAD_TESTS.split()),
-    *(f"logits/test_{name}.py" for name in ("logits_numerics", "reference_entropy", "constant_temperature")),
+    *(f"logits/test_{name}.py" for name in ("logits_numerics", "reference_entropy", "constant_temperature", "token_sums")),
     "plan/test_explain_and_plan.py",
 )
 LEFT_OUT = ("architecture", "docs", "packages", "suite", "interpreted", "startup")
