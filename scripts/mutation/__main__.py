@@ -46,11 +46,12 @@ CHOSEN = (
     *("api.py", *(f"core/{m}.py" for m in CORE.split()), "data/*.py", "objectives/*.py", "settings/*.py"),
     *("head/*.py", "head/sparse/*.py", "logits/*.py", "train/*.py"),
 )
+LOGITS_TESTS = "logits_numerics reference_entropy constant_temperature token_sums"
 HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_properties sparse_pieces"
 TESTS = (
     *("test_*.py", "objectives/test_*.py", "oracle/test_*.py", "train/test_*.py", "mesh/test_sharding_errors.py"),
     *(f"head/test_{name}.py" for name in HEAD_TESTS.split()),
-    *(f"logits/test_{name}.py" for name in ("logits_numerics", "reference_entropy", "constant_temperature", "token_sums")),
+    *(f"logits/test_{name}.py" for name in LOGITS_TESTS.split()),
     "plan/test_explain_and_plan.py",
 )
 LEFT_OUT = ("architecture", "docs", "packages", "suite", "interpreted", "startup")

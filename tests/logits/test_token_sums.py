@@ -32,7 +32,7 @@ def test_two_parts_are_the_whole(place: str, chunk: int, temperature: Any, monke
 
     k = factor(transform)
     for cut in (1, 4, 8):
-        stats = finish(merge(sums(0, cut), sums(cut, 9), k), True, k)
+        stats = finish(merge(sums(0, cut), sums(cut, 9), k), True, transform)
         z = x.astype(np.float64) / (temperature or 1.0)
         logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
         want = {

@@ -22,6 +22,7 @@ from logitless.train.config import ConfigError, TrainConfig, load, save
 from logitless.train.data import Problem
 from logitless.train.loop import _Loop, steps_of
 from logitless.train.packed import _nothing, _of_the_whole
+from logitless.train.reward import RewardError, load_reward
 from logitless.train.rollout import Completions, Sampling
 from logitless.train.run_records import Rollouts
 from logitless.train.sampler import Request, Sample, sampled
@@ -265,3 +266,16 @@ def test_what_an_outside_sampler_is_asked_and_how_its_answer_is_laid_out() -> No
     assert np.asarray(done.tokens).tolist() == [[3, 9, 8], [4, 5, 6], [9, 8, 8], [9, 8, 8]]
     assert np.asarray(done.mask).sum(axis=1).tolist() == [2, 3, 1, 1]
     np.testing.assert_array_equal(done.logp, [[-0.5, np.nan, 0], [-1, -2, -3], [-0.25, 0, 0], [-0.25, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    "value, taken", [("1e9", True), ("-1e9", True), ("2e9", False), ("-2e9", False), ("-inf", False)]
+)
+def test_a_reward_of_either_sign_is_bounded(value: str, taken: bool, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"def reward(completion, problem):\n    return float('{value}')\n")
+    reward = load_reward(f"{tmp_path / 'own.py'}:reward")
+    if taken:
+        assert reward("2", Problem("1+1=", "2")) == float(value)
+        return
+    with pytest.raises(RewardError, match="expected a finite number of at most"):
+        reward("2", Problem("1+1=", "2"))
