@@ -120,6 +120,8 @@ def test_random_rollouts_look_like_those_of_a_step() -> None:
     assert got.prompts.valid.all() and got.prompts.tokens.shape == (256, 6) and got.prompts.tokens.max() >= 90
     assert lengths.min() >= 1 and lengths.max() <= 50 and 15 < np.median(lengths) < 26
     assert (np.asarray(got.completions.tokens)[~np.asarray(got.completions.mask)] == 0).all()
+    short = random_rollouts(config("rollout.kind=random", "warm_start.steps=0"), 100, 1).completions.mask
+    assert set(np.asarray(short).sum(axis=1)) == {1, 2, 3}
     groups = got.rewards.reshape(-1, 4)
     assert (groups[2::3] == 1).all() and 0.3 < groups[0::3].mean() < 0.7 and 0.3 < groups[1::3].mean() < 0.7
     np.testing.assert_array_equal(got.prompts.tokens[0], got.prompts.tokens[3])
