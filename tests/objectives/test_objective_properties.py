@@ -10,6 +10,7 @@ import pytest
 
 from conftest import metrics_of
 from logitless import Objective, loss_denominator, rows_with_gradient
+from logitless.objectives import checks
 from logitless.objectives.inputs import loss_inputs
 from logitless.objectives.loss import may_have_gradient
 
@@ -162,3 +163,20 @@ def test_a_packed_row_without_a_token_has_no_part_in_the_least_clip_fraction() -
     )  # fmt: skip
     assert tuple(found["clip_fraction_low_min"]) == (1.0, 1.0) and tuple(found["clip_fraction_low"]) == (1.0, 1.0)
     assert tuple(found["clip_fraction_high_max"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ("K-1", "k1"),
+        ("SEQUENCE token", "sequence_token"),
+        ("st", "sequence_token"),
+        ("t", None),
+        ("x", None),
+        ("k", None),
+    ],
+)
+def test_a_name_is_told_by_its_letters_or_its_initials(given: str, found: str | None) -> None:
+    """One letter is no name, and of two that fit neither is meant."""
+    assert checks.same_name(given, ["k1", "k2", "token", "sequence_token"]) == found
+    assert checks.same_name("st", ["sequence_token", "some_token"]) is None

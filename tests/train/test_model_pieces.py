@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.train import attention
+from logitless.train import attention, weights
 from logitless.train.ab import _show, _steps_expected
 from logitless.train.command import describe
 from logitless.train.compare import all_agree, disagreeing, free_runs, over_seeds
@@ -213,3 +213,10 @@ def test_a_summary_for_the_terminal() -> None:
         "  held-out reward - -> 1.000",
         "  records in runs/tiny",
     ]
+
+
+@pytest.mark.parametrize("width", [0, 1, 100, 896, 10**9])
+def test_rows_at_once_fill_the_cache_and_no_more(width: int) -> None:
+    rows, room = weights.rows_at_once(width), weights._AT_ONCE
+    assert rows % 16 == 0 and (rows + 16) * max(width, 1) > room
+    assert rows * width <= room or rows == 16
