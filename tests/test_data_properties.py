@@ -88,6 +88,13 @@ def test_numbers_of_a_sequence_are_those_of_its_tokens(name: str, shape: tuple[i
     np.testing.assert_array_equal(unpack(packed, packed.arrays[name]), np.where(COMPLETION > 0, per_token, 0))
 
 
+@pytest.mark.parametrize("name", ["old_logp", "ref_logp", "rollout_logp"])
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (2, 3)])
+def test_log_probabilities_are_of_tokens(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"pack: {name} has shape .*, expected \(3, 2\)"):
+        pack(**BATCH, length=8, **{name: np.zeros(shape, np.float32)})
+
+
 def test_what_is_no_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="pack: prompt has 2 rows and completion 3"):
         pack(**{**BATCH, "prompt": PROMPT[:2], "prompt_mask": PROMPT[:2] > 0}, length=8)
