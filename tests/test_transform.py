@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from logitless import logprobs
+from logitless.core.stats import StatCotangents, dz
 from logitless.core.transform import factor, forward, pull_back, slope, transform_of
 
 X = np.float32([[-3.0, 0.5, 4.0], [1.0, -0.25, 2.0]])
@@ -52,3 +53,14 @@ def test_a_row_whose_only_number_is_the_target_is_certain() -> None:
     assert stats.logp.tolist() == [0.0, -np.inf] and stats.lse[0] == 3.0
     np.testing.assert_allclose(stats.entropy, [0.0, np.log(2)], rtol=1e-6)
     assert logprobs(jnp.array([[5.0]]), jnp.array([0])).logp.tolist() == [0.0]
+
+
+def test_a_column_without_probability_has_no_gradient() -> None:
+    """Zero times the logarithm of zero is zero: of the log-probability, the entropy and the logsumexp."""
+    x, k = jnp.array([[-jnp.inf, 3.0, 1.0], [-1e9, 0.0, 2.0]]), None
+    is_target = jnp.array([[False, True, False], [False, False, True]])
+    stats = logprobs(x, jnp.array([1, 2]))
+    column = jax.tree.map(lambda a: a[:, None], stats)
+    for g in np.eye(3):
+        d = dz(x, is_target, column, StatCotangents(*(jnp.full((2, 1), c) for c in g)), k)
+        assert (d[:, 0] == 0).all() and np.isfinite(d).all() and (d[:, 1:] != 0).all()

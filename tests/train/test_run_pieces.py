@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from logitless.objectives.metrics import Metric
 from logitless.objectives.objective import Objective
 from logitless.train import attention, folder, recorded, train_mesh
-from logitless.train.ab_text import curve
+from logitless.train.ab_text import curve, table
 from logitless.train.config import ConfigError, TrainConfig, load, save
 from logitless.train.data import Problem
 from logitless.train.loop import _Loop, steps_of
@@ -279,3 +279,43 @@ def test_a_reward_of_either_sign_is_bounded(value: str, taken: bool, tmp_path: P
         return
     with pytest.raises(RewardError, match="expected a finite number of at most"):
         reward("2", Problem("1+1=", "2"))
+
+
+def test_the_table_of_two_arms() -> None:
+    """A number that one arm alone has is a dash in the other; bytes are MiB; what neither has has no row."""
+    test = {"agree": None, "decided_by": "nothing", "test": "t", "first_difference": 3, "verdict": "v"}
+    summaries = {
+        "baseline": {
+            "loss_backend": "reference", "train/reward_first10": 0.25, "eval/last": 0.5, "train/kl_last10": 0.01,
+            "memory/update_temporaries_bytes": 3 * 2**20, "memory/device_peak_bytes": 2**30,
+            "time/update_s/last10": 0.5,
+        },
+        "kernel": {
+            "loss_backend": "chunked", "train/reward_first10": 0.5, "train/kl_last10": 0.02,
+            "memory/update_temporaries_bytes": 2**20, "memory/device_peak_bytes": 2**29, "time/update_s/last10": 0.25,
+        },
+    }  # fmt: skip
+    result = {
+        "name": "tiny",
+        "parallel": True,
+        "arms": {name: {"summary": summary} for name, summary in summaries.items()},
+        "agreement": test,
+    }
+    lines = table(result).splitlines()
+    assert [line.split() for line in lines[:7]] == [
+        ["tiny", "baseline", "(reference)", "kernel", "(chunked)", "ratio"],
+        ["sampled", "reward,", "first", "10", "steps", "0.250", "0.500", "2.000"],
+        ["held-out", "reward", "at", "the", "end", "0.500", "-"],
+        ["KL,", "last", "10", "steps", "0.0100", "0.0200", "2.000"],
+        ["update", "phase,", "last", "10", "(s)", "0.500", "0.250", "0.500"],
+        ["update's", "temporaries", "(MiB)", "3.0", "1.0", "0.333"],
+        ["device", "peak", "(MiB)", "1,024.0", "512.0", "0.500"],
+    ]
+    assert lines[0].index("(reference)") + len("(reference)") == lines[1].index("0.250") + len("0.250")
+    assert lines[7:] == [
+        "times: not compared, for the arms ran at the same time (ab.parallel)",
+        "kernel against baseline: test: t",
+        "  free runs: other tokens from step 3 on",
+        "kernel against baseline: v",
+        "NOT JUDGED: see above",
+    ]
