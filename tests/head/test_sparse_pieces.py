@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logitless.core.problem import Call, HeadArrays, HeadGrads, Problem
-from logitless.core.row_passes import Visit, rows_in_parts
+from logitless.core.row_passes import Visit, front, rows_in_parts
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
 from logitless.head import linear
@@ -239,3 +239,14 @@ def test_rows_are_gathered_in_parts_where_they_are_many(size: int, parts: bool, 
     np.testing.assert_array_equal(rows_in_parts(x, at, size, keep), want)
     jaxpr = str(jax.make_jaxpr(lambda: rows_in_parts(x, at, size, keep))())
     assert ("while" in jaxpr or "scan" in jaxpr) == parts
+
+
+@pytest.mark.parametrize("by_sort", [False, True])
+def test_the_chosen_tokens_first(by_sort: bool) -> None:
+    chosen = jnp.array([False, True, True, False, True])
+    first = front(chosen, by_sort)
+    assert first.order.tolist() == [1, 2, 4, 0, 3] and int(first.count) == 3
+    assert first.take(jnp.array([10, 11, 12, 13, 14])).tolist() == [11, 12, 14, 10, 13]
+    assert first.take(jnp.arange(10).reshape(5, 2)).tolist() == [[2, 3], [4, 5], [8, 9], [0, 1], [6, 7]]
+    every = front(None)
+    assert every.order is every.count is None and every.take(chosen) is chosen
