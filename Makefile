@@ -62,8 +62,8 @@ test-tunix: $(TUNIX)/.installed
 		tests/integrations tests/objectives/test_frameworks.py
 	$(GREEN) test-tunix $(TUNIX)/report.xml
 
-mutants: $(STAMP)  # faults planted one at a time, and the tests that must see them
-	$(BIN)/python tests/mutants
+mutants: $(STAMP)  # 200 small faults drawn at random, one at a time, and the tests that execute their lines
+	$(BIN)/python scripts/mutation
 
 # Their code and ours on the same batches, with the peers in a folder of their own. Liger and veRL come without what they
 # ask for (Triton, vLLM, older transformers): the losses need none of it. PyTorch 2.13.0, so that a build that is here is
@@ -99,4 +99,4 @@ matrix:  # the suite on jax 0.10, 0.11 and 0.12; environments in .matrix/, resul
 	$(GREEN) matrix
 
 clean:
-	rm -rf $(VENV) $(TUNIX) $(CONFORMANCE) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) $(TUNIX) $(CONFORMANCE) .matrix site dist .pytest_cache .mypy_cache .ruff_cache .jax_cache .mutation

@@ -1,4 +1,4 @@
-"""Faults that were planted in the core and that no other test saw: each has its own here."""
+"""What calls of the head promise beyond numbers: dtypes of sums, padding, masks, budgets, what is not computed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import logitless
 from conftest import token_stats
 from interpreted import by_numpy
 from logitless import Objective
+from logitless.core.problem import HeadArrays
 from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import column_gather
-from logitless.head.sparse.report import SparseReport
+from logitless.head.sparse.active_columns import Columns, Rule
+from logitless.head.sparse.report import SparseReport, chunk_report
 from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
@@ -105,7 +107,7 @@ def test_a_losss_cotangent_is_applied_in_float32(level: str) -> None:
     common = dict(targets=y, advantages=jnp.array([1.0]), backend="chunked")
 
     def loss(*arrays: jax.Array) -> jax.Array:
-        call = logitless.linear_grpo_loss if level == "head" else logitless.grpo_loss
+        call = flat_calls.linear_grpo_loss if level == "head" else flat_calls.grpo_loss
         return call(*arrays, **common)[0]
 
     def pulled(g: jax.Array, *arrays: jax.Array) -> Any:
@@ -180,7 +182,37 @@ def test_a_memory_budget_is_for_logits_and_dlogits(dtype: str, size: int) -> Non
 
     def chunk(budget: int) -> int:
         options = dict(advantages=jnp.ones(2), memory_budget=budget, logits_dtype=dtype, backend="chunked")
-        return flat_calls.explain(flat_calls.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
+        return flat_calls.explain(logitless.linear_grpo_loss, h, w, y, **options).tiles["chunk"]
 
     both = 2 * 64 * size * 12
     assert chunk(both) == 12 > chunk(both - 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_bias_has_its_gradient_in_float32(backend: str) -> None:
+    """A sum over tokens of bfloat16 numbers keeps the digits of float32: it is not rounded to bfloat16."""
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((1, 64, 8), (16, 8)))
+    y = jnp.asarray(rng.integers(0, 16, (1, 64)))
+
+    def loss(bias: jax.Array) -> jax.Array:
+        stats = flat_calls.linear_logprobs(h, w, y, bias=bias, head_layout="vh", backend=backend)
+        return jnp.sum(stats.logp)
+
+    got = by_numpy(jax.grad(loss), jnp.zeros(16, jnp.float32))
+    assert got.dtype == np.float32
+    assert np.mean(got == got.astype(jnp.bfloat16)) < 0.5
+
+
+@pytest.mark.parametrize("dense, left, width", [(False, [0.125, 0.0, 0.0, 0.5], 256.0), (True, [0.0] * 4, 300.0)])
+def test_hard_rows_and_dense_chunks_leave_nothing_out(dense: bool, left: list[float], width: float) -> None:
+    """The second row has no gradient, and nothing was looked for; the third went dense."""
+    rule = Rule((1.0,), per_column=2.0, per_hard_row=3.0, dense=3.0, slab=128, most=256)
+    left_out = jnp.array([0.125, 0.0, 0.25, 0.5])
+    found = Columns(jnp.arange(256), jnp.int32(0 if dense else 129), jnp.bool_(dense), left_out)
+    rows, hard = jnp.array([True, False, True, True]), jnp.array([False, False, True, False])
+    report = chunk_report(rule, HeadArrays(jnp.zeros((300, 4)), None, None, None, 1.0, "vh"), found, rows, hard)
+    assert report.left_out.tolist() == left
+    assert (int(report.chunks), int(report.dense_chunks), float(report.width)) == (1, int(dense), width)
+    metrics = report.metrics(300)
+    assert float(metrics["left_out_mass"].sum) == sum(left) and float(metrics["left_out_mass"].count) == 3
