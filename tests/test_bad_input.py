@@ -512,7 +512,7 @@ def test_keywords_that_moved_name_their_new_home() -> None:
         (
             "linear_logprobs",
             dict(donate_logits=True),
-            r"Options\.donate_logits is for calls from logits, not from hidden",
+            r"Options\.donate_logits is for calls from logits",
         ),
         ("grpo_loss", dict(chunk_size=8), r"Options\.chunk_size is for calls from hidden states, not from logits"),
     ],
