@@ -69,6 +69,20 @@ def trace(tokens: int, width: int, vocab: int, options: dict[str, Any]) -> None:
     jax.eval_shape(jax.value_and_grad(loss), arrays, rest)
 
 
+@pytest.mark.parametrize("sparse", ["off", 2.0**-8])
+def test_gradients_trace_with_64_bit_numbers(sparse: str | float) -> None:
+    """A count of int32 tokens stays int32; the sparse backward leaves such a call to the exact kernels."""
+    h, w, y = jnp.ones((1, 7, 128), jnp.bfloat16), jnp.ones((300, 128), jnp.bfloat16), np.zeros((1, 7), np.int32)
+    given = dict(
+        advantages=np.ones(1, np.float32), mask=np.arange(7)[None] < 5, **KERNELS | {"sparse_backward": sparse}
+    )
+    with jax.enable_x64(True):
+        gradients = jax.eval_shape(
+            jax.grad(lambda h, w: flat_calls.linear_grpo_loss(h, w, y, **given)[0], (0, 1)), h, w
+        )
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.bfloat16]
+
+
 @pytest.mark.parametrize("tokens", [1, 300, 1000])
 def test_token_counts_below_a_chunk_trace(tokens: int) -> None:
     """1000 and 300 are fewer than a group of hard rows, and no multiple of the kernels' token tile."""

@@ -229,7 +229,7 @@ def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
         try:
             registry.backend_of(level, kernel).check(p, columns_apart)
         except NotImplementedError as error:
-            return f"{name}: backend={kernel!r} cannot serve this call: {error}"
+            return f"{name}: backend={kernel!r} cannot serve this call: {str(error).rstrip('.')}"
         except ImportError as error:
             return f"{name}: backend={kernel!r} cannot be loaded ({error}); pip install 'logitless[{needs}]'"
         return None

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from logitless.core import compat
 from logitless.core.pytree import register
 from logitless.head.pallas_tpu.operands import dot
-from logitless.head.pallas_tpu.tiles import LANES, Part, fill_rows, over_parts
+from logitless.head.pallas_tpu.tiles import LANES, Part, fill_rows, over_parts, tiles_of_live
 
 PART = 256
 """Slots at a time: as deep as a matrix unit."""
@@ -154,7 +154,7 @@ class Placing:
 
     def _over_more_parts(self, body: Any) -> None:
         here, _, end = self._span()
-        lax.fori_loop(here + 1, pl.cdiv(end, self.slots.shape[2]), lambda k, _: body(k), None)
+        lax.fori_loop(here + 1, tiles_of_live(end, self.slots.shape[2]), lambda k, _: body(k), None)
 
     def _over_columns(self, body: Callable[[Part], None]) -> None:
         over_parts(self.vocab, self.buffer.shape[1] * TURNS * self.slots.shape[2], LANES, body)

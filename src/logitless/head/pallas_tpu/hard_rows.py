@@ -35,7 +35,18 @@ from logitless.head.pallas_tpu import active_rows
 from logitless.head.pallas_tpu.active_rows import TURNS, Placing, Ready
 from logitless.head.pallas_tpu.dweight import ROWS, TARGET, coefficients, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import clear_dead, column_ids, dot, prepare, rounded
-from logitless.head.pallas_tpu.tiles import FIRST, LANES, Part, Spec, Tiles, choose, need, over_parts, zero_rows
+from logitless.head.pallas_tpu.tiles import (
+    FIRST,
+    LANES,
+    Part,
+    Spec,
+    Tiles,
+    choose,
+    need,
+    over_parts,
+    tiles_of_live,
+    zero_rows,
+)
 
 
 @register
@@ -200,7 +211,9 @@ def hard_sweep(
     spec, x = k.spec, k.operands
     (n, width), (tokens, vocab) = p.h.shape, (spec.tiles.tokens, spec.tiles.vocab)
     passes, padded = pl.cdiv(spec.vocab, vocab), spec.token_steps * tokens
-    steps: Any = spec.token_steps if spec.all_live else jnp.clip(pl.cdiv(k.n_live[0], tokens), 1, spec.token_steps)
+    steps: Any = (
+        spec.token_steps if spec.all_live else jnp.clip(tiles_of_live(k.n_live[0], tokens), 1, spec.token_steps)
+    )
     read = _Read(
         scalars=x.scalars,
         h=x.h,

@@ -90,6 +90,8 @@ class SparsePallasTpu:
         if p.call.mass is not None and p.call.mass < column_choice.LEAST_TOLERANCE:
             least = in_words(column_choice.LEAST_TOLERANCE)
             return f"a row may leave out {in_words(p.call.mass)}, and masses are known well enough from {least} on"
+        if jax.config.jax_enable_x64:
+            return "jax_enable_x64 is on, and the sparse backward of the TPU kernels counts in 32 bits"
         if split.vocabulary > 1:
             return "the vocabulary is sharded, and the sparse backward of the TPU kernels needs all columns on a device"
         if split.head_gathered:

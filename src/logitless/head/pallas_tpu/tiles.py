@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -206,7 +207,7 @@ class Spec:
         """The token tile to read at ``tile``: dead ones repeat the last live one, so that nothing is fetched."""
         if self.all_live:
             return tile
-        return jnp.minimum(tile, jnp.maximum(pl.cdiv(n_live[0], self.tiles.tokens) - 1, 0))
+        return jnp.minimum(tile, jnp.maximum(tiles_of_live(n_live[0], self.tiles.tokens) - 1, 0))
 
     def transform(self, scalars: Any, temperature: Array | None) -> LogitTransform:
         """The transform inside a kernel: scalars from SMEM, a per-token temperature as a column or row."""
@@ -219,6 +220,11 @@ class Spec:
 
 
 # -- inside a kernel ---------------------------------------------------------------------------------------------------
+
+
+def tiles_of_live(count: Array, size: int) -> Array:
+    """Number of tiles of ``size`` tokens that hold the first ``count``, int32 under ``jax_enable_x64`` too."""
+    return lax.div(count + np.int32(size - 1), np.int32(size))
 
 
 @dataclasses.dataclass(frozen=True)
