@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import logitless
 from logitless import Objective, Sharding
+from logitless.core.options import grouped
 from logitless.lab.tpu import aot
 
 HERE = Path(__file__).resolve()
@@ -215,6 +217,12 @@ def set_as(case: Case, mesh: Any) -> Any:
         yield
 
 
+def by_name(call: Any, first: Any, *flat: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a public call, by name."""
+    name = next(iter(inspect.signature(call).parameters))
+    return grouped({name: first} | {k: v for part in flat for k, v in part.items()})
+
+
 def route(generation: str, case: Case) -> dict[str, Any]:
     """What the call would do: ``outcome`` and ``why``."""
     mesh = mesh_of(generation, case)
@@ -222,7 +230,7 @@ def route(generation: str, case: Case) -> dict[str, Any]:
     head = {"lm_head": primals[1]} if len(primals) > 1 else {}
     try:
         with set_as(case, mesh):
-            found = logitless.explain(call, primals[0], **head, **arrays, **options)
+            found = logitless.explain(call, **by_name(call, primals[0], head, arrays, options))
     except (NotImplementedError, ValueError, TypeError) as error:
         return {"outcome": "refused", "why": _reason(case, str(error))}
     if found.backend == "pallas_tpu":
@@ -250,7 +258,7 @@ def outcome(generation: str, case: Case) -> dict[str, Any]:
 
     def loss(primals: Any, trained: Any, arrays: Any) -> Any:
         head = {"lm_head": primals[1]} if len(primals) > 1 else {}
-        out = call(primals[0], **head, **trained, **arrays, **options)
+        out = call(**by_name(call, primals[0], head, trained, arrays, options))
         return out[0] if isinstance(out, tuple) else jnp.sum(out.logp + 0.1 * out.entropy)
 
     try:

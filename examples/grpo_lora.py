@@ -57,15 +57,15 @@ def rollout(maps: dict[str, Any], frozen: dict[str, Any], key: Array) -> tuple[d
     ids, sampled = toy.sample(next_logits, toy.prompts(ask), answer)
     rewards = toy.reward(ids, sampled)
     targets, mask = logitless.next_tokens(ids, sampled)
-    head = dict(mask=mask, objective=OBJECTIVE)
-    adapted = dict(head, lora=maps["head"], lora_scale=SCALE)
+    rest = dict(mask=mask, objective=OBJECTIVE)
+    adapted = logitless.Head(frozen["embed"], lora=maps["head"], lora_scale=SCALE)
     batch = dict(
         ids=ids,
         targets=targets,
         mask=mask,
         advantages=logitless.group_advantages(rewards, toy.GROUP),
-        old_logp=logitless.linear_logprobs(hidden_states(params, ids), frozen["embed"], targets, **adapted).logp,
-        ref_logp=logitless.linear_logprobs(hidden_states(frozen, ids), frozen["embed"], targets, **head).logp,
+        old_logp=logitless.linear_logprobs(hidden_states(params, ids), adapted, targets, **rest).logp,
+        ref_logp=logitless.linear_logprobs(hidden_states(frozen, ids), frozen["embed"], targets, **rest).logp,
     )
     return batch, rewards.mean()
 

@@ -1,7 +1,8 @@
 """The public calls with every choice as a keyword: fields of ``Head`` and ``Options`` beside the arrays of the call.
 
 A test's case is then one dictionary. ``lm_head`` takes ``bias``, ``lora``, ``lora_scale``, ``head_layout``, ``scale``,
-``softcap`` and ``vocab_size``; ``ref_lm_head`` takes ``ref_bias``; ``options`` takes the rest.
+``softcap`` and ``vocab_size``; ``ref_lm_head`` takes ``ref_bias`` and the policy's
+layout, scale, softcap and vocabulary size; ``options`` takes the rest.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 import logitless
-from logitless.core.options import grouped
+from logitless.core.options import HEAD_NAMES, grouped
+
+OF_THE_POLICY = ("layout", "scale", "softcap", "vocab_size")
+"""Fields of the reference's head that are the policy's."""
 
 
 def by_name(call: Callable[..., Any], args: tuple[Any, ...], flat: dict[str, Any]) -> dict[str, Any]:
     """The arguments as ``call`` takes them, by name."""
     flat = dict(zip(inspect.signature(call).parameters, args, strict=False)) | flat
     bias = flat.pop("ref_bias", None)
-    given = grouped(flat)
-    return given if bias is None else given | {"ref_lm_head": logitless.Head(given["ref_lm_head"], bias=bias)}
+    if bias is not None and flat.get("ref_lm_head") is not None:
+        policy = {k: flat[HEAD_NAMES[k]] for k in OF_THE_POLICY if HEAD_NAMES[k] in flat}
+        flat["ref_lm_head"] = logitless.Head(flat["ref_lm_head"], bias=bias, **policy)
+    return grouped(flat)
 
 
 def flat(call: Callable[..., Any]) -> Callable[..., Any]:

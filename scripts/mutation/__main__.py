@@ -267,7 +267,8 @@ def run(chosen: list[Site], seed: int, map_: Map, tree: Path, end: float, argume
             m.pop("reason", None)
             if m["verdict"] in ("survived", "not executed") and m["fault"] in reasons:
                 m["reason"] = reasons[m["fault"]]
-        head = dict(seed=seed, commit=commit, planted=len(found), **summary(found))
+        what = "small faults planted at random, and whether a test saw them (make mutants)"
+        head = dict(what=what, seed=seed, commit=commit, planted=len(found), **summary(found))
         record.write_text(json.dumps(dict(**head, mutants=found), indent=1) + "\n")
         return found
 

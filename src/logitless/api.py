@@ -14,8 +14,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from logitless.core import vjp
-from logitless.core.arguments import Bound, bind, reference_call, with_reference
-from logitless.core.options import Head, Options, by_name
+from logitless.core.arguments import Bound, bind, by_name, reference_call, with_reference
+from logitless.core.options import Head, Options
 from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats

@@ -103,7 +103,7 @@ WRONG = {
         {MODEL} --chunk-size 0                  -> chunk_size=0, expected a positive Python int
         {MODEL} --memory-budget 0               -> memory_budget=0, expected a positive Python int
         {MODEL} --sparse-backward foo           -> sparse_backward='foo', expected 'off', 'auto' or
-        {MODEL} --active-columns 3              -> active_columns=3.0 is about the sparse backward
+        {MODEL} --active-columns 3              -> active_columns=3.0 is for a sparse backward
         {MODEL} --dtype foo                     -> argument --dtype: invalid choice: 'foo'
         {MODEL} foo=1                           -> foo is not known
         {MODEL} foo                             -> 'foo' is no option
@@ -150,7 +150,7 @@ WRONG = {
         model.weights=HALF                      -> HALF: is a file; expected a folder of a hub's model
         model.architecture=nope                 -> model.architecture: 'nope', expected one of
         model.tokenizer=nope                    -> no model at nope
-        model.cache_dir=FILE model.weights=smollm2-135m -> smollm2-135m: cannot be written to FILE
+        model.cache_dir=FILE model.weights=smollm2-135m -> no model at smollm2-135m
         model.lora.targets=[foo]                -> model.lora.targets: 'foo', expected some of q, k, v
         data.kind=gsm8k data.path=nope          -> nope: no such file; expected GSM8K as JSONL
         data.kind=gsm8k data.path=HALF          -> HALF, line 1: not JSON

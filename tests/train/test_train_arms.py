@@ -134,7 +134,7 @@ def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch:
     """Before anything compiles, and as an error of the configuration."""
 
     def refuses(*_: Any, **given: Any) -> Any:
-        assert given["sparse_backward"] == "auto" and "sharding" in given
+        assert given["options"].sparse_backward == "auto" and given["sharding"] is not None
         raise NotImplementedError("linear_grpo_loss: not with sharding=")
 
     if len(jax.devices()) < 2:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from logitless.core import validation
-from logitless.core.options import HEAD_NAMES, Head, head_by_name
+from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
 from logitless.core.problem import Call, HeadArrays, Layout, LogitsProblem, Loss, Problem, flat_tokens
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
@@ -27,11 +27,40 @@ _LOSS_ARRAYS = (
     "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
     "token_weights",
 )  # fmt: skip
-_OPTIONS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
+_CHOICES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("backend", "head_layout", "bwd_impl", "head_grad_dtype"), (str,), "a name"),
     (("donate_logits", "validate"), (bool, int, np.bool_), "True or False"),
 )
 _REFERENCE = ("ref_hidden", "ref_lm_head")
+
+
+_ONE_LEVEL = {
+    "hidden": ("bwd_impl", "donate_logits"),
+    "logits": ("chunk_size", "memory_budget", "logits_dtype", "head_grad_dtype", "sparse_backward"),
+}
+"""Options that a call from hidden states, or from logits, does not have."""
+
+
+def head_by_name(head: Head | Array) -> dict[str, Any]:
+    """The fields of a head by the names of a call's arguments."""
+    whole = head if isinstance(head, Head) else Head(head)
+    return {argument: getattr(whole, field) for field, argument in HEAD_NAMES.items()}
+
+
+def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the public call ``name`` with its ``options`` and its ``lm_head`` laid open."""
+    if "options" not in given:
+        return given  # open already
+    options, rest = given["options"], {k: v for k, v in given.items() if k != "options"}
+    if not isinstance(options, Options):
+        raise TypeError(f"{name}: options is {type(options).__name__}, expected logitless.Options(...).")
+    level, other = ("hidden", "logits") if "hidden" in given else ("logits", "hidden")
+    for field in _ONE_LEVEL[level]:
+        if (value := getattr(options, field)) is not OPTIONS[field] and value != OPTIONS[field]:
+            what = "hidden states" if other == "hidden" else "logits"
+            raise ValueError(f"{name}: Options.{field} is for calls from {what}, not from {level}; leave it out.")
+    own = {f: getattr(options, f) for f in OPTIONS if f not in _ONE_LEVEL[level]}
+    return rest | own | (head_by_name(given["lm_head"]) if level == "hidden" else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +81,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     if objective is not None or is_loss:
         objective = validation.objective_of(name, objective)
         given = dict(given, temperature=_temperature(name, given.get("temperature"), objective))
-    for keys, kinds, expected in _OPTIONS:
+    for keys, kinds, expected in _CHOICES:
         for key in keys:
             if not isinstance(given.get(key), (*kinds, type(None))):
                 raise TypeError(f"{name}: {key} is {shown(given[key])}, expected {expected}.")

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from logitless import api
-from logitless.core.arguments import bind, reference_call, with_reference
-from logitless.core.options import Head, by_name
+from logitless.core.arguments import bind, by_name, reference_call, with_reference
+from logitless.core.options import Head
 from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
 from logitless.core.validation import check_arguments

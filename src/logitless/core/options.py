@@ -1,5 +1,5 @@
 """The two values that a public call takes beside its arrays: :class:`Head` says what the head is, :class:`Options` how
-the call is carried out. :func:`by_name` lays both open, one entry for each field, as ``core/arguments.py`` reads them.
+the call is carried out. ``core/arguments.py`` lays both open, one entry for each field.
 """
 
 from __future__ import annotations
@@ -100,41 +100,14 @@ class Options:
 _NAMES = dict(weight="lm_head", layout="head_layout")
 HEAD_NAMES = {f.name: _NAMES.get(f.name, f.name) for f in dataclasses.fields(Head)}
 """Fields of :class:`Head`, and the name of each among a call's arguments."""
-_OPTIONS = {f.name: f.default for f in dataclasses.fields(Options)}
-_ONE_LEVEL = {
-    "hidden": ("bwd_impl", "donate_logits"),
-    "logits": ("chunk_size", "memory_budget", "logits_dtype", "head_grad_dtype", "sparse_backward"),
-}
-"""Options that a call from hidden states, or from logits, does not have."""
-
-
-def head_by_name(head: Head | Array) -> dict[str, Any]:
-    """The fields of a head by the names of a call's arguments."""
-    whole = head if isinstance(head, Head) else Head(head)
-    return {argument: getattr(whole, field) for field, argument in HEAD_NAMES.items()}
-
-
-def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the public call ``name`` with its ``options`` and its ``lm_head`` laid open."""
-    if "options" not in given:
-        return given  # open already
-    options, rest = given["options"], {k: v for k, v in given.items() if k != "options"}
-    if not isinstance(options, Options):
-        raise TypeError(f"{name}: options is {type(options).__name__}, expected logitless.Options(...).")
-    level, other = ("hidden", "logits") if "hidden" in given else ("logits", "hidden")
-    for field in _ONE_LEVEL[level]:
-        if (value := getattr(options, field)) is not _OPTIONS[field] and value != _OPTIONS[field]:
-            what = "hidden states" if other == "hidden" else "logits"
-            raise ValueError(f"{name}: Options.{field} is for calls from {what}, not from {level}; leave it out.")
-    own = {f: getattr(options, f) for f in _OPTIONS if f not in _ONE_LEVEL[level]}
-    return rest | own | (head_by_name(given["lm_head"]) if level == "hidden" else {})
+OPTIONS = {f.name: f.default for f in dataclasses.fields(Options)}
 
 
 def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a public call, by name, from one table in which fields of :class:`Head` and :class:`Options` stand
     beside the arrays, as in a configuration file. A ``Head`` in it stays as it is."""
-    options = {k: v for k, v in flat.items() if k in _OPTIONS}
-    rest = {k: v for k, v in flat.items() if k not in _OPTIONS}
+    options = {k: v for k, v in flat.items() if k in OPTIONS}
+    rest = {k: v for k, v in flat.items() if k not in OPTIONS}
     if options:
         rest["options"] = Options(**options)
     if "lm_head" in rest and not isinstance(rest["lm_head"], Head):

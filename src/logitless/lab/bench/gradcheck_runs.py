@@ -105,13 +105,13 @@ def by_backend(
     """The library's own, through ``jax.value_and_grad``."""
     kernel = backend in KERNELS.values()
     options: dict[str, Any] = dict(backend=None if backend == "auto" else backend, interpret=c.interpret and kernel)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if c.mesh and backend != "reference":
-        given["sharding"] = _sharding(c)
+        arguments["sharding"] = _sharding(c)
     donate = c.donate and kernel and c.level == "logits"
     weights = cotangents(c, rest["mask"])
     if c.level == "logits":
-        given |= transform_of(c)
+        arguments |= transform_of(c)
         options |= dict(bwd_impl=c.bwd_impl, donate_logits=donate)
     else:
         options |= dict(logits_dtype=c.logits_dtype)
@@ -124,7 +124,7 @@ def by_backend(
     def loss(arrays: list[Any], rest: dict[str, jax.Array], weights: dict[str, jax.Array]) -> Any:
         if c.level == "head":
             arrays = [arrays[0], Head(arrays[1], layout="vh", **transform_of(c)), *arrays[2:]]
-        how = dict(given, options=Options(**options))
+        how = dict(arguments, options=Options(**options))
         if c.call == "logprobs":
             how["temperature"] = c.temperature
             call: Callable[..., Any] = logprobs if c.level == "logits" else linear_logprobs
