@@ -46,7 +46,7 @@ def test_a_signal_waits_for_what_is_held_and_a_second_one_does_not(capsys: pytes
 
 STUCK = """
 import hashlib, sys
-from logitless import exits
+from logitless.lab import exits
 def work():
     print("working", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C, as a compilation is

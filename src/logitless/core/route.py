@@ -122,7 +122,7 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
         in_forward=loss is not None and reason is None and runs.in_forward,
         reason=reason,
         entropy=loss is not None and loss.objective.entropy_coef is not None,
-        mass=p.call.mass,
+        mass=p.call.mass if exact_because is None else None,
         shards=1 if place is None else place.count(place.vocab),
     )
     cost = runs.describe(own, way) if describe else None
