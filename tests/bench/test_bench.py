@@ -54,11 +54,11 @@ def test_two_trees_in_real_processes(tmp_path: Path, capsys: pytest.CaptureFixtu
     tree may be older than the registry of backends."""
     package = tmp_path / "other" / "src" / "logitless"
     shutil.copytree(Path(logitless.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "bench"))
-    (package / "registry.py").rename(package / "table.py")
+    (package / "core" / "registry.py").rename(package / "core" / "table.py")
     for file in package.rglob("*.py"):
         text = file.read_text()
-        text = text.replace("from logitless import registry", "from logitless import table as registry")
-        file.write_text(text.replace("from logitless.core.registry import", "from logitless.table import"))
+        text = text.replace("from logitless.core import registry", "from logitless.core import table as registry")
+        file.write_text(text.replace("from logitless.core.registry import", "from logitless.core.table import"))
     init = package / "__init__.py"
     init.write_text(
         init.read_text()
