@@ -48,7 +48,7 @@ def ours(settings: dict[str, Any], m: Model, b: Batch, **more: Any) -> FusedAnsw
     objective = Objective.from_liger(**settings)
     given: dict[str, Any] = {"advantages": np.float32(b.advantages), "mask": b.mask, "old_logp": np.float32(b.old)}
     if objective.beta is not None:
-        given |= {"ref_hidden": m.ref_hidden, "ref_lm_head": m.ref_head, "ref_bias": m.ref_bias}
+        given |= {"ref_hidden": m.ref_hidden, "ref_lm_head": Head(m.ref_head, bias=m.ref_bias)}
     leaves = m.hidden, m.head, m.bias
     (value, metrics), gradients = _program(objective)(leaves, dict(given, targets=m.targets, **more))
     values = metric_values(metrics)
