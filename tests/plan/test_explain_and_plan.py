@@ -133,6 +133,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "sparse": dict(sparse_backward="auto"),
     "sharded": dict(sharding=SHARDED),
     "reference head": dict(ref_hidden=struct(4, 512, 512, dtype=BF16), ref_lm_head=struct(4096, 512, dtype=BF16)),
+    "reference with a bias": dict(
+        ref_hidden=struct(4, 512, 512, dtype=BF16),
+        ref_lm_head=logitless.Head(struct(4096, 512, dtype=BF16), bias=struct(4096, dtype=BF16)),  # type: ignore[arg-type]
+        sharding=SHARDED,
+    ),
     "named": dict(backend="reference"),
 }
 

@@ -297,7 +297,8 @@ def _work(
     s = sizes(given["hidden"], given["lm_head"], wanted, rank)
     work, dense = estimate.fused(s, route, shares), estimate.dense(s)
     if route.reference is not None:
-        s = sizes(given["ref_hidden"], given["ref_lm_head"], (), 0)
+        reference = given["ref_lm_head"]
+        s = sizes(given["ref_hidden"], reference.weight if isinstance(reference, Head) else reference, (), 0)
         work, dense = work + estimate.fused(s, route.reference, None), dense + estimate.dense(s)
     return work, dense
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from logitless import api
+from logitless.core.options import Head
 from logitless.core.problem import HeadArrays, Layout
 from logitless.lab.plan.chips import CPU, Chip
 from logitless.lab.tpu import aot
@@ -45,20 +46,24 @@ def specs_of(arrays: Shapes, given: dict[str, Any], place: Placement) -> dict[st
         axes = zip(place.tokens, tokens, x.shape, strict=False)
         return PartitionSpec(*(a or None if size == n else None for a, n, size in axes))
 
-    def head_at(weight: str, hidden: str, bias: str, lora: tuple[Any, Any]) -> HeadArrays:
-        width, shape = arrays[hidden].shape[-1], arrays[weight].shape
-        layout: Layout = given["head_layout"] or ("vh" if shape[1] == width else "hv")
-        return place.head_specs(HeadArrays(arrays[weight], arrays.get(bias), lora[0], lora[1], layout=layout))
+    def head_at(head: Head, width: int) -> Head:
+        layout: Layout = head.layout or ("vh" if head.weight.shape[1] == width else "hv")
+        a, b = head.lora or (None, None)
+        at = place.head_specs(HeadArrays(head.weight, head.bias, a, b, layout=layout))
+        return head.replace(weight=at.weight, bias=at.bias, lora=None if head.lora is None else (at.lora_a, at.lora_b))
 
     specs = {k: jax.tree.map(like_tokens, v) for k, v in arrays.items()}
     if "logits" in arrays:
         specs["logits"] = PartitionSpec(*specs["logits"], place.vocab or None)
     if "lm_head" in arrays:
-        at = head_at("lm_head", "hidden", "bias", arrays.get("lora", (None, None)))
-        specs |= {"lm_head": at.weight, "bias": at.bias, "lora": (at.lora_a, at.lora_b)}
+        own = Head(arrays["lm_head"], arrays.get("bias"), arrays.get("lora"), layout=given["head_layout"])
+        at = head_at(own, arrays["hidden"].shape[-1])
+        specs |= {"lm_head": at.weight, "bias": at.bias, "lora": at.lora}
     if "ref_lm_head" in arrays:
-        at = head_at("ref_lm_head", "ref_hidden", "ref_bias", (None, None))
-        specs |= {"ref_lm_head": at.weight, "ref_bias": at.bias}
+        whole = isinstance(arrays["ref_lm_head"], Head)
+        own = arrays["ref_lm_head"] if whole else Head(arrays["ref_lm_head"], layout=given["head_layout"])
+        at = head_at(own, arrays["ref_hidden"].shape[-1])
+        specs["ref_lm_head"] = at if whole else at.weight
     return {k: specs[k] for k in arrays}
 
 
