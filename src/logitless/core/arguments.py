@@ -56,7 +56,8 @@ def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{name}: options is {type(options).__name__}, expected logitless.Options(...).")
     level, other = ("hidden", "logits") if "hidden" in given else ("logits", "hidden")
     for field in _ONE_LEVEL[level]:
-        if (value := getattr(options, field)) is not OPTIONS[field] and value != OPTIONS[field]:
+        value = getattr(options, field)
+        if isinstance(value, jax.Array) or value != OPTIONS[field]:
             what = "hidden states" if other == "hidden" else "logits"
             raise ValueError(f"{name}: Options.{field} is for calls from {what}, not from {level}; leave it out.")
     own = {f: getattr(options, f) for f in OPTIONS if f not in _ONE_LEVEL[level]}
