@@ -24,7 +24,10 @@ def test_the_wheel_has_the_package_its_types_and_its_configurations(tmp_path: Pa
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling comes with logitless[dev]")
     (path,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
     inside = set(zipfile.ZipFile(path).namelist())
-    source = {f"logitless/{f.relative_to(ROOT / 'src/logitless')}" for f in (ROOT / "src/logitless").glob("**/*.[ph]*")}
+    package = ROOT / "src" / "logitless"
+    files = [f for f in package.glob("**/*") if f.suffix in (".py", ".html")]
+    source = {f"logitless/{f.relative_to(package)}" for f in files}
+    assert {".py", ".html"} == {f.suffix for f in files}
     configs = {f"logitless/{f.relative_to(ROOT)}" for f in (ROOT / "configs").glob("**/*.yaml")}
     command = "logitless_command.py"
     assert configs and source | configs | {"logitless/py.typed", command} <= inside
