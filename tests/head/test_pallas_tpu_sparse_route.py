@@ -127,12 +127,12 @@ def test_token_counts_below_a_group_of_hard_rows_are_as_good_as_the_ordinary_pat
 
 _COMPILE = """
 import jax, jax.numpy as jnp
-from logitless import linear_grpo_loss
+from logitless import Options, linear_grpo_loss
 from logitless.lab.tpu import aot
 
 def f(h, w, y, a):
     def loss(h, w):
-        return linear_grpo_loss(h, w, y, advantages=a, sparse_backward="auto")[0]
+        return linear_grpo_loss(h, w, y, advantages=a, options=Options(sparse_backward="auto"))[0]
 
     return jax.value_and_grad(loss, (0, 1))(h, w)
 

@@ -72,7 +72,9 @@ def kernels_in(case: dict[str, Any]) -> int:
 
 
 def compiled(cases: list[dict[str, Any]]) -> list[int]:
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
+    environment = dict(
+        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    )
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(cases)],
         env=environment,
