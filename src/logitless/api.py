@@ -47,7 +47,7 @@ def logprobs(
 
     Args:
       logits: any float dtype; statistics are float32.
-      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
+      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
       mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
         have zero statistics and no gradient, whatever stands there.
       objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
@@ -140,7 +140,7 @@ def linear_logprobs(
       hidden: final hidden states, bfloat16, float16 or float32.
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
         bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
-      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``validate=True`` finds it on the host.
+      targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
       mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
         have zero statistics, no gradient and no cost.
       objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
@@ -191,7 +191,7 @@ def linear_grpo_loss(
       hidden: final hidden states, bfloat16, float16 or float32.
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
         bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
-      targets: the sampled token ids. A live id outside ``[0, V)`` gives a NaN loss; ``validate=True`` finds it first.
+      targets: sampled token ids. A live id outside ``[0, V)`` gives a NaN loss; ``Options(validate=True)`` finds it.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
       mask: 1 on completion tokens, and bool or 0 and 1, as for :func:`logprobs`; prompts and padding have no loss, no
         gradient and no cost.

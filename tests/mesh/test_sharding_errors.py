@@ -29,7 +29,11 @@ BAD = {
     "an axis twice": (dict(data=2), dict(tokens=P("data", "data")), "uses the axis 'data' twice"),
     "too many entries": (dict(data=2), dict(tokens=P("data", None, None)), "has 3 entries, but there are 2 token"),
     "tokens do not divide": (dict(data=8), dict(tokens=P("data")), "token dimension 0 of size 4 .* 8 devices"),
-    "vocabulary does not divide": (dict(tensor=8), dict(head=P("tensor")), "vocabulary of size 20 .*say vocab_size="),
+    "vocabulary does not divide": (
+        dict(tensor=8),
+        dict(head=P("tensor")),
+        "vocabulary of size 20 .*say Head.lm_head, vocab_size=",
+    ),
     "hidden does not divide": (
         dict(data=3), dict(tokens=P(None, "data"), head=P(None, "data")), "hidden dimension of size 8",
     ),

@@ -232,7 +232,9 @@ def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placem
                 f"{_show(gathered)} also shard tokens and are gathered: what is left on a device would not be a run of "
                 f"columns. Name the vocabulary-parallel axes first: {_show(parallel + gathered)}."
             )
-        divides("lm_head's vocabulary", head[v], head_axes[v], "pad lm_head's vocabulary and say vocab_size=")
+        divides(
+            "lm_head's vocabulary", head[v], head_axes[v], "pad lm_head's vocabulary and say Head(lm_head, vocab_size=)"
+        )
         divides("lm_head's hidden dimension", head[h], hidden, "shard it over fewer devices")
         if sharding.vocab is not None and named_vocab != parallel:
             raise ValueError(

@@ -62,7 +62,7 @@ def plan_mesh(
     if vocab % shards:
         raise ValueError(
             f"plan: a vocabulary of {vocab} does not split over tensor x fsdp = {shards} chips; pad the head to "
-            f"{-(-vocab // shards) * shards} rows and give vocab_size={vocab} to the call."
+            f"{-(-vocab // shards) * shards} rows and say Head(lm_head, vocab_size={vocab}) in the call."
         )
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     sharding = Sharding(mesh, tokens=P(("data", "fsdp")), head=P(("tensor", "fsdp")))
