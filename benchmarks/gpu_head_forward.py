@@ -76,7 +76,7 @@ def tiles(n: int, h: int, v: int, changes: dict[str, Any]) -> Any:
 def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest errors of the float statistics against float64, in units of max(1, |value|)."""
     from logitless import oracle
-    from logitless.core.problem import Call, HeadArrays, Problem
+    from logitless.core.problem import Call, HeadArrays, Linear, Problem
     from logitless.core.transform import LogitTransform
     from logitless.head.mosaic_gpu.kernels import stats_matmul
 
@@ -99,7 +99,7 @@ def error(name: str, changes: dict[str, Any]) -> dict[str, float]:
     changes = {**changes, **{k: o[k] for k in ("group",) if k in o}}
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array, live: Any) -> Any:
-        p = Problem(hidden, HeadArrays(head, bias, layout=layout), y, t, call=Call("benchmark", vocab))
+        p = Problem(Linear(hidden, HeadArrays(head, bias, layout=layout)), y, t, call=Call("benchmark", vocab))
         return stats_matmul.token_stats(p, live, tiles(n, h, vocab, changes))
 
     weight = head if layout == "vh" else jnp.asarray(np.asarray(head).T)
@@ -131,7 +131,7 @@ def timed(f: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 
 def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str = "float32", **numbers: Any) -> Any:
-    from logitless.core.problem import Call, HeadArrays, Problem
+    from logitless.core.problem import Call, HeadArrays, Linear, Problem
     from logitless.core.transform import LogitTransform
     from logitless.head.mosaic_gpu.kernels import stats_matmul
 
@@ -140,7 +140,7 @@ def ours(changes: dict[str, Any], shape: tuple[int, int, int], logits_dtype: str
 
     def f(hidden: jax.Array, head: jax.Array, y: jax.Array) -> Any:
         return stats_matmul.token_stats(
-            Problem(hidden, HeadArrays(head), y, t, call=call), tiles=tiles(*shape, changes)
+            Problem(Linear(hidden, HeadArrays(head)), y, t, call=call), tiles=tiles(*shape, changes)
         )
 
     return f

@@ -53,7 +53,7 @@ import jax.numpy as jnp
 
 from logitless import Objective, linear_grpo_loss
 from logitless.core.options import Options
-from logitless.core.problem import Call, HeadArrays, Problem
+from logitless.core.problem import Call, HeadArrays, Linear, Problem
 from logitless.core.row_passes import rows_in_parts
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
@@ -88,7 +88,7 @@ def program(
     call = Call("estimate", columns if kernel == "dhead" else swept)
 
     def f(h: Any, w: Any, y: Any, row: Any) -> Any:
-        p = Problem(h, HeadArrays(w, layout=layout), y, LogitTransform(), call=call)  # type: ignore[arg-type]
+        p = Problem(Linear(h, HeadArrays(w, layout=layout)), y, LogitTransform(), call=call)  # type: ignore[arg-type]
         if kernel == "token_stats":
             return kernels.token_stats(p, tiles=t)
         if kernel == "token_stats_and_direction":

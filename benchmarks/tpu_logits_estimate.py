@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.core.problem import Call, LogitsProblem
+from logitless.core.problem import Call, Given, Problem
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.lab.tpu import aot, cycles
@@ -78,7 +78,7 @@ def program(case: str, n: int, entropy: bool = False, temperature: bool = False)
         inputs = LossInputs(mask, advantage, weight, old, ref, None, weight if entropy else None, None)
         if case.startswith("XLA"):
             return jax.value_and_grad(xla_loss)(x, y, objective, inputs)
-        p = LogitsProblem(x, y, LogitTransform(tau if temperature else None), mask, call=Call("estimate", V))
+        p = Problem(Given(x), y, LogitTransform(tau if temperature else None), mask, call=Call("estimate", V))
         if case == "token_stats":
             return pallas_tpu.token_stats(p)
         if case == "dlogits":

@@ -46,7 +46,7 @@ import numpy as np
 
 from logitless import Objective, linear_grpo_loss
 from logitless.core.options import Options
-from logitless.core.problem import Call, HeadArrays, Problem, Wanted
+from logitless.core.problem import Call, HeadArrays, Linear, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.head.pallas_tpu import kernels
@@ -200,7 +200,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
     rows_of = (s((n, H), jnp.bfloat16), s((vocab, H), jnp.bfloat16), s((n,), jnp.int32), s((n,), jnp.float32))
 
     def problem(h: Any, w: Any, y: Any) -> Problem:
-        return Problem(h, HeadArrays(w), y, LogitTransform(), call=Call("estimate", sizes.get("swept", vocab)))
+        return Problem(Linear(h, HeadArrays(w)), y, LogitTransform(), call=Call("estimate", sizes.get("swept", vocab)))
 
     if kind == "slab":
 

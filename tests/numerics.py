@@ -23,7 +23,7 @@ from jax import Array
 
 import flat_calls
 from logitless import oracle
-from logitless.core.problem import Call, HeadArrays, LogitsProblem, Problem
+from logitless.core.problem import Call, Given, HeadArrays, Linear, Problem
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform
 
@@ -322,7 +322,7 @@ def head_problem(
     """A flat problem, for what works below the public calls; ``call`` are its static choices."""
     head = HeadArrays(w, bias, layout=layout)  # type: ignore[arg-type]
     static = Call("test", head.vocab if vocab_size is None else vocab_size, **call)
-    return Problem(h, head, y, transform, call=static)
+    return Problem(Linear(h, head), y, transform, call=static)
 
 
 # -- a problem -------------------------------------------------------------------------------------------------------
@@ -330,6 +330,6 @@ def head_problem(
 
 def logits_problem(
     x: Array, y: Array, transform: LogitTransform, vocab_size: int, live: Array | None = None, **choices: Any
-) -> LogitsProblem:
+) -> Problem[Given]:
     """What the functions of a logits-level backend take; ``choices`` are those of :class:`Call`."""
-    return LogitsProblem(x, y, transform, live, call=Call("test", vocab_size, **choices))
+    return Problem(Given(x), y, transform, live, call=Call("test", vocab_size, **choices))

@@ -264,7 +264,7 @@ def test_where_the_chunked_sweep_serves_instead(options):
         factors = (s((128, 4)), s((4, 64))) if lora else (None, None)
         y, t = jax.ShapeDtypeStruct((32,), jnp.int32), LogitTransform()
         p = head_problem(s((32, 64)), s((128, 64)), y, transform=t, interpret=True, **choices)
-        return dataclasses.replace(p, head=HeadArrays(p.head.weight, None, *factors))
+        return p.with_head(HeadArrays(p.head.weight, None, *factors))
 
     def fused(p):
         runs = backend_of("head", p.call.backend or "mosaic_gpu")

@@ -317,7 +317,7 @@ def test_refusals_say_why() -> None:
     h, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((300, 128), jnp.bfloat16)
     PallasTpu().check(plain_problem(h, w), False)
     nothing = plain_problem(h, w)
-    nothing = dataclasses.replace(nothing, head=dataclasses.replace(nothing.head, lora_a=w[:, :0], lora_b=w[:0]))
+    nothing = nothing.with_head(dataclasses.replace(nothing.head, lora_a=w[:, :0], lora_b=w[:0]))
     for reason, p in (
         ("LoRA of rank 0", nothing),
         ("does not cast", plain_problem(h, w.astype(jnp.float32))),

@@ -64,7 +64,7 @@ def run(c: Case, h: Any, w: Any, y: Any, g: Any, transform: LogitTransform, bias
     zero = jnp.zeros_like(g)
     g = g if n_live is None else jnp.where(jnp.arange(c.n) < n_live, g, 0.0)
     if c.live is not None:  # among the kept, dead tokens have to be numbers
-        p = dataclasses.replace(p, h=jnp.where((jnp.arange(c.n) < n_live)[:, None], p.h, jnp.zeros((), p.h.dtype)))
+        p = p.with_hidden(jnp.where((jnp.arange(c.n) < n_live)[:, None], p.h, jnp.zeros((), p.h.dtype)))
     head = kernels.dhead(
         p, None if n_live is None else jnp.maximum(n_live, c.keep), stats, StatCotangents(g, zero, zero),
         tiles=SMALL, kept=kept,

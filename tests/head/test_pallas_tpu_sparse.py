@@ -105,7 +105,7 @@ def judge_maxima(vocab: int, real: int, tile: int, ends: list[int]) -> None:
         plain = kernels.token_stats(p, n_live, tiles)
         some = kernels.token_stats_and_maxima(p, n_live, floor, tiles)
         # All live, 56 of them beyond the array.
-        return plain, some, kernels.token_stats_and_maxima(dataclasses.replace(p, h=clean), None, floor, tiles)
+        return plain, some, kernels.token_stats_and_maxima(p.with_hidden(clean), None, floor, tiles)
 
     plain, (stats, maxima), (whole, same) = run(hidden, case.lm_head, y, floor, n_live)
     assert_same_bits(stats, plain)

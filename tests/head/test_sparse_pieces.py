@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.core.problem import Call, HeadArrays, HeadGrads, Problem
+from logitless.core.problem import Call, HeadArrays, HeadGrads, Linear, Problem
 from logitless.core.row_passes import Visit, front, rows_in_parts
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
@@ -30,7 +30,7 @@ def problem(layout: Any = "vh", live: np.ndarray | None = None, **transform: Any
     head = HeadArrays(jnp.asarray(w, jnp.float32), jnp.asarray(rng.normal(size=V), jnp.float32), layout=layout)
     h, targets = rng.normal(size=(N, H)).astype(np.float32), rng.integers(0, V, N)
     return Problem(
-        jnp.asarray(h), head, jnp.asarray(targets), LogitTransform(**transform),
+        Linear(jnp.asarray(h), head), jnp.asarray(targets), LogitTransform(**transform),
         live=None if live is None else jnp.asarray(live), call=Call("test", V - 1),
     )  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_a_mean_row_of_the_head(layout: Any, lora: bool) -> None:
     outer, inner = (jnp.asarray(x if vh else x.T) for x in (a, b))
     pair = (outer, inner) if vh else (inner, outer)
     head = HeadArrays(jnp.asarray(w if vh else w.T), None, *(pair if lora else (None, None)), 0.5, layout)
-    p = dataclasses.replace(problem(layout), head=head)
+    p = problem(layout).with_head(head)
     rule = Rule((1.0,), per_column=2.0, per_hard_row=3.0, dense=3.0, slab=4, most=8)
     whole = w + 0.5 * (a @ b) if lora else w
     np.testing.assert_allclose(mean_row(rule, p), whole[[0, 2, 4, 6]].mean(axis=0, keepdims=True), atol=1e-6)

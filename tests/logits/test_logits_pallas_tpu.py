@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless import oracle
-from logitless.core.problem import LogitsProblem
+from logitless.core.problem import Given, Problem
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.logits import chunked, reference
@@ -67,7 +67,7 @@ class Inputs:
     g: StatCotangents
     options: dict[str, Any]
 
-    def problem(self, **choices: Any) -> LogitsProblem:
+    def problem(self, **choices: Any) -> Problem[Given]:
         return logits_problem(
             self.x, self.y, self.transform, self.vocab_size, self.live, **{"interpret": True, **choices}
         )
@@ -115,14 +115,14 @@ def given_cotangents(g: StatCotangents) -> TokenProgram:
 
 
 @jax.jit
-def dense(p: LogitsProblem, g: StatCotangents) -> Any:
+def dense(p: Problem[Given], g: StatCotangents) -> Any:
     """``(statistics, dlogits)`` by ``core/stats.py`` in plain JAX."""
     s = reference.token_stats(p)
     return s, chunked.dlogits(p, s, g)
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
-def kernels(p: LogitsProblem, g: StatCotangents, *, tiles: Any) -> Any:
+def kernels(p: Problem[Given], g: StatCotangents, *, tiles: Any) -> Any:
     """Statistics, dlogits by them, and both in one pass for the cotangents of logp and entropy alone."""
     stats = pallas_tpu.token_stats(p, tiles)
     d = pallas_tpu.dlogits(p, stats, g, tiles)
@@ -201,7 +201,7 @@ def test_nan_shows_only_where_it_counts() -> None:
 
     @jax.jit
     def run(x: Any, g: StatCotangents) -> Any:
-        p = dataclasses.replace(i.problem(), logits=x)
+        p = i.problem().with_logits(x)
         stats, d = pallas_tpu.stats_and_dlogits(p, given_cotangents(g))
         return stats, d, pallas_tpu.dlogits(p, stats, g)
 

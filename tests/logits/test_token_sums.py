@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.core.problem import Call, LogitsProblem
+from logitless.core.problem import Call, Given, Problem
 from logitless.core.stats import finish, merge
 from logitless.core.transform import LogitTransform, factor
 from logitless.logits import chunked
@@ -27,7 +27,7 @@ def test_two_parts_are_the_whole(place: str, chunk: int, temperature: Any, monke
     def sums(first: int, last: int) -> Any:
         call = Call("test", last - first, chunk=chunk)
         return chunked.token_sums(
-            LogitsProblem(jnp.asarray(x[:, first:last]), jnp.asarray(y - first), transform, call=call)
+            Problem(Given(jnp.asarray(x[:, first:last])), jnp.asarray(y - first), transform, call=call)
         )
 
     k = factor(transform)

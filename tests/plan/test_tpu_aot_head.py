@@ -38,7 +38,7 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from logitless.core.problem import Call, HeadArrays, Problem
+    from logitless.core.problem import Call, HeadArrays, Linear, Problem
     from logitless.core.stats import StatCotangents
     from logitless.core.transform import LogitTransform
     from logitless.head.pallas_tpu import kernels
@@ -48,7 +48,9 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
 
     def f(h: Any, w: Any, y: Any, advantage: Any, n_live: Any) -> Any:
         static = Call("test", case.get("vocab_size", vocab))
-        p = Problem(h, HeadArrays(w, layout=layout), y, LogitTransform(softcap=case.get("softcap")), call=static)
+        p = Problem(
+            Linear(h, HeadArrays(w, layout=layout)), y, LogitTransform(softcap=case.get("softcap")), call=static
+        )
         stats, terms, _ = kernels.token_stats_and_terms(p, n_live)
         ratio = jnp.exp(stats.logp - jax.lax.stop_gradient(stats.logp))
         g = -advantage * ratio

@@ -71,7 +71,7 @@ def program(
     import jax
     import jax.numpy as jnp
 
-    from logitless.core.problem import Call, LogitsProblem
+    from logitless.core.problem import Call, Given, Problem
     from logitless.core.stats import StatCotangents, TokenStats
     from logitless.core.transform import LogitTransform
     from logitless.logits.pallas_tpu import backend as pallas_tpu
@@ -81,7 +81,7 @@ def program(
 
     def run(x: Any, y: Any, mask: Any, columns: Any) -> Any:
         t = LogitTransform(columns[0] if temperature else None, None if softcap is None else jnp.float32(softcap))
-        p = LogitsProblem(x, y, t, mask, call=Call("test", v, donate=donate))
+        p = Problem(Given(x), y, t, mask, call=Call("test", v, donate=donate))
         if what == "token_stats":
             return pallas_tpu.token_stats(p)
         if what == "dlogits":

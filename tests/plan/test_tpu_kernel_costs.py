@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from logitless.core.problem import Call, HeadArrays, Problem
+from logitless.core.problem import Call, HeadArrays, Linear, Problem
 from logitless.head.pallas_tpu.backend import describe
 from logitless.lab.plan.chips import as_if_on, chip_of
 
@@ -19,7 +19,7 @@ def test_bytes_of_the_tpu_kernels(layout: str) -> None:
     shape = (vocab, width) if layout == "vh" else (width, vocab)
     weight, h = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((n, width), jnp.bfloat16)
     with as_if_on(chip_of("v6e")):
-        about = describe(Problem(h, HeadArrays(weight, layout=layout), None, None, call=Call("test", vocab)))  # type: ignore[arg-type]
+        about = describe(Problem(Linear(h, HeadArrays(weight, layout=layout)), None, None, call=Call("test", vocab)))  # type: ignore[arg-type]
     head_bytes, rows, wide = 2**24, 2**21, 2**22  # of W, of H and of a float32 [N, H]
     for name in ("token_stats_and_direction", "dhidden"):
         tiles = n // about[name]["token_tile"]
@@ -40,7 +40,7 @@ def test_flops_and_bytes_of_lora_on_tpu() -> None:
     x = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()}
     with as_if_on(chip_of("v6e")):
         about = describe(
-            Problem(x["h"], HeadArrays(x["w"], None, x["a"], x["b"]), None, None, call=Call("test", vocab))
+            Problem(Linear(x["h"], HeadArrays(x["w"], None, x["a"], x["b"])), None, None, call=Call("test", vocab))
         )  # type: ignore[arg-type]
     both, dhead, lora = (about[k] for k in ("token_stats_and_direction", "dhead", "dhead_of_lora"))
     assert both["flops"] == 2 * 2 * n * (width + 128) * vocab and lora["flops"] == 2 * n * (width + 2 * 128) * vocab

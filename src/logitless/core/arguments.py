@@ -16,7 +16,7 @@ from jax import Array
 
 from logitless.core import validation
 from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
-from logitless.core.problem import Call, HeadArrays, Layout, LogitsProblem, Loss, Problem, flat_tokens
+from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
@@ -92,7 +92,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     loss = None
     if is_loss:
         loss = Loss(*loss_inputs(name, objective, shape, given))
-        live = None if given["mask"] is None and isinstance(p, Problem) else loss.inputs.mask
+        live = None if given["mask"] is None and "hidden" in given else loss.inputs.mask
         p = dataclasses.replace(p, live=live)
     place = None
     if given["sharding"] is not None:
@@ -164,14 +164,13 @@ def _placed(p: Any, loss: Loss | None, route: Route) -> Any:
         p = placed(route.placement, p)
     else:
         p = _on_one_device(p, loss, route)
-    rank = p.targets.ndim
-    flat = flat_tokens(dataclasses.replace(p, head=None) if isinstance(p, Problem) else p, rank)  # type: ignore[arg-type]
-    return dataclasses.replace(flat, head=p.head) if isinstance(p, Problem) else flat
+    return p.flat(p.targets.ndim)
 
 
 def _on_one_device(p: Any, loss: Loss | None, route: Route) -> Any:
     """``p`` as it is. Raises, now or when the program is lowered, where a kernel would run whole on every device."""
-    arrays = (("hidden", p.h), ("lm_head", p.head.weight)) if isinstance(p, Problem) else (("logits", p.logits),)
+    linear = isinstance(p.policy, Linear)
+    arrays = (("hidden", p.h), ("lm_head", p.head.weight)) if linear else (("logits", p.logits),)
     explicit = any(any(getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())) for _, x in arrays)
     if route.runs.kernels is None and not explicit and jax.sharding.get_abstract_mesh().empty:
         return p
@@ -243,10 +242,10 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
         sum_head_grad_in=given["head_grad_dtype"],
         interpret=given["interpret"],
     )
-    return Problem(hidden, head, targets, transform, live, tolerance, call=call)
+    return Problem(Linear(hidden, head), targets, transform, live, tolerance, call=call)
 
 
-def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> LogitsProblem:
+def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem[Given]:
     logits = validation.float_array(name, "logits", given["logits"])
     shape = _token_shape(name, "logits", logits, "V", is_loss)
     targets = validation.target_array(name, given["targets"], shape, "logits without the vocabulary")
@@ -263,7 +262,7 @@ def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> LogitsPr
         donate=given["donate_logits"],
         bwd_impl=given["bwd_impl"],
     )
-    return LogitsProblem(logits, targets, transform, live, call=call)
+    return Problem(Given(logits), targets, transform, live, call=call)
 
 
 # -- single arguments ------------------------------------------------------------------------------------------------

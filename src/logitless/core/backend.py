@@ -55,7 +55,7 @@ class Cost:
 
 
 class Backend(Protocol):
-    """How a problem (``Problem`` or ``LogitsProblem``) is worked on. Hashable: it is a static argument.
+    """How a problem (``Problem``, from hidden states or from logits) is worked on. Hashable: it is a static argument.
 
     Gradients are ``Gradients`` at the head level and an array of dlogits at the logits level. A ``report`` says what a
     sparse backward left out; ``None`` elsewhere. ``want`` is what the problem's ``wanted()`` gives.

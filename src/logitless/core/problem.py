@@ -1,9 +1,10 @@
 """What a call works on, from the public function down to the kernels: arrays as leaves, static choices beside them.
 
-    Problem         hidden states, head, targets, transform, mask        -> statistics, dH and the head's gradients
-    LogitsProblem   logits, targets, transform, mask                     -> statistics, dlogits
-    Loss            an objective and its per-token constants             -> loss, cotangents of the statistics
-    Call            the static choices of one call, the same type at both levels
+    Problem   where logits come from, targets, transform, mask   -> statistics, gradients of the source
+    Source    Linear (hidden states and a head) or Given (logits)
+    Teacher   a second, constant source for the same tokens
+    Loss      an objective and its per-token constants           -> loss, cotangents of the statistics
+    Call      the static choices of one call
 
 On one device tokens are flat, ``[N]``. Over a mesh they keep their dimensions, ``[*tokens]``, until each device
 flattens its own part. A chunk of a problem is a problem (:meth:`Problem.rows`).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,15 @@ from logitless.core.transform import LogitTransform
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions, cotangents, may_have_gradient
 from logitless.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    S = TypeVar("S", bound="Source", default="Linear", covariant=True)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S")
 
 Layout = Literal["vh", "hv"]
 Take = Callable[[Array], Array]
@@ -129,89 +139,176 @@ def perturbed(tree: Any) -> bool:
     return any(p.perturbed for p in leaves if isinstance(p, CustomVJPPrimal))
 
 
-class _OfTokens:
-    """What problems of both levels share."""
+@register
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Rows of logits from hidden states and a head; their gradient goes back to both."""
 
+    hidden: Array  # [*tokens, H]
+    head: HeadArrays
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the arrays that a gradient goes back to."""
+        return self.hidden.dtype
+
+    @property
+    def width(self) -> int:
+        """Number of columns that are here, padding included."""
+        return self.head.vocab
+
+    def rows(self, take: Take) -> Linear:
+        """The rows of other tokens."""
+        return Linear(take(self.hidden), self.head)
+
+    def wanted(self) -> Wanted:
+        """Which gradients ``custom_vjp`` asks for; of a source of ``CustomVJPPrimal``."""
+        h = self.head
+        return Wanted(perturbed(self.hidden), perturbed(h.weight), perturbed(h.bias), perturbed((h.lora_a, h.lora_b)))
+
+    def cotangent(self, g: Gradients) -> Linear:
+        """Cotangents in the structure of the source; ``None`` (zero) where none was computed."""
+        return Linear(g.hidden, g.head.as_head(self.head.layout, None))  # type: ignore[arg-type]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Rows of logits that are there; their gradient is dlogits."""
+
+    logits: Array  # [*tokens, V]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """See :attr:`Linear.dtype`."""
+        return self.logits.dtype
+
+    @property
+    def width(self) -> int:
+        """See :attr:`Linear.width`."""
+        return self.logits.shape[-1]
+
+    def rows(self, take: Take) -> Given:
+        """See :meth:`Linear.rows`."""
+        return Given(take(self.logits))
+
+    def wanted(self) -> bool:
+        """Whether ``custom_vjp`` asks for dlogits."""
+        return perturbed(self.logits)
+
+    def cotangent(self, dlogits: Array) -> Given:
+        """See :meth:`Linear.cotangent`."""
+        return Given(dlogits)
+
+
+Source = Linear | Given
+"""Where a row of logits comes from, and where its gradient goes back to."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A second distribution over the vocabulary for every token: a constant."""
+
+    source: Source
+    transform: LogitTransform
+    vocab_size: int = static(0)  # real columns; those beyond are padding
+
+    def rows(self, take: Take) -> Teacher:
+        """The rows of other tokens."""
+        return dataclasses.replace(self, source=self.source.rows(take), transform=self.transform.rows(take))
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Problem(Generic[S]):
+    """The tokens of a call, where their logits come from, and what is done with them."""
+
+    policy: S
     targets: Array
-    call: Call
+    transform: LogitTransform
+    live: Array | None = None
+    tolerance: Array | None = None  # mass that a row's gradient may leave out; None: exact
+    teacher: Teacher | None = None
+    call: Call = static(kw_only=True)
 
     @property
     def n(self) -> int:
         """Number of tokens."""
         return self.targets.size
 
+    @property
+    def h(self: Problem[Linear]) -> Array:
+        """Hidden states of the policy."""
+        return self.policy.hidden
+
+    @property
+    def head(self: Problem[Linear]) -> HeadArrays:
+        """The policy's head."""
+        return self.policy.head
+
+    @property
+    def logits(self: Problem[Given]) -> Array:
+        """Logits of the policy."""
+        return self.policy.logits
+
+    def with_hidden(self: Problem[Linear], hidden: Array) -> Problem[Linear]:
+        """The same tokens with other hidden states of the policy."""
+        return dataclasses.replace(self, policy=Linear(hidden, self.head))
+
+    def with_head(self: Problem[Linear], head: HeadArrays) -> Problem[Linear]:
+        """The same tokens under another head of the policy."""
+        return dataclasses.replace(self, policy=Linear(self.h, head))
+
+    def with_logits(self, logits: Array) -> Problem[Given]:
+        """The same tokens, the policy's logits given."""
+        return dataclasses.replace(self, policy=Given(logits))  # type: ignore[arg-type, return-value]
+
+    def over_sources(self, f: Callable[[Source], Source]) -> Problem[S]:
+        """The same call with ``f`` of every source of logits."""
+        teacher = self.teacher
+        if teacher is not None:
+            teacher = dataclasses.replace(teacher, source=f(teacher.source))
+        policy: Any = f(self.policy)  # of the same kind: S
+        return dataclasses.replace(self, policy=policy, teacher=teacher)
+
     def calling(self, **choices: Any) -> Self:
         """The same with other static choices."""
-        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))  # type: ignore[type-var]
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, **choices))
 
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Problem(_OfTokens):
-    """A head-level call: ``h [N, H]`` and everything it meets."""
-
-    h: Array
-    head: HeadArrays
-    targets: Array
-    transform: LogitTransform
-    live: Array | None = None
-    tolerance: Array | None = None  # mass that a row's gradient may leave out; None: exact
-    call: Call = static(kw_only=True)
-
-    def rows(self, take: Take) -> Problem:
+    def rows(self, take: Take) -> Problem[S]:
         """The same call for other tokens: ``take`` on every array with one row per token."""
-        live = None if self.live is None else take(self.live)
-        t = self.transform.rows(take)
-        return dataclasses.replace(self, h=take(self.h), targets=take(self.targets), transform=t, live=live)
+        return dataclasses.replace(
+            self,
+            policy=self.policy.rows(take),
+            targets=take(self.targets),
+            transform=self.transform.rows(take),
+            live=None if self.live is None else take(self.live),
+            teacher=None if self.teacher is None else self.teacher.rows(take),
+        )
 
-    def wanted(self) -> Wanted:
-        """Which gradients ``custom_vjp`` asks for; of a problem of ``CustomVJPPrimal``."""
-        h = self.head
-        return Wanted(perturbed(self.h), perturbed(h.weight), perturbed(h.bias), perturbed((h.lora_a, h.lora_b)))
+    def flat(self, rank: int) -> Problem[S]:
+        """The same call with the ``rank`` dimensions of its tokens flattened."""
+        return self.rows(lambda x: x.reshape(-1, *x.shape[rank:]))
 
-    def constants(self) -> dict[str, Any]:
-        """What carries no gradient, by the names that users know."""
-        t = {"temperature, softcap or scale": self.transform}
-        return dict(t, lora_scale=self.head.lora_scale, sparse_backward=self.tolerance)
-
-    def cotangent(self, g: Gradients) -> Problem:
-        """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
-        head = g.head.as_head(self.head.layout, None)
-        return Problem(g.hidden, head, None, None, call=self.call)  # type: ignore[arg-type]
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class LogitsProblem(_OfTokens):
-    """A logits-level call: ``logits [N, V]`` and everything they meet."""
-
-    logits: Array
-    targets: Array
-    transform: LogitTransform
-    live: Array | None = None
-    call: Call = static(kw_only=True)
-
-    def rows(self, take: Take) -> LogitsProblem:
-        """See :meth:`Problem.rows`."""
-        live = None if self.live is None else take(self.live)
-        t = self.transform.rows(take)
-        return LogitsProblem(take(self.logits), take(self.targets), t, live, call=self.call)
-
-    def counting(self, loss: Loss | None) -> LogitsProblem:
+    def counting(self, loss: Loss | None) -> Problem[S]:
         """The tokens that count are those of the loss, if there is one."""
         return self if loss is None else dataclasses.replace(self, live=loss.inputs.mask)
 
-    def wanted(self) -> bool:
-        """Whether ``custom_vjp`` asks for dlogits."""
-        return perturbed(self.logits)
+    def wanted(self) -> Any:
+        """Which gradients ``custom_vjp`` asks for; of a problem of ``CustomVJPPrimal``."""
+        return self.policy.wanted()
 
     def constants(self) -> dict[str, Any]:
-        """See :meth:`Problem.constants`."""
-        return {"temperature, softcap or scale": self.transform}
+        """What carries no gradient, by the names that users know."""
+        own: dict[str, Any] = {"temperature, softcap or scale": self.transform}
+        if isinstance(self.policy, Linear):
+            own |= dict(lora_scale=self.policy.head.lora_scale, sparse_backward=self.tolerance)
+        return own | {"the teacher": self.teacher}
 
-    def cotangent(self, dlogits: Array) -> LogitsProblem:
-        """See :meth:`Problem.cotangent`."""
-        return LogitsProblem(dlogits, None, None, call=self.call)  # type: ignore[arg-type]
+    def cotangent(self, g: Any) -> Problem[S]:
+        """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
+        return Problem(self.policy.cotangent(g), None, None, call=self.call)  # type: ignore[arg-type]
 
 
 @register

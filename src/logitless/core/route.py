@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from logitless.core import chunk_size as tiles
 from logitless.core import registry
 from logitless.core.backend import Backend, Cost, Split, Way
-from logitless.core.problem import Call, Loss, Problem, Wanted
+from logitless.core.problem import Call, Given, Linear, Loss, Problem, Source, Wanted
 from logitless.core.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
 from logitless.objectives.checks import did_you_mean, shown
 
@@ -107,10 +107,11 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     ``place`` is the ``mesh.spec.Placement`` of a call over a mesh; ``describe`` fills in the route's cost.
     """
     own = _on_one_device(p, place)
+    from_hidden = isinstance(own.policy, Linear)
+    level: Level = "head" if from_hidden else "logits"
     columns_apart = place is not None and bool(place.vocab)
-    chunk = _chunk(own) if isinstance(own, Problem) else 0
+    chunk = _chunk(own) if from_hidden else 0
     own = own.calling(chunk=chunk, logp_only=loss is None or loss.objective.entropy_coef is None)
-    level: Level = "head" if isinstance(own, Problem) else "logits"
     chosen, because = _choose(own, level, columns_apart)
     runs, exact_because = _first_that_supports(own, level, chosen, place)
     keeps = getattr(runs, "tokens_kept", None)
@@ -146,9 +147,10 @@ def _on_one_device(p: Any, place: Any) -> Any:
     def flat(x: Any) -> Any:
         return jax.ShapeDtypeStruct((p.n, *x.shape[rank:]), x.dtype)
 
-    if isinstance(p, Problem):
-        return dataclasses.replace(p, h=flat(p.h), targets=flat(p.targets))
-    return dataclasses.replace(p, logits=flat(p.logits), targets=flat(p.targets))
+    def local(source: Source) -> Source:
+        return Linear(flat(source.hidden), source.head) if isinstance(source, Linear) else Given(flat(source.logits))
+
+    return dataclasses.replace(p.over_sources(local), targets=flat(p.targets))
 
 
 def _later_because(loss: Loss, p: Any, columns_apart: bool) -> str | None:
@@ -158,7 +160,7 @@ def _later_because(loss: Loss, p: Any, columns_apart: bool) -> str | None:
         return coupled
     if columns_apart:
         return "a device has a part of the vocabulary only"
-    if (p.h if isinstance(p, Problem) else p.logits).dtype == jnp.float16:
+    if p.policy.dtype == jnp.float16:
         return "in float16 a loss scale has to act before dlogits are rounded"
     return None
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.chunk_size import column_tile
-from logitless.core.problem import LogitsProblem, Loss, Problem
+from logitless.core.problem import Given, Linear, Loss, Problem
 from logitless.core.pytree import register, static
 from logitless.core.stats import (
     NEG_INF,
@@ -44,7 +44,7 @@ from logitless.core.stats import (
 )
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 
-Rows = Problem | LogitsProblem
+Rows = Problem[Linear] | Problem[Given]
 T = TypeVar("T")
 
 _SPLIT_REST_FROM = 1024
@@ -238,8 +238,12 @@ class Visit:
     def problem(self, p: Problem, h: Array | None = None) -> Problem:
         """The chunk's own problem, with hidden states ``h`` if they are there already. Its ``live`` are the rows that
         are real."""
-        part = dataclasses.replace(p, h=p.targets, live=None).rows(self.take)
-        return dataclasses.replace(part, h=self.hidden(p) if h is None else h, live=self.inside(p.n))
+        part = (
+            dataclasses.replace(p.with_hidden(p.targets), live=None)
+            .rows(self.take)
+            .with_hidden(self.hidden(p) if h is None else h)
+        )
+        return dataclasses.replace(part, live=self.inside(p.n))
 
     def loss(self, loss: Loss, n: int) -> Loss:
         """The chunk's own loss; the padding of the last chunk is masked out."""

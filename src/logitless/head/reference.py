@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import HeadArrays, LogitsProblem, Problem, Wanted
+from logitless.core.problem import HeadArrays, Problem, Wanted
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
@@ -77,4 +77,4 @@ class Reference(logits_reference.Reference):
         """Statistics of flattened tokens ``h [N, H]``."""
         h = p.h if p.live is None else jnp.where(p.live[:, None], p.h, jnp.zeros((), p.h.dtype))
         logits = dense_logits(h, p.head, p.call.logits_dtype)
-        return logits_reference.token_stats(LogitsProblem(logits, p.targets, p.transform, p.live, call=p.call)), None
+        return logits_reference.token_stats(p.with_logits(logits)), None

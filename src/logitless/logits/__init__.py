@@ -6,7 +6,7 @@
     pallas_tpu   pallas_tpu/backend.py   read once (twice: V > 280,000)   written once, over donated logits
     mosaic_gpu   mosaic_gpu/backend.py   read once                        likewise
 
-Every module takes a ``LogitsProblem`` ``p`` (``logitless.core.problem``) over flattened tokens. All but the reference,
+Every module takes a ``Problem[Given]`` ``p`` (``logitless.core.problem``) over flattened tokens. All but the reference,
 which has the first alone, offer
 
     token_stats(p)                  -> TokenStats [N]

@@ -21,17 +21,17 @@ from jax import Array, lax
 from logitless.core import row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import platform, row_chunk
-from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.problem import Given, Loss, Problem
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
 from logitless.objectives.token_program import TokenProgram, token_program
 
 
-def rows_per_chunk(p: LogitsProblem) -> int:
+def rows_per_chunk(p: Problem[Given]) -> int:
     """As the call says, or by the rule."""
     return p.call.chunk or row_chunk(p.n, p.logits.shape[-1])
 
 
-def _over_chunks(f: Callable[..., Any], p: LogitsProblem, outputs: Any, *rowwise: Any) -> Any:
+def _over_chunks(f: Callable[..., Any], p: Problem[Given], outputs: Any, *rowwise: Any) -> Any:
     """``f(part of p, *parts of rowwise)`` on chunks of rows, written into arrays like ``outputs``.
 
     The last chunk is moved back to end with the rows, so a few rows may be computed twice, to the same values.
@@ -52,10 +52,10 @@ def _over_chunks(f: Callable[..., Any], p: LogitsProblem, outputs: Any, *rowwise
     return lax.fori_loop(0, -(-n // chunk), body, outputs)
 
 
-def token_sums(p: LogitsProblem) -> RowSums:
+def token_sums(p: Problem[Given]) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; those of a dead token mean nothing."""
 
-    def chunk(part: LogitsProblem) -> RowSums:
+    def chunk(part: Problem[Given]) -> RowSums:
         return (
             row_passes.cached_sums(part.logits, part)[0] if platform() == "cpu" else row_passes.sums(part.logits, part)
         )
@@ -63,7 +63,7 @@ def token_sums(p: LogitsProblem) -> RowSums:
     return _over_chunks(chunk, p, empty_sums((p.n,)))
 
 
-def _statistics(p: LogitsProblem) -> tuple[TokenStats, row_passes.Exponentials | None]:
+def _statistics(p: Problem[Given]) -> tuple[TokenStats, row_passes.Exponentials | None]:
     """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
     if platform() == "cpu":
         return row_passes.cached_statistics(p.logits, p)
@@ -71,21 +71,21 @@ def _statistics(p: LogitsProblem) -> tuple[TokenStats, row_passes.Exponentials |
     return lax.optimization_barrier(row_passes.statistics(p.logits, p)), None
 
 
-def token_stats(p: LogitsProblem) -> TokenStats:
+def token_stats(p: Problem[Given]) -> TokenStats:
     """Statistics ``[N]``; zeros where a token is not live."""
     return masked_stats(_over_chunks(lambda part: _statistics(part)[0], p, blank_stats(p.n)), p.live)
 
 
-def live_cotangents(p: LogitsProblem, g: StatCotangents) -> StatCotangents:
+def live_cotangents(p: Problem[Given], g: StatCotangents) -> StatCotangents:
     """``g`` with zeros where a token is not live."""
     live = p.live
     return g if live is None else jax.tree.map(lambda c: jnp.where(live, c, 0.0), g)
 
 
-def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
+def dlogits(p: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
     """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents."""
 
-    def chunk(part: LogitsProblem, stats: TokenStats, g: StatCotangents) -> Array:
+    def chunk(part: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
         return row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
 
     g = live_cotangents(p, g)
@@ -100,10 +100,10 @@ def cotangents_of(program: TokenProgram, columns: tuple[Array, ...], stats: Toke
     return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
 
 
-def stats_and_dlogits(p: LogitsProblem, program: TokenProgram) -> tuple[TokenStats, Array]:
+def stats_and_dlogits(p: Problem[Given], program: TokenProgram) -> tuple[TokenStats, Array]:
     """Statistics, and the dlogits of an uncoupled objective with a unit cotangent of the loss."""
 
-    def chunk(part: LogitsProblem, columns: tuple[Array, ...]) -> tuple[TokenStats, Array]:
+    def chunk(part: Problem[Given], columns: tuple[Array, ...]) -> tuple[TokenStats, Array]:
         stats, known = _statistics(part)
         stats = masked_stats(stats, part.live)
         g = cotangents_of(program, columns, stats)
@@ -151,23 +151,23 @@ class Chunked(PlainJax):
         reads = 1 if way.in_forward and self.kernels is not None else 2
         return Cost(words, "0", bytes_moved(p, reads), self.tiles(p), counts=(0, 0, 0))
 
-    def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+    def statistics(self, p: Problem[Given], loss: Loss | None = None) -> tuple[TokenStats, None]:
         return self.token_stats(p.counting(loss)), None
 
-    def forward(self, p: LogitsProblem, want: bool) -> tuple[TokenStats, None, None]:
+    def forward(self, p: Problem[Given], want: bool) -> tuple[TokenStats, None, None]:
         return self.token_stats(p), None, None
 
     def backward(
-        self, p: LogitsProblem, want: bool, out: TokenStats, g: StatCotangents, residual: None, only_logp: bool
+        self, p: Problem[Given], want: bool, out: TokenStats, g: StatCotangents, residual: None, only_logp: bool
     ) -> Array:
         """dlogits by the backend's own pass, or by plain JAX where the call asks for that."""
         return dlogits(p, out, g) if p.call.bwd_impl == "jax" else self.dlogits(p, out, g)
 
-    def gradients_in_forward(self, p: LogitsProblem, want: bool, loss: Loss) -> tuple[TokenStats, None, Array]:
+    def gradients_in_forward(self, p: Problem[Given], want: bool, loss: Loss) -> tuple[TokenStats, None, Array]:
         out, d = self.stats_and_dlogits(p.counting(loss), token_program(loss.objective, loss.inputs))
         return out, None, d
 
     # A shard of the vocabulary.
 
-    def sums(self, p: LogitsProblem, want: bool | None) -> tuple[RowSums, None]:
+    def sums(self, p: Problem[Given], want: bool | None) -> tuple[RowSums, None]:
         return self.token_sums(p), None

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
-from logitless.core.problem import LogitsProblem, Loss
+from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 from logitless.core.transform import factor
 
 
-def token_stats(p: LogitsProblem) -> TokenStats:
+def token_stats(p: Problem[Given]) -> TokenStats:
     """Statistics ``[N]`` of flattened tokens: ``logits [N, V]`` in any float dtype, ``targets [N]`` int32."""
     x, zero = p.logits, jnp.zeros((), p.logits.dtype)
     if p.live is not None:
@@ -76,6 +76,6 @@ class Reference(PlainJax):
         moved = f"up to XLA; at least {3 * size:,} B"
         return Cost("dense plain JAX, differentiated by JAX", "0", moved, counts=(0, 0, 0))
 
-    def statistics(self, p: LogitsProblem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+    def statistics(self, p: Problem[Given], loss: Loss | None = None) -> tuple[TokenStats, None]:
         """Statistics of flattened tokens."""
         return token_stats(p.counting(loss)), None

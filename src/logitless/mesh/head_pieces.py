@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Problem, Wanted
 from logitless.core.stats import (
     NEG_INF,
     StatCotangents,
@@ -70,7 +70,7 @@ def arriving(own: Backend, place: Placement, p: Any) -> int:
     An ``[H, V]`` head is gathered whole: a part of it would not be a run of the array. So is one that is
     vocabulary-parallel as well, or cut along its hidden dimension.
     """
-    if not isinstance(p, Problem) or not getattr(own, "head_in_parts", False):
+    if not isinstance(p.policy, Linear) or not getattr(own, "head_in_parts", False):
         return 1
     if p.head.layout != "vh" or p.head.lora_a is not None or place.vocab or place.hidden_gathered:
         return 1
@@ -112,7 +112,7 @@ class Arriving:
         head = gather_head(self.place, dataclasses.replace(p.head, weight=cut(p.head.weight), bias=bias))
         y, column = p.targets, p.targets % columns
         y = jnp.where((y >= 0) & (column // size == k), y // columns * size + column % size, -1)
-        return dataclasses.replace(p, head=head, targets=y).calling(vocab_size=head.vocab)
+        return dataclasses.replace(p.with_head(head), targets=y).calling(vocab_size=head.vocab)
 
     def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, Any]:
         """``(statistics, d logp / d hidden or None)``, one matmul per live token. A barrier keeps the statistics' bits
@@ -146,7 +146,7 @@ class Arriving:
             return stats, None
         # The target's head rows stand in for the head: a token's own is its target there.
         at = jnp.where(valid_targets(p.targets, p.call.vocab_size), jnp.arange(p.n, dtype=jnp.int32), -1)
-        last = dataclasses.replace(p, head=HeadArrays(rows), targets=at).calling(vocab_size=p.n)
+        last = dataclasses.replace(p.with_head(HeadArrays(rows)), targets=at).calling(vocab_size=p.n)
         return stats, self.own.shard_residual(last, stats, sums, (x_y, expected), lambda x: x)
 
     def backward(
@@ -224,7 +224,7 @@ def reduced_grads(
         y = jnp.where((targets >= 0) & (column // size == k), shard * size + column % size, -1)
         bias = None if head.bias is None else part(head.bias, 0, k)
         piece = HeadArrays(part(head.weight, axis, k), bias, layout=head.layout)
-        q = dataclasses.replace(p, head=piece, targets=y).calling(vocab_size=shards * size)
+        q = dataclasses.replace(p.with_head(piece), targets=y).calling(vocab_size=shards * size)
         return reduce_grads(place, own.backward(q, alone, *known, None, False).head, like)
 
     return _each_part(parts, columns, axis, lambda k: Gradients(None, reduced(k))).head

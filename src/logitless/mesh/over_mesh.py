@@ -28,13 +28,22 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from logitless.core.backend import Backend, Cost, Way
-from logitless.core.problem import Gradients, HeadGrads, LogitsProblem, Loss, Problem, Wanted, flat_tokens
+from logitless.core.problem import (
+    Given,
+    Gradients,
+    HeadArrays,
+    HeadGrads,
+    Linear,
+    Loss,
+    Problem,
+    Source,
+    Wanted,
+    flat_tokens,
+)
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.mesh import collectives, head_pieces
 from logitless.mesh.sharding import Placement
 from logitless.mesh.vocab_parallel import shard_of
-
-AnyProblem = Problem | LogitsProblem
 
 # -- where the arrays are --------------------------------------------------------------------------------------------
 
@@ -49,13 +58,17 @@ def _logits_spec(place: Placement) -> PartitionSpec:
     return PartitionSpec(*place.token_spec, place.vocab or None)
 
 
-def _specs(place: Placement, p: AnyProblem) -> Any:
+def _specs(place: Placement, p: Problem[Source]) -> Any:
     """A problem's PartitionSpecs, in its structure."""
-    if isinstance(p, LogitsProblem):
-        rest = _of_tokens(place, dataclasses.replace(p, logits=None))  # type: ignore[arg-type]
-        return dataclasses.replace(rest, logits=_logits_spec(place))
-    rest = _of_tokens(place, dataclasses.replace(p, head=None))  # type: ignore[arg-type]
-    return dataclasses.replace(rest, head=place.head_specs(p.head))
+
+    def spec(x: Any) -> Any:
+        if isinstance(x, HeadArrays):
+            return place.head_specs(x)
+        if isinstance(x, Given):
+            return Given(_logits_spec(place))  # type: ignore[arg-type]
+        return place.token_spec if jnp.ndim(x) else PartitionSpec()
+
+    return jax.tree.map(spec, p, is_leaf=lambda x: isinstance(x, (HeadArrays, Given)))
 
 
 def _loss_specs(place: Placement, loss: Loss | None) -> Any:
@@ -64,45 +77,54 @@ def _loss_specs(place: Placement, loss: Loss | None) -> Any:
     return Loss(jax.tree.map(lambda _: PartitionSpec(), loss.objective), _of_tokens(place, loss.inputs))
 
 
-def _gradient_specs(place: Placement, p: AnyProblem, want: Wanted | bool) -> Any:
+def _gradient_specs(place: Placement, p: Problem[Source], want: Wanted | bool) -> Any:
     """The PartitionSpec of each gradient that is asked for."""
-    if isinstance(p, LogitsProblem):
+    if isinstance(p.policy, Given):
         return _logits_spec(place)
     assert isinstance(want, Wanted)
-    specs = place.head_specs(p.head)
+    specs = place.head_specs(p.policy.head)
     asked = dict(weight=want.weight, bias=want.bias, lora_a=want.lora, lora_b=want.lora)
     head = HeadGrads(**{name: getattr(specs, name) if wanted else None for name, wanted in asked.items()})
     return Gradients(place.token_spec, head)  # type: ignore[arg-type]
 
 
-def placed(place: Placement, p: AnyProblem) -> Any:
+def placed(place: Placement, p: Problem[Source]) -> Any:
     """The problem's arrays where the placement has them, for a computation that the compiler partitions."""
 
     def at(x: Array, where: PartitionSpec) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(place.mesh, where))
 
-    if isinstance(p, LogitsProblem):
-        return dataclasses.replace(p, logits=at(p.logits, _logits_spec(place)))
-    head = jax.tree.map(at, p.head, place.head_specs(p.head))
-    return dataclasses.replace(p, h=at(p.h, place.token_spec), head=head)
+    def source_at(source: Source) -> Source:
+        if isinstance(source, Given):
+            return Given(at(source.logits, _logits_spec(place)))
+        head = jax.tree.map(at, source.head, place.head_specs(source.head))
+        return Linear(at(source.hidden, place.token_spec), head)
+
+    return p.over_sources(source_at)
 
 
 # -- one device's part -----------------------------------------------------------------------------------------------
 
 
-def _gathered(place: Placement, p: AnyProblem) -> Any:
+def _gathered(place: Placement, p: Problem[Source]) -> Any:
     """A device's own problem, flat, its head gathered."""
-    if isinstance(p, LogitsProblem):
-        return flat_tokens(p, len(place.tokens))
-    return _flat(place, dataclasses.replace(p, head=collectives.gather_head(place, p.head)))
+
+    def gathered(source: Source) -> Source:
+        if isinstance(source, Given):
+            return source
+        return Linear(source.hidden, collectives.gather_head(place, source.head))
+
+    return _flat(place, p.over_sources(gathered))
 
 
-def _flat(place: Placement, p: Problem) -> Problem:
+def _flat(place: Placement, p: Problem[Source]) -> Any:
     """A device's own problem, flat, its head as it is."""
-    flat = flat_tokens(dataclasses.replace(p, head=None), len(place.tokens))  # type: ignore[arg-type]
+    flat = p.flat(len(place.tokens))
+    if isinstance(p.policy, Given):
+        return flat
     # What a device has is a part of a sum over the axes of the tokens (LoRA's inner factor also over the vocabulary's).
-    summed = bool(place.token_axes) or (bool(place.vocab) and p.head.lora_a is not None)
-    return dataclasses.replace(flat, head=p.head).calling(partial_hidden=bool(place.vocab), partial_head=summed)
+    summed = bool(place.token_axes) or (bool(place.vocab) and p.policy.head.lora_a is not None)
+    return flat.calling(partial_hidden=bool(place.vocab), partial_head=summed)
 
 
 def _unflat(tree: Any, shape: tuple[int, ...]) -> Any:
@@ -178,9 +200,9 @@ class OverMesh:
         run = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return run(*given)
 
-    def _report_specs(self, p: AnyProblem) -> Any:
+    def _report_specs(self, p: Problem[Source]) -> Any:
         """Of the report, where there is one."""
-        if isinstance(p, LogitsProblem) or p.tolerance is None:
+        if isinstance(p.policy, Given) or p.tolerance is None:
             return None
         from logitless.head.sparse.report import SparseReport
 
@@ -192,7 +214,7 @@ class OverMesh:
         """Of what each device has for itself: one after the other along the first axis."""
         return PartitionSpec((*self.place.token_axes, *self.place.vocab) or None)
 
-    def statistics(self, p: AnyProblem, loss: Loss | None = None) -> tuple[TokenStats, Any]:
+    def statistics(self, p: Problem[Source], loss: Loss | None = None) -> tuple[TokenStats, Any]:
         place, rank = self.place, len(self.place.tokens)
 
         def local(p: Any, loss: Any) -> Any:
@@ -207,7 +229,7 @@ class OverMesh:
         specs = (_specs(place, p), _loss_specs(place, loss))
         return self._run(local, (p, loss), specs, (place.token_spec, self._report_specs(p)))
 
-    def forward(self, p: AnyProblem, want: Any) -> tuple[TokenStats, Any, Any]:
+    def forward(self, p: Problem[Source], want: Any) -> tuple[TokenStats, Any, Any]:
         place = self.place
 
         def local(p: Any) -> Any:
@@ -226,7 +248,7 @@ class OverMesh:
         return self._run(local, (p,), (_specs(place, p),), out_specs)
 
     def backward(
-        self, p: AnyProblem, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
+        self, p: Problem[Source], want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
     ) -> Any:
         place, rank = self.place, len(self.place.tokens)
 
@@ -238,7 +260,7 @@ class OverMesh:
                 found = arriving.backward(_flat(place, p), want, out, g, residual, only_logp)
                 return dataclasses.replace(found, hidden=_unflat(found.hidden, p.targets.shape))
             own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
-            if isinstance(p, LogitsProblem):
+            if isinstance(p.policy, Given):
                 return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
             apart = head_pieces.count(self.own, place, own, want)
             now = want if apart == 1 else dataclasses.replace(want, weight=False, bias=False)
@@ -252,7 +274,7 @@ class OverMesh:
         specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)
         return self._run(local, (p, out, g, residual), specs, _gradient_specs(place, p, want))
 
-    def gradients_in_forward(self, p: AnyProblem, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
+    def gradients_in_forward(self, p: Problem[Source], want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
         place, rank = self.place, len(self.place.tokens)
 
         def local(p: Any, loss: Loss) -> Any:
@@ -260,7 +282,7 @@ class OverMesh:
             flat = Loss(loss.objective, flat_tokens(loss.inputs, rank))
             out, report, found = self.device.gradients_in_forward(own, want, flat)
             out, report = _unflat(out, shape), _of_all_devices(place, report, shape)
-            if isinstance(p, LogitsProblem):
+            if isinstance(p.policy, Given):
                 return out, report, found.reshape(p.logits.shape)
             hidden = _unflat(found.hidden, shape)
             return out, report, Gradients(hidden, collectives.reduce_grads(place, found.head, p.head))
@@ -274,4 +296,4 @@ def _with_head(place: Placement, p: Problem, whole: Any) -> Problem:
     """A device's own problem, flat, with the head that the forward pass gathered."""
     kept = dataclasses.replace(whole, lora_scale=p.head.lora_scale)
     nothing = dataclasses.replace(place, vocab_gathered=(), hidden_gathered=())
-    return _gathered(nothing, dataclasses.replace(p, head=kept))
+    return _gathered(nothing, p.with_head(kept))

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from logitless.core.problem import HeadArrays, Layout, LogitsProblem, Problem
+from logitless.core.problem import Given, HeadArrays, Layout, Linear, Problem, Source
 
 Axes = tuple[str, ...]
 Kinds = tuple[str | None, ...]
@@ -130,18 +130,19 @@ class Placement:
     def one_device(self, p: Any) -> Any:
         """The shapes of what a device works on: flat tokens, the head once it is gathered."""
         tokens, parts = p.targets.size // self.count(self.token_axes), self.count(self.vocab)
-        targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
-        if isinstance(p, LogitsProblem):
-            logits = jax.ShapeDtypeStruct((tokens, p.logits.shape[-1] // parts), p.logits.dtype)
-            return dataclasses.replace(p, logits=logits, targets=targets)  # type: ignore[arg-type]
 
         def local(x: Any, kinds: Kinds) -> Any:
             shape = tuple(n // parts if kind == "v" else n for n, kind in zip(x.shape, kinds, strict=True))
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        head = HeadArrays(**each_array(local, p.head.layout, p.head), layout=p.head.layout)
-        hidden = jax.ShapeDtypeStruct((tokens, p.h.shape[-1]), p.h.dtype)
-        return dataclasses.replace(p, h=hidden, head=head, targets=targets)
+        def part(source: Source) -> Source:
+            if isinstance(source, Given):
+                return Given(jax.ShapeDtypeStruct((tokens, source.width // parts), source.dtype))  # type: ignore[arg-type]
+            head = HeadArrays(**each_array(local, source.head.layout, source.head), layout=source.head.layout)
+            return Linear(jax.ShapeDtypeStruct((tokens, source.hidden.shape[-1]), source.dtype), head)  # type: ignore[arg-type]
+
+        targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
+        return dataclasses.replace(p.over_sources(part), targets=targets)
 
 
 def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -175,7 +176,7 @@ def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
     return mesh
 
 
-def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placement:
+def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
     """Check a sharding against the shapes of a call."""
     mesh, tokens = mesh_of(call, sharding), p.targets.shape
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -216,13 +217,13 @@ def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placem
     parallel: Axes = ()
     gathered: Axes = ()
     hidden: Axes = ()
-    if isinstance(p, Problem):
-        head = p.head.weight.shape
+    if isinstance(p.policy, Linear):
+        head = p.policy.head.weight.shape
         if len(sharding.head) > 2:
             raise ValueError(f"{call}: sharding.head={sharding.head} has {len(sharding.head)} entries, lm_head has 2.")
         head_axes = known("head", sharding.head)
         head_axes += ((),) * (2 - len(head_axes))
-        v, h = p.head.axis, 1 - p.head.axis
+        v, h = p.policy.head.axis, 1 - p.policy.head.axis
         parallel = tuple(a for a in head_axes[v] if a not in flat_tokens)
         gathered = tuple(a for a in head_axes[v] if a in flat_tokens)
         hidden = head_axes[h]
@@ -248,7 +249,7 @@ def resolve(call: str, sharding: Sharding, p: Problem | LogitsProblem) -> Placem
             raise ValueError(
                 f"{call}: the axis {both[0]!r} is in sharding.tokens and in sharding.vocab; an axis cuts one dimension."
             )
-        divides("the logits' vocabulary", p.logits.shape[-1], parallel, "pad the vocabulary and say vocab_size=")
+        divides("the logits' vocabulary", p.policy.width, parallel, "pad the vocabulary and say vocab_size=")
 
     (repeated,) = known("replicated", [sharding.replicated])
     idle = [a for a, n in sizes.items() if n > 1 and a not in flat_tokens | set(parallel) | set(repeated)]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.problem import Gradients, LogitsProblem, Loss
+from logitless.core.problem import Given, Gradients, Loss
 from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
 from logitless.core.transform import factor
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
@@ -39,7 +39,7 @@ def shard_of(own: Backend, place: Placement) -> Backend:
 
 def width_of(p: Any) -> int:
     """Columns that a device has, padding included."""
-    return p.logits.shape[-1] if isinstance(p, LogitsProblem) else p.head.vocab
+    return p.policy.width
 
 
 def no_columns(shapes: RowSums) -> RowSums:
@@ -85,7 +85,7 @@ class VocabularyShard:
     def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
         """Gradients of a device's own columns; dH, complete."""
         mine = self.shard(p)
-        if isinstance(p, LogitsProblem):
+        if isinstance(p.policy, Given):
             return self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, None, only_logp))
         hidden: Array | None = None
         if residual is not None and only_logp and want.hidden:  # it is that of all columns already

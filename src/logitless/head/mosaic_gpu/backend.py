@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import LogitsProblem, Loss, Problem
+from logitless.core.problem import Given, Loss, Problem
 from logitless.core.row_passes import front
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import Chunked
@@ -42,9 +42,9 @@ def not_fused_because(p: Any) -> str | None:
     return None
 
 
-def _rows(x: Array, p: Problem, live: Array | None) -> LogitsProblem:
+def _rows(x: Array, p: Problem, live: Array | None) -> Problem[Given]:
     """The chunk's rows for the row kernel, which may write over them."""
-    rows = LogitsProblem(lax.optimization_barrier(x), p.targets, p.transform, live, call=p.call)
+    rows = Problem(Given(lax.optimization_barrier(x)), p.targets, p.transform, live, call=p.call)
     return rows.calling(donate=True)
 
 

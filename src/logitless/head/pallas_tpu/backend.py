@@ -217,7 +217,7 @@ class PallasTpu:
         f = Front(order, rest.count + count)
         part = kernels.in_order(f, p)
         if p.live is not None:  # a dead token among the kept adds zero if it holds a number
-            part = dataclasses.replace(part, h=jnp.where(f.take(p.live)[:, None], part.h, jnp.zeros((), p.h.dtype)))
+            part = part.with_hidden(jnp.where(f.take(p.live)[:, None], part.h, jnp.zeros((), p.h.dtype)))
         return kernels.dhead(part, f.count, jax.tree.map(f.take, out), jax.tree.map(f.take, g), kept=kept)
 
     # A shard of the vocabulary.

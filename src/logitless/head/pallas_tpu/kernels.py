@@ -183,13 +183,13 @@ def _times(w: Array, number: Callable[[int], Array], halves: list[Array]) -> Arr
 
 def hidden_in_order(f: Front, p: Problem) -> Problem:
     """The problem with its hidden states as ``f`` has them, and all else as it stands."""
-    return p if f.order is None else dataclasses.replace(p, h=gather(p.h, f.order, interpreter(p.call.interpret)))
+    return p if f.order is None else p.with_hidden(gather(p.h, f.order, interpreter(p.call.interpret)))
 
 
 def in_order(f: Front, p: Problem) -> Problem:
     """The problem with its tokens as ``f`` has them."""
     h = hidden_in_order(f, p).h
-    return dataclasses.replace(dataclasses.replace(p, live=None, h=p.targets).rows(f.take), h=h)
+    return dataclasses.replace(p.with_hidden(p.targets), live=None).rows(f.take).with_hidden(h)
 
 
 def _coefficients(

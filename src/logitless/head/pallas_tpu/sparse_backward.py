@@ -184,8 +184,8 @@ def _with_hard_rows(
 
         return q.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
 
-    q, own = of(order, dataclasses.replace(p, h=p.targets), known)
-    q = dataclasses.replace(q, h=lax.fori_loop(0, (count + (part - 1)) // part, gathered, p.h))
+    q, own = of(order, p.with_hidden(p.targets), known)
+    q = q.with_hidden(lax.fori_loop(0, (count + (part - 1)) // part, gathered, p.h))
     ready = None if slabs.weight is None else Ready(slabs.weight, active.index, active.count)
     dh, head, groups = slabs.dh, HeadGrads(None, None), 0
     if ready is not None:

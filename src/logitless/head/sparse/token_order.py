@@ -96,7 +96,9 @@ def in_order(
         order = _sorted(jnp.where(first, 0, jnp.where(live, 1, 2)), jnp.where(first, by, 0.0))
         place = inverse(order)
     order = jnp.pad(order, (0, -p.n % visit), mode="edge")
-    numbers = dataclasses.replace(p, live=None, h=p.targets).rows(lambda a: a.at[order].get(mode="promise_in_bounds"))
+    numbers = dataclasses.replace(p.with_hidden(p.targets), live=None).rows(
+        lambda a: a.at[order].get(mode="promise_in_bounds")
+    )
     alive = jnp.sum(live, dtype=jnp.int32)
     keep = jnp.arange(order.size) < alive
     if gather is None:
@@ -105,4 +107,4 @@ def in_order(
         h = jnp.where(keep[:, None], p.h.at[order].get(mode="promise_in_bounds"), nothing)
     else:
         h = gather(p.h, order, keep)
-    return Ordered(dataclasses.replace(numbers, h=h), order, place, jnp.sum(first, dtype=jnp.int32), alive, p)
+    return Ordered(numbers.with_hidden(h), order, place, jnp.sum(first, dtype=jnp.int32), alive, p)

@@ -25,7 +25,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core.compat import gpu_interpreter, mosaic_gpu_reason
-from logitless.core.problem import LogitsProblem
+from logitless.core.problem import Given, Problem
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.logits.chunked import Chunked
@@ -139,7 +139,7 @@ class Kernel:
     dlogits: Any | None = None  # the dtype of those it writes; ``None`` where it writes none
 
 
-def _tiles(p: LogitsProblem, tiles: Tiles | None, rounded: Any) -> Tiles:
+def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: Any) -> Tiles:
     n, v = p.logits.shape
     if tiles is None:
         tiles = tiles_for(n, v, p.logits.dtype, rounded)
@@ -148,7 +148,7 @@ def _tiles(p: LogitsProblem, tiles: Tiles | None, rounded: Any) -> Tiles:
     return fitted(tiles, n, v, p.logits.dtype.itemsize, rounded)
 
 
-def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> tuple[list[Array], Array | None]:
+def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Array], Array | None]:
     """Run a kernel over ``logits [N, V]``; ``(statistics, dlogits)``, empty and ``None`` where it writes none."""
     n, v = p.logits.shape
     dtype, interpret = p.logits.dtype, p.call.interpret
@@ -211,20 +211,20 @@ def _as_stats(values: Sequence[Array]) -> TokenStats:
     return TokenStats(**{**fields, "is_top1": fields["is_top1"] > 0})
 
 
-def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
+def token_stats(p: Problem[Given], tiles: Tiles | None = None) -> TokenStats:
     """Statistics of ``logits [N, V]``, each ``[N]``; see ``logitless.logits`` for the contract."""
     values, _ = _launch(p, Kernel(kernels.statistics, writes_stats=True), tiles)
     return _as_stats(values)
 
 
-def _written(p: LogitsProblem, dtype: Any) -> jnp.dtype:
+def _written(p: Problem[Given], dtype: Any) -> jnp.dtype:
     """The dtype in which a kernel writes dlogits that are wanted in ``dtype`` (``None``: in that of the logits)."""
     own = p.logits.dtype
     return jnp.dtype(dtype) if dtype is not None and rounds(p.logits.shape[-1], own, dtype) else own
 
 
 def dlogits(
-    p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: Any = None
+    p: Problem[Given], stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: Any = None
 ) -> Array:
     """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits); rows whose cotangents are all zero are not
     read either."""
@@ -242,7 +242,7 @@ def dlogits(
 
 
 def stats_and_dlogits(
-    p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None, dtype: Any = None
+    p: Problem[Given], program: TokenProgram, tiles: Tiles | None = None, dtype: Any = None
 ) -> tuple[TokenStats, Array]:
     """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` as
     for :func:`dlogits`."""

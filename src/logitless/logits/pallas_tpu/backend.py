@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import stats as S
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import LogitsProblem
+from logitless.core.problem import Given, Problem
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.transform import factor
 from logitless.logits.chunked import Chunked, bytes_moved, cotangents_of, live_cotangents
@@ -53,7 +53,7 @@ class Kernel:
     writes_logits: bool = False
 
 
-def _launch(p: LogitsProblem, k: Kernel, tiles: Tiles | None) -> dict[str, Array]:
+def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> dict[str, Array]:
     """Run a kernel over the blocks of ``logits [N, V]``; what it writes of ``stats [N, 8]`` and ``out [N, V]``."""
     n, v = p.logits.shape
     check(n, v, p.logits.dtype)
@@ -144,7 +144,7 @@ def supports(n: int, v: int, dtype: Any) -> bool:
     return True
 
 
-def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
+def token_stats(p: Problem[Given], tiles: Tiles | None = None) -> TokenStats:
     """Statistics ``[N]``; see ``logitless.logits`` for the contract.
 
     ``p.call.interpret``: ``True`` or a ``pltpu.InterpretParams``. ``tiles`` replaces the rule's choice.
@@ -152,14 +152,14 @@ def token_stats(p: LogitsProblem, tiles: Tiles | None = None) -> TokenStats:
     return _unpacked(_launch(p, Kernel("token_stats", kernels.stats_body, writes_stats=True), tiles)["stats"])
 
 
-def token_sums(p: LogitsProblem, tiles: Tiles | None = None) -> RowSums:
+def token_sums(p: Problem[Given], tiles: Tiles | None = None) -> RowSums:
     """Sums over the columns that are here, for a shard of the vocabulary; targets that are another shard's are -1."""
     body = functools.partial(kernels.stats_body, finished=False)
     out = _launch(p, Kernel("token_sums", body, writes_stats=True), tiles)["stats"]
     return RowSums(*(out[:, i] for i in range(len(dataclasses.fields(RowSums)))))
 
 
-def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
+def dlogits(p: Problem[Given], stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None) -> Array:
     """``[N, V]`` in the dtype of the logits; with ``p.call.donate`` it takes their place."""
     g = live_cotangents(p, g)
     moves = g.any_nonzero()
@@ -171,7 +171,7 @@ def dlogits(p: LogitsProblem, stats: TokenStats, g: StatCotangents, tiles: Tiles
     return _launch(p, Kernel("dlogits", kernels.dlogits_body, columns=columns, writes_logits=True), tiles)["out"]
 
 
-def stats_and_dlogits(p: LogitsProblem, program: TokenProgram, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
+def stats_and_dlogits(p: Problem[Given], program: TokenProgram, tiles: Tiles | None = None) -> tuple[TokenStats, Array]:
     """Statistics, and the dlogits of the objective in ``program``, whose cotangents are taken inside the kernel."""
     n, v = p.logits.shape
     check(n, v, p.logits.dtype)

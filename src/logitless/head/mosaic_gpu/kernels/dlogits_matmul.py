@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import transform as tr
-from logitless.core.problem import HeadArrays, Problem
+from logitless.core.problem import HeadArrays, Linear, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
 from logitless.core.stats import dz_at_target, dz_line
@@ -149,7 +149,7 @@ def columns_dx(
     """
     n = target.size
     transform = dataclasses.replace(p.transform, temperature=None)  # the rows have it
-    fixed = Problem(h, p.head, jnp.zeros((len(h),), jnp.int32), transform, call=p.call)
+    fixed = Problem(Linear(h, p.head), jnp.zeros((len(h),), jnp.int32), transform, call=p.call)
     listed = visits.listed(tiles_of(fixed, part).group, place.numbers())
     numbers = jnp.pad(rows.at(target), ((0, 0), (0, len(h) - n)))
     dx, mass = _columns_dx(fixed, numbers, counts, part, visits.tiles, listed, place.array)
