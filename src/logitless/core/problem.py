@@ -264,13 +264,12 @@ class Problem(Generic[S]):
         """The same tokens, the policy's logits given."""
         return dataclasses.replace(self, policy=Given(logits))  # type: ignore[arg-type, return-value]
 
-    def over_sources(self, f: Callable[[Source], Source]) -> Problem[S]:
+    def over_sources(self, f: Callable[[Any], Any]) -> Problem[S]:
         """The same call with ``f`` of every source of logits."""
         teacher = self.teacher
         if teacher is not None:
             teacher = dataclasses.replace(teacher, source=f(teacher.source))
-        policy: Any = f(self.policy)  # of the same kind: S
-        return dataclasses.replace(self, policy=policy, teacher=teacher)
+        return dataclasses.replace(self, policy=f(self.policy), teacher=teacher)
 
     def calling(self, **choices: Any) -> Self:
         """The same with other static choices."""
@@ -278,9 +277,10 @@ class Problem(Generic[S]):
 
     def rows(self, take: Take) -> Problem[S]:
         """The same call for other tokens: ``take`` on every array with one row per token."""
+        policy: Any = self.policy.rows(take)
         return dataclasses.replace(
             self,
-            policy=self.policy.rows(take),
+            policy=policy,
             targets=take(self.targets),
             transform=self.transform.rows(take),
             live=None if self.live is None else take(self.live),
