@@ -304,7 +304,7 @@ def random_batch(
 def token_stats(logp: Any, entropy: Any) -> TokenStats:
     """Statistics as ``logprobs`` would return them; the fields that no loss reads are filled in."""
     logp, entropy = jnp.asarray(logp, jnp.float32), jnp.asarray(entropy, jnp.float32)
-    unread = {f.name: jnp.zeros_like(logp) for f in dataclasses.fields(TokenStats)}
+    unread = dict.fromkeys(STAT_FIELDS, jnp.zeros_like(logp))
     return TokenStats(**dict(unread, logp=logp, entropy=entropy, is_top1=jnp.zeros(logp.shape, bool)))
 
 

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
 
+from logitless.core.divergences import Divergence
 from logitless.core.pytree import register, static
-from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.stats import StatCotangents, TokenStats, blank_stats
 from logitless.core.transform import LogitTransform
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions, cotangents, may_have_gradient
@@ -208,11 +209,12 @@ Source = Linear | Given
 @register
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A second distribution over the vocabulary for every token: a constant."""
+    """A second distribution for every token, over the policy's vocabulary: a constant. And the divergence from it."""
 
     source: Source
     transform: LogitTransform
-    vocab_size: int = static(0)  # real columns; those beyond are padding
+    mix: Array | None = None  # of jsd
+    divergence: Divergence = static("reverse_kl")
 
     def rows(self, take: Take) -> Teacher:
         """The rows of other tokens."""
@@ -287,6 +289,15 @@ class Problem(Generic[S]):
             teacher=None if self.teacher is None else self.teacher.rows(take),
         )
 
+    @property
+    def stages(self) -> int:
+        """Number of sources: matmuls that make a token's rows of logits."""
+        return 1 if self.teacher is None else 2
+
+    def blank_stats(self) -> TokenStats:
+        """Statistics of tokens that nobody has visited, in the structure of this call's."""
+        return blank_stats(self.n, pair=self.teacher is not None)
+
     def flat(self, rank: int) -> Problem[S]:
         """The same call with the ``rank`` dimensions of its tokens flattened."""
         return self.rows(lambda x: x.reshape(-1, *x.shape[rank:]))
@@ -326,13 +337,13 @@ class Loss:
 
     def total(self, s: TokenStats) -> Array:
         """The loss, behind a barrier: its sum is the same to the bit with and without a gradient around it."""
-        logp, entropy = jax.lax.optimization_barrier((s.logp, s.entropy))
-        return jnp.sum(contributions(self.objective, logp, entropy, self.inputs))
+        logp, entropy, divergence = jax.lax.optimization_barrier((s.logp, s.entropy, s.divergence))
+        return jnp.sum(contributions(self.objective, logp, entropy, self.inputs, divergence))
 
     def cotangents(self, s: TokenStats) -> StatCotangents:
         """Of the statistics, for a unit cotangent of the loss."""
-        g_logp, g_entropy = cotangents(self.objective, s.logp, s.entropy, self.inputs)
-        return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
+        g_logp, g_entropy, g_divergence = cotangents(self.objective, s.logp, s.entropy, self.inputs, s.divergence)
+        return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp), g_divergence)
 
     def may_move(self) -> Array:
         """Tokens whose cotangents can be nonzero, as far as it is known before their statistics are."""

@@ -24,7 +24,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.chunk_size import column_tile
-from logitless.core.problem import Given, Linear, Loss, Problem
+from logitless.core.divergences import (
+    PairSums,
+    empty_pair_sums,
+    finish_pair,
+    log_pair,
+    merge_pairs,
+    pair_dz,
+    pair_sums,
+    teacher_stats,
+)
+from logitless.core.problem import Given, Linear, Loss, Problem, Teacher
 from logitless.core.pytree import register, static
 from logitless.core.stats import (
     NEG_INF,
@@ -100,6 +110,13 @@ def rows_in_parts(x: Array, at: Array, size: int, keep: Array | None = None) -> 
     return some(0, at.size) if whole else in_parts(some, size, jnp.broadcast_to(nothing, (at.size, x.shape[1])))
 
 
+def as_wide_as(t: Array, width: int) -> Array:
+    """``t [C, W]`` with ``width`` columns: the first ones, or zeros behind them, which are padding."""
+    if t.shape[-1] >= width:
+        return t[..., :width]
+    return jnp.pad(t, ((0, 0),) * (t.ndim - 1) + ((0, width - t.shape[-1]),))
+
+
 def columns(x: Array, start: Array | int, size: int) -> Array:
     """A slice of the last dimension."""
     return x if size == x.shape[-1] else lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 1)
@@ -119,8 +136,73 @@ def sums(x: Array, p: Rows) -> RowSums:
 
 
 def statistics(x: Array, p: Rows) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live."""
-    return finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), p.transform)
+    """Statistics of the rows ``x [C, V]``, every one of them live; with a teacher, those of the pair too."""
+    stats = finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), p.transform)
+    if p.teacher is None:
+        return stats
+    teacher = teacher_statistics(p)
+    return finish_pair(stats, teacher, sums_of_pair(x, p, stats, teacher))
+
+
+# -- rows of two distributions: the teacher of a chunk holds its logits, as wide as the policy's -----------------------
+
+
+def teacher_logits(p: Rows) -> Array:
+    """The teacher's raw logits ``[C, V]``."""
+    assert p.teacher is not None and isinstance(p.teacher.source, Given)
+    return p.teacher.source.logits
+
+
+def teacher_rows(p: Rows) -> Problem[Given]:
+    """The teacher's rows as a problem of their own. The targets are the policy's, so that equal rows are swept by equal
+    arithmetic."""
+    assert p.teacher is not None
+    return Problem(Given(teacher_logits(p)), p.targets, p.teacher.transform, p.live, call=p.call)
+
+
+def teacher_statistics(p: Rows) -> TokenStats:
+    """Statistics of the teacher's rows."""
+    rows = teacher_rows(p)
+    # An invalid target is the policy's fault, and makes its own statistics NaN.
+    return finish(sums(rows.logits, rows), True, rows.transform)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A slice of the columns of both distributions."""
+
+    log_p: Array
+    log_q: Array
+    at_peak: Array  # the student's largest logit
+
+
+def _pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Array | int, size: int) -> _Pair:
+    """Columns ``start`` on of the rows; ``stats`` and ``teacher`` are ``[C, 1]``."""
+    assert p.teacher is not None
+    ids, own, other = start + column_ids(size), p.transform.column(), p.teacher.transform.column()
+    u = swept_columns(columns(x, start, size), own, p.call.vocab_size, ids)
+    t = swept_columns(columns(teacher_logits(p), start, size), other, p.call.vocab_size, ids)
+    return _Pair(*log_pair(u, factor(own), t, factor(other), stats, teacher), u == stats.peak)
+
+
+def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats) -> PairSums:
+    """Sums of the divergence over the columns of the rows ``x [C, V]``, from the statistics of both sides."""
+    assert p.teacher is not None
+    stats, teacher = jax.tree.map(lambda a: a[:, None], (stats, teacher))
+
+    def step(start: Array | int, size: int, so_far: PairSums) -> PairSums:
+        assert p.teacher is not None
+        at = _pair(x, p, stats, teacher, start, size)
+        return merge_pairs(so_far, pair_sums(p.teacher.divergence, at.log_p, at.log_q, at.at_peak, p.teacher.mix))
+
+    return over_columns(x.shape[-1], column_tile(), step, empty_pair_sums(p.targets.shape))
+
+
+def _dz_of_pair(x: Array, p: Rows, stats: TokenStats, start: Array | int, size: int) -> Array:
+    """The divergence's gradient at a slice of columns of the rows; ``stats`` are ``[C, 1]``."""
+    assert p.teacher is not None
+    at = _pair(x, p, stats, teacher_stats(stats), start, size)
+    return pair_dz(p.teacher.divergence, at.log_p, at.log_q, at.at_peak, stats, p.teacher.mix)
 
 
 @register
@@ -195,6 +277,7 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile
     transform, peak = p.transform.column(), stats.peak[:, None]
     k, vocab_size = factor(transform), p.call.vocab_size
     (a, b), at_target, moves = _row_terms(peak, p, stats, g)
+    as_columns = jax.tree.map(lambda s: s[:, None], stats)
 
     def step(start: Array | int, size: int, out: Array) -> Array:
         ids = start + column_ids(size)
@@ -202,7 +285,12 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile
         difference = times(k, swept_columns(part, transform, vocab_size, ids) - peak)
         e = jnp.exp(difference)
         others = jnp.where((e == 0) | ~moves, 0.0, e * (a - b * difference))  # 0 * inf must not appear
-        d = pull_back(jnp.where(ids == p.targets[:, None], at_target, others), part, transform).astype(dtype)
+        d = jnp.where(ids == p.targets[:, None], at_target, others)
+        if g.divergence is not None:
+            g_divergence = g.divergence[:, None]
+            of_pair = g_divergence * _dz_of_pair(out if dtype == x.dtype else x, p, as_columns, start, size)
+            d = d + jnp.where(g_divergence != 0, of_pair, 0.0)
+        d = pull_back(d, part, transform).astype(dtype)
         return d if size == x.shape[-1] else lax.dynamic_update_slice_in_dim(out, d, start, axis=1)
 
     return over_columns(x.shape[-1], tile, step, x if dtype == x.dtype else jnp.zeros(x.shape, dtype))
@@ -238,12 +326,17 @@ class Visit:
     def problem(self, p: Problem, h: Array | None = None) -> Problem:
         """The chunk's own problem, with hidden states ``h`` if they are there already. Its ``live`` are the rows that
         are real."""
-        part = (
-            dataclasses.replace(p.with_hidden(p.targets), live=None)
-            .rows(self.take)
-            .with_hidden(self.hidden(p) if h is None else h)
-        )
+        part = dataclasses.replace(p.with_hidden(p.targets), live=None, teacher=None).rows(self.take)
+        part = part.with_hidden(self.hidden(p) if h is None else h)
         return dataclasses.replace(part, live=self.inside(p.n))
+
+    def teacher(self, p: Problem) -> Teacher:
+        """The chunk's own teacher, whose source is :class:`Linear`; zeros as the padding of the last chunk."""
+        assert p.teacher is not None
+        teacher = p.teacher.rows(self.take)
+        assert isinstance(teacher.source, Linear)
+        hidden = jnp.where(self.inside(p.n)[:, None], teacher.source.hidden, jnp.zeros((), teacher.source.dtype))
+        return dataclasses.replace(teacher, source=Linear(hidden, teacher.source.head))
 
     def loss(self, loss: Loss, n: int) -> Loss:
         """The chunk's own loss; the padding of the last chunk is masked out."""

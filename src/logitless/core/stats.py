@@ -25,6 +25,7 @@ at the target ``d logp/d z_y = -expm1(logp)``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,17 @@ from logitless.core.transform import LogitTransform, divided, times
 
 NEG_INF = float("-inf")
 _NOT_TRANSFORMED = LogitTransform()
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class PairStats:
+    """What the gradient of a divergence is taken from, per token; all float32."""
+
+    teacher_peak: Array  # ``peak`` of the teacher's softmax
+    teacher_max_logp: Array  # its ``max_logp``
+    mean: Array  # sum of p d (``logitless.core.divergences``)
+    at_peak: Array  # the gradient at the student's largest logit, for a row that this one column dominates
 
 
 @register
@@ -71,15 +83,35 @@ class TokenStats:
     """``max_logit`` before its last factor (``u`` of ``logitless.core.transform``): what gradients are taken relative
     to (float32)."""
 
-    def map(self, f) -> TokenStats:  # type: ignore[no-untyped-def]
-        """``f`` applied to every field."""
-        return TokenStats(*(f(getattr(self, x.name)) for x in dataclasses.fields(self)))
+    divergence: Array | None = None
+    """Divergence of this distribution and a teacher's, where the call has a teacher; differentiable."""
+    teacher_entropy: Array | None = None
+    """Entropy of the teacher's distribution, where there is a teacher (float32)."""
+    pair: PairStats | None = None
+    """What the divergence's gradient is taken from."""
+
+    def map(self, f: Callable[[Array], Array]) -> TokenStats:
+        """``f`` applied to every array."""
+        return jax.tree.map(f, self)
 
 
-def blank_stats(n: int) -> TokenStats:
-    """Statistics of ``n`` tokens that nobody has visited: zeros."""
+STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))[:8]
+"""Names of the statistics of one distribution: what a kernel writes, one float32 column each."""
+
+
+def stats_of_columns(columns: Sequence[Array]) -> TokenStats:
+    """Statistics from the columns of :data:`STAT_FIELDS`."""
+    logp, entropy, lse, max_logit, log_sum_p2, is_top1, max_logp, peak = columns
+    return TokenStats(logp, entropy, lse, max_logit, log_sum_p2, is_top1 > 0, max_logp, peak)
+
+
+def blank_stats(n: int, pair: bool = False) -> TokenStats:
+    """Statistics of ``n`` tokens that nobody has visited: zeros; ``pair``: with a teacher's."""
     zero = jnp.zeros((n,), jnp.float32)
-    return TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero, zero)
+    stats = TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero, zero)
+    if not pair:
+        return stats
+    return dataclasses.replace(stats, divergence=zero, teacher_entropy=zero, pair=PairStats(zero, zero, zero, zero))
 
 
 def valid_targets(targets: Array, vocab_size: int) -> Array:
@@ -201,15 +233,17 @@ def finish(
 @register
 @dataclasses.dataclass(frozen=True)
 class StatCotangents:
-    """Cotangents of the three differentiable statistics, per token, float32."""
+    """Cotangents of the differentiable statistics, per token, float32."""
 
     logp: Array
     entropy: Array
     lse: Array
+    divergence: Array | None = None  # where there is a teacher
 
     def any_nonzero(self) -> Array:
         """True where the token's row of dlogits can be nonzero (NaN counts as nonzero)."""
-        return (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
+        moves = (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
+        return moves if self.divergence is None else moves | (self.divergence != 0)
 
 
 def log_probability(u: Array, k: Array | None, s: TokenStats) -> Array:

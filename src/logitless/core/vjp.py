@@ -54,10 +54,10 @@ def _instantiate(ct: Any) -> Array:
 
 
 def only_three_differentiable(stats: TokenStats) -> TokenStats:
-    """Statistics whose extras carry no gradient."""
-    stop = jax.lax.stop_gradient
-    extras = (stats.max_logit, stats.log_sum_p2, stats.is_top1, stats.max_logp, stats.peak)
-    return TokenStats(stats.logp, stats.entropy, stats.lse, *map(stop, extras))
+    """Statistics whose extras carry no gradient: all but ``logp``, ``entropy``, ``lse`` and ``divergence``."""
+    constant = jax.lax.stop_gradient(stats)
+    own = {k: getattr(stats, k) for k in ("logp", "entropy", "lse", "divergence")}
+    return dataclasses.replace(constant, **own)
 
 
 # -- statistics now, gradients later ---------------------------------------------------------------------------------
@@ -82,9 +82,11 @@ def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
 def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tuple[Any]:
     want, p, out, residual = saved
     of = ct[0]
-    only_logp = isinstance(of.entropy, SymbolicZero) and isinstance(of.lse, SymbolicZero)
-    # The three that count; those of the other statistics are zero by contract.
-    g = StatCotangents(*(_instantiate(c).astype(jnp.float32) for c in (of.logp, of.entropy, of.lse)))
+    only_logp = all(x is None or isinstance(x, SymbolicZero) for x in (of.entropy, of.lse, of.divergence))
+    # Those that count; the other statistics' are zero by contract.
+    wanted = StatCotangents(of.logp, of.entropy, of.lse, of.divergence)
+    is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
+    g = jax.tree.map(lambda c: _instantiate(c).astype(jnp.float32), wanted, is_leaf=is_zero)
     return (p.cotangent(backend.backward(p, want.value, out, g, residual, only_logp)),)
 
 

@@ -26,9 +26,9 @@ from jax import Array, lax
 from logitless.core import row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import column_tile
-from logitless.core.problem import Gradients, Loss, Problem, Wanted
-from logitless.core.row_passes import Sweep, Visit, live_sweep, split_sweep, sweep_over
-from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
+from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
+from logitless.core.row_passes import Sweep, Visit, as_wide_as, live_sweep, split_sweep, sweep_over
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums
 from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dtypes, raw_logits, zero_grads
 
 
@@ -42,7 +42,16 @@ def chunk_of(visit: Visit, p: Problem) -> tuple[Problem, Array]:
     before it keeps 32 MiB more at the peak (T=8192, H=4096)."""
     h = visit.hidden(p)
     x = raw_logits(h, p.head, p.call.logits_dtype)
-    return visit.problem(p, h), x
+    part = visit.problem(p, h)
+    return (part if p.teacher is None else dataclasses.replace(part, teacher=_teacher_of(visit, p))), x
+
+
+def _teacher_of(visit: Visit, p: Problem) -> Teacher:
+    """The chunk's teacher with its logits: one matmul over the policy's columns."""
+    teacher = visit.teacher(p)
+    assert isinstance(teacher.source, Linear)
+    t = raw_logits(teacher.source.hidden, teacher.source.head, p.call.logits_dtype)
+    return dataclasses.replace(teacher, source=Given(as_wide_as(t, p.head.vocab)))
 
 
 # -- gradient buffers ------------------------------------------------------------------------------------------------
@@ -94,7 +103,11 @@ class Chunked(PlainJax):
         else:
             words, counts = f"by recompute: {way.reason if way.loss else 'cotangents arrive later'}", (4, 3, 1)
             where = "1 where the cotangent is zero"
-        matmuls = f"{counts[0]} ({counts[1]} with a frozen head, 1 without a gradient) per live token; {where}"
+        if p.teacher is not None:  # its logits, in every sweep that makes the policy's
+            more = 1 if way.in_forward else 2
+            counts, where = (counts[0] + more, counts[1] + more, 2), where.replace("1", "2", 1)
+        frozen, none = f"{counts[1]} with a frozen head", f"{counts[2]} without a gradient"
+        matmuls = f"{counts[0]} ({frozen}, {none}) per live token; {where}"
         sweeps, item = -(-p.n // call.chunk), jnp.dtype(call.logits_dtype).itemsize
         moved = (
             f"head read {sweeps}x per matmul ({head.weight.size * head.weight.dtype.itemsize:,} B each), logits chunk "
@@ -134,14 +147,14 @@ class Chunked(PlainJax):
         """One matmul per live token."""
         if loss is None:
             return self.token_statistics(p), None
-        out = blank_stats(p.n)
+        out = p.blank_stats()
         for sweep in split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk):
             out = self.sweep_statistics(p, sweep, out)
         return out, None
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """Statistics for cotangents that arrive later."""
-        return self.sweep_statistics(p, sweep_over(p.n, p.live, p.call.chunk), blank_stats(p.n))
+        return self.sweep_statistics(p, sweep_over(p.n, p.live, p.call.chunk), p.blank_stats())
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, None]:
         return self.token_statistics(p), None, None
@@ -178,7 +191,7 @@ class Chunked(PlainJax):
             stats, dx = self.row_statistics_and_dx(x, masked, own, dx_dtype_of(x, p, total))
             return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
 
-        out, total = moving.run(body, (blank_stats(p.n), no_gradients(p, want)))
+        out, total = moving.run(body, (p.blank_stats(), no_gradients(p, want)))
         return self.sweep_statistics(p, rest, out), None, finished(p, total)
 
     # A shard of the vocabulary.

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import HeadArrays, Problem, Wanted
+from logitless.core.problem import Given, HeadArrays, Linear, Problem, Wanted
 from logitless.core.promotion import own_promotion
+from logitless.core.row_passes import as_wide_as
 from logitless.core.stats import TokenStats
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
@@ -77,4 +78,11 @@ class Reference(logits_reference.Reference):
         """Statistics of flattened tokens ``h [N, H]``."""
         h = p.h if p.live is None else jnp.where(p.live[:, None], p.h, jnp.zeros((), p.h.dtype))
         logits = dense_logits(h, p.head, p.call.logits_dtype)
-        return logits_reference.token_stats(p.with_logits(logits)), None
+        rows = p.with_logits(logits)
+        if p.teacher is not None:
+            assert isinstance(p.teacher.source, Linear)
+            t = dense_logits(p.teacher.source.hidden, p.teacher.source.head, p.call.logits_dtype)
+            rows = dataclasses.replace(
+                rows, teacher=dataclasses.replace(p.teacher, source=Given(as_wide_as(t, p.head.vocab)))
+            )
+        return logits_reference.token_stats(rows), None

@@ -22,7 +22,7 @@ from logitless.core import row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import platform, row_chunk
 from logitless.core.problem import Given, Loss, Problem
-from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums, masked_stats
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums, masked_stats
 from logitless.objectives.token_program import TokenProgram, token_program
 
 
@@ -65,7 +65,7 @@ def token_sums(p: Problem[Given]) -> RowSums:
 
 def _statistics(p: Problem[Given]) -> tuple[TokenStats, row_passes.Exponentials | None]:
     """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
-    if platform() == "cpu":
+    if platform() == "cpu" and p.teacher is None:
         return row_passes.cached_statistics(p.logits, p)
     # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
     return lax.optimization_barrier(row_passes.statistics(p.logits, p)), None
@@ -73,7 +73,7 @@ def _statistics(p: Problem[Given]) -> tuple[TokenStats, row_passes.Exponentials 
 
 def token_stats(p: Problem[Given]) -> TokenStats:
     """Statistics ``[N]``; zeros where a token is not live."""
-    return masked_stats(_over_chunks(lambda part: _statistics(part)[0], p, blank_stats(p.n)), p.live)
+    return masked_stats(_over_chunks(lambda part: _statistics(part)[0], p, p.blank_stats()), p.live)
 
 
 def live_cotangents(p: Problem[Given], g: StatCotangents) -> StatCotangents:
@@ -111,7 +111,7 @@ def stats_and_dlogits(p: Problem[Given], program: TokenProgram) -> tuple[TokenSt
             return stats, row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
         return stats, row_passes.cached_dx(part.logits, part, stats, g, known)
 
-    return _over_chunks(chunk, p, (blank_stats(p.n), jnp.zeros_like(p.logits)), program.columns)
+    return _over_chunks(chunk, p, (p.blank_stats(), jnp.zeros_like(p.logits)), program.columns)
 
 
 def bytes_moved(p: Any, reads: int) -> str:

@@ -6,6 +6,7 @@ Float32 copies of the logits may live in memory; nothing here is hand-derived bu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -13,10 +14,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
+from logitless.core.divergences import Divergence, finish_pair, pair_dz, pair_sums
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
-from logitless.core.row_passes import column_ids, swept_columns
-from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
+from logitless.core.row_passes import column_ids, swept_columns, teacher_logits, teacher_statistics
+from logitless.core.stats import (
+    NEG_INF,
+    StatCotangents,
+    TokenStats,
+    dz,
+    finish,
+    log_probability,
+    masked_stats,
+    row_sums,
+    valid_targets,
+)
 from logitless.core.transform import factor
 
 
@@ -33,7 +45,52 @@ def token_stats(p: Problem[Given]) -> TokenStats:
     t = p.transform.column()
     u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
     stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), p.transform)
-    return masked_stats(dataclasses.replace(stats, entropy=_entropy(u, k, is_target, stats)), p.live)
+    stats = dataclasses.replace(stats, entropy=_entropy(u, k, is_target, stats))
+    return masked_stats(stats if p.teacher is None else _with_teacher(p, u, k, stats), p.live)
+
+
+def _with_teacher(p: Problem[Given], u: Array, k: Array | None, stats: TokenStats) -> TokenStats:
+    """The statistics with those of the pair."""
+    teacher, t = p.teacher, jax.lax.stop_gradient(teacher_logits(p))
+    assert teacher is not None
+    if p.live is not None:
+        t = jnp.where(p.live[:, None], t, jnp.zeros((), t.dtype))
+    p = dataclasses.replace(p, teacher=dataclasses.replace(teacher, source=Given(t)))
+    other, column = teacher_statistics(p), teacher.transform.column()
+    v = swept_columns(t, column, p.call.vocab_size, column_ids(t.shape[-1]))
+    log_q = log_probability(v, factor(column), jax.tree.map(lambda a: a[:, None], other))
+    log_p, at_peak = _log_p(u, k, stats)
+    found = finish_pair(stats, other, pair_sums(teacher.divergence, log_p, log_q, at_peak, teacher.mix))
+    return dataclasses.replace(found, divergence=_divergence(teacher.divergence, u, k, log_q, teacher.mix, found))
+
+
+def _log_p(u: Array, k: Array | None, stats: TokenStats) -> tuple[Array, Array]:
+    """``(log p, where u is the largest of its row)``."""
+    wide = jax.tree.map(lambda a: a[:, None], stats)
+    return log_probability(u, k, wide), u == wide.peak
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divergence(
+    kind: Divergence, u: Array, k: Array | None, log_q: Array, mix: Array | None, stats: TokenStats
+) -> Array:
+    """The divergence in ``stats``, with its closed gradient: what JAX would make of the sums cancels at a peak."""
+    assert stats.divergence is not None
+    return stats.divergence
+
+
+@_divergence.defjvp
+@own_promotion
+def _divergence_jvp(kind: Divergence, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """As :func:`_entropy_jvp`: the divergence depends on ``z`` alone, and the rule itself can be differentiated."""
+    u, k, log_q, mix, stats = primals
+    du, dk = tangents[:2]
+    there = u > NEG_INF
+    inside = jnp.where(there, u, jax.lax.stop_gradient(stats.peak)[:, None])
+    moved = du if k is None else du * k + inside * dk
+    log_p, at_peak = _log_p(u, k, stats)
+    d = pair_dz(kind, log_p, log_q, at_peak, jax.tree.map(lambda a: a[:, None], stats), mix)
+    return stats.divergence, jnp.sum(jnp.where(there, d, 0.0) * jnp.where(there, moved, 0.0), axis=-1)
 
 
 @jax.custom_jvp

@@ -40,7 +40,9 @@ class TokenTerms:
     correction: Array | None
 
 
-def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> TokenTerms:
+def token_terms(
+    o: Objective, logp: Array, entropy: Array, x: LossInputs, divergence: Array | None = None
+) -> TokenTerms:
     """Every token's part of the loss; masked tokens contribute exactly 0, with zero gradient."""
     logp = jnp.where(x.mask, logp, 0.0)
     entropy = jnp.where(x.mask, entropy, 0.0)
@@ -76,7 +78,11 @@ def token_terms(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Tok
         # A weight of zero drops the token, even one whose loss is infinite.
         loss = jnp.where(correction != 0, loss, 0.0) * correction
     kl = None
-    if o.beta is not None:
+    if o.beta is not None and o.kl == "full":
+        assert divergence is not None
+        kl = jnp.where(x.mask, divergence, 0.0)
+        loss = loss + o.beta * kl
+    elif o.beta is not None:
         assert x.ref is not None
         kl = kl_estimate(o.kl, logp, x.ref, o.kl_log_ratio_clamp, o.kl_clamp)
         kl = kl * exp(w) if o.kl_bias_correction else kl
@@ -103,16 +109,17 @@ def _entropy_weight(x: LossInputs, high_entropy: Array | None) -> Array:
     return jnp.where(high_entropy, 1.0 / count, 0.0)
 
 
-def contributions(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> Array:
+def contributions(o: Objective, logp: Array, entropy: Array, x: LossInputs, divergence: Array | None = None) -> Array:
     """Every token's term of the loss; its sum is the loss."""
-    return token_terms(o, logp, entropy, x).contribution
+    return token_terms(o, logp, entropy, x, divergence).contribution
 
 
-def cotangents(o: Objective, logp: Array, entropy: Array, x: LossInputs) -> tuple[Array, Array]:
-    """``(d loss/d logp, d loss/d entropy)`` per token, by differentiating :func:`contributions`."""
-    value, pull = jax.vjp(lambda lp, h: contributions(o, lp, h, x), logp, entropy)
-    g_logp, g_entropy = pull(jnp.ones_like(value))
-    return g_logp, g_entropy
+def cotangents(
+    o: Objective, logp: Array, entropy: Array, x: LossInputs, divergence: Array | None = None
+) -> tuple[Array, Array, Array | None]:
+    """``d loss / d (logp, entropy, divergence)`` per token, by differentiating :func:`contributions`."""
+    value, pull = jax.vjp(lambda lp, h, d: contributions(o, lp, h, x, d), logp, entropy, divergence)
+    return pull(jnp.ones_like(value))
 
 
 def may_have_gradient(o: Objective, x: LossInputs) -> Array:

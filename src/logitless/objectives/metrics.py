@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         "ratio_max": Metric(jnp.max(jnp.where(mask, ratio, -jnp.inf)), tokens),
         "live_token_share": Metric(tokens, jnp.float32(mask.size)),
     }
-    for name in ("entropy", "is_top1"):  # statistics that a user made may lack them
+    for name in ("entropy", "is_top1", "teacher_entropy"):  # not all statistics have them
         if getattr(stats, name) is not None:
             out[name] = over_tokens(getattr(stats, name))
     out.update(_clip_fractions(o, ratio, x))
@@ -145,8 +146,8 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         out["correction_weight"] = over_tokens(terms.correction)
     if terms.keep is not None:
         out["kept_tokens"] = over_tokens(terms.keep)
-    g_logp, g_entropy = cotangents(o, stats.logp, _entropy(stats), x)
-    out["zero_gradient_tokens"] = over_tokens((g_logp == 0) & (g_entropy == 0))
+    moves = [g != 0 for g in cotangents(o, stats.logp, _entropy(stats), x, stats.divergence) if g is not None]
+    out["zero_gradient_tokens"] = over_tokens(~functools.reduce(jnp.logical_or, moves))
     return out
 
 
@@ -227,10 +228,14 @@ def _entropy(stats: TokenStats) -> Array:
 
 def metrics_of(objective: Objective, stats: TokenStats, inputs: LossInputs) -> Metrics:
     """The metrics of a loss whose statistics are known."""
-    return loss_metrics(objective, stats, inputs, token_terms(objective, stats.logp, _entropy(stats), inputs))
+    return loss_metrics(objective, stats, inputs, _terms(objective, stats, inputs))
+
+
+def _terms(objective: Objective, stats: TokenStats, inputs: LossInputs) -> TokenTerms:
+    return token_terms(objective, stats.logp, _entropy(stats), inputs, stats.divergence)
 
 
 def loss_of_stats(objective: Objective, stats: TokenStats, inputs: LossInputs) -> tuple[Array, Metrics]:
     """Loss and metrics, differentiable through the statistics."""
-    terms = token_terms(objective, stats.logp, _entropy(stats), inputs)
+    terms = _terms(objective, stats, inputs)
     return jnp.sum(terms.contribution), loss_metrics(objective, stats, inputs, terms)

@@ -46,6 +46,6 @@ def token_program(objective: Objective, inputs: LossInputs) -> TokenProgram:
     def run(s: Sequence[Array], c: Sequence[Array], logp: Array, entropy: Array) -> tuple[Array, Array]:
         o = jax.tree.unflatten(objective_tree, list(s))
         x = jax.tree.unflatten(inputs_tree, list(c))
-        return cotangents(o, logp, entropy, dataclasses.replace(x, mask=x.mask > 0))
+        return cotangents(o, logp, entropy, dataclasses.replace(x, mask=x.mask > 0))[:2]
 
     return TokenProgram(scalars, columns, run)

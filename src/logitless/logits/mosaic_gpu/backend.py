@@ -26,11 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core.compat import gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
-from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats, stats_of_columns
 from logitless.core.transform import LogitTransform
 from logitless.logits.chunked import Chunked
 from logitless.logits.mosaic_gpu import kernels
-from logitless.logits.mosaic_gpu.kernels import STAT_FIELDS, Operands, Shared
+from logitless.logits.mosaic_gpu.kernels import Operands, Shared
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 
@@ -206,15 +206,10 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
     return (results, None) if k.dlogits is None else (results[:-1], results[-1].reshape(n, v))
 
 
-def _as_stats(values: Sequence[Array]) -> TokenStats:
-    fields = dict(zip(STAT_FIELDS, values, strict=True))
-    return TokenStats(**{**fields, "is_top1": fields["is_top1"] > 0})
-
-
 def token_stats(p: Problem[Given], tiles: Tiles | None = None) -> TokenStats:
     """Statistics of ``logits [N, V]``, each ``[N]``; see ``logitless.logits`` for the contract."""
     values, _ = _launch(p, Kernel(kernels.statistics, writes_stats=True), tiles)
-    return _as_stats(values)
+    return stats_of_columns(values)
 
 
 def _written(p: Problem[Given], dtype: Any) -> jnp.dtype:
@@ -250,7 +245,7 @@ def stats_and_dlogits(
     given = [*(s.reshape(1) for s in program.scalars), *program.columns]
     values, out = _launch(p, Kernel(body, given, writes_stats=True, dlogits=_written(p, dtype)), tiles)
     assert out is not None
-    return _as_stats(values), out.astype(dtype or out.dtype)
+    return stats_of_columns(values), out.astype(dtype or out.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

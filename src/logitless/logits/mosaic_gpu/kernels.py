@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import stats as st
 from logitless.core.compat import gpu_load
-from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
@@ -30,7 +30,6 @@ from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficie
 from logitless.logits.mosaic_gpu.tiles import Sweep, clear_dead_rows, next_row
 
 _NOWHERE = -64  # a column left of every place of a row's first tile
-STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,8 +128,7 @@ def _places(labels: Array, t: Tiles) -> Array:
 
 
 def _unpacked(columns: Array) -> TokenStats:
-    fields = {name: columns[:, i] for i, name in enumerate(STAT_FIELDS)}
-    return TokenStats(**dict(fields, is_top1=fields["is_top1"] > 0))
+    return S.stats_of_columns([columns[:, i] for i in range(len(STAT_FIELDS))])
 
 
 # -- public functions ------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ SHORT_STEP = 512
 LOWEST = -1e20
 LEAD = 30.0
 
-STAT_FIELDS = tuple(f.name for f in dataclasses.fields(S.TokenStats))
+STAT_FIELDS = S.STAT_FIELDS
 STAT_COLUMNS = 8
 
 
