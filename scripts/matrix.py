@@ -1,7 +1,7 @@
 """The suite on every supported jax: an environment each, the tests in it, one JSON file: ``make matrix``.
 
 python scripts/matrix.py                                # all of it; about as many times `make tests` as there are rows
-python scripts/matrix.py --only 0.11 -- tests/test_cli.py     # one jax, some tests
+python scripts/matrix.py --only 0.11 -- tests/lab/test_cli.py # one jax, some tests
 """
 
 from __future__ import annotations

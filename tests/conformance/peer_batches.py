@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from conftest import evaluate
 from logitless import Objective, metric_values, oracle
+from loss_cases import evaluate
 
 ROWS, WIDTH = 4, 6
 FLOAT64, FLOAT32 = 1e-9, 2e-5

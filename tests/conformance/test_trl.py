@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed (make conformance)")
 
 import peer_trl
-from conftest import evaluate
 from logitless import (
     AdaptiveEntropy,
     Objective,
@@ -21,6 +20,7 @@ from logitless import (
     loss_denominator,
     reduce_metrics,
 )
+from loss_cases import evaluate
 from peer_batches import MASKS, Agreement, Batch, batch, by_library, by_oracle, disagreement
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")

@@ -24,8 +24,10 @@ WIDTH, TILE = 128, 128
     ("vocab", "real", "slots", "columns"),
     [
         (656, 600, 256, "scattered"),  # padded columns, a ragged end
-        (640, 640, 384, "last"),  # all at the vocabulary's end: where the rows themselves stand
-        (655, 655, 384, "dense"),  # an array of their own; a whole tile of them in parts
+        # all at the vocabulary's end: where the rows themselves stand
+        pytest.param(640, 640, 384, "last", marks=pytest.mark.slow),
+        # an array of their own; a whole tile of them in parts
+        pytest.param(655, 655, 384, "dense", marks=pytest.mark.slow),
     ],
 )
 def test_rows_in_place_and_the_others_exact(vocab: int, real: int, slots: int, columns: str) -> None:

@@ -69,7 +69,10 @@ token_stats = jax.jit(stats_matmul.token_stats, static_argnames="tiles")  # one 
 
 
 @needs_mosaic
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["ragged", "bent", "staggered", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one_tile", "temperature"))],
+)
 def test_statistics(name):
     size, tiles, numbers = CASES[name]
     size = {"vocab": size["v"], **size}

@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CASES)
 def test_contract(kind: str, dtype: str) -> None:
@@ -104,9 +105,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "options, dtype, layout",
     [
-        *((o, d, layout) for o in OPTIONS for d, layout in (("f32", "vh"), ("bf16", "hv"))),
-        ("everything", "f32", "hv"),
-        *(pytest.param(o, "f32", "hv", marks=pytest.mark.slow) for o in OPTIONS if o != "everything"),
+        *(pytest.param("everything", *c, marks=pytest.mark.quick) for c in (("f32", "vh"), ("bf16", "hv"))),
+        pytest.param("everything", "f32", "hv", marks=[pytest.mark.quick, pytest.mark.slow]),
+        *(
+            pytest.param(o, d, layout, marks=pytest.mark.slow)
+            for o in OPTIONS
+            if o != "everything"
+            for d, layout in (("f32", "vh"), ("bf16", "hv"), ("f32", "hv"))
+        ),
     ],
 )
 def test_contract_with_options(options: str, dtype: str, layout: str) -> None:
@@ -174,8 +180,13 @@ def test_the_gradient_of_the_bias_is_summed_before_dlogits_are_rounded(way: str,
     np.testing.assert_allclose(f64(got), truth, rtol=1e-5, atol=1e-6 * np.abs(truth).max())
 
 
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [
+        ("bf16", "vh"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("f32", "vh"), ("f32", "hv"), ("bf16", "hv"))),
+    ],
+)
 def test_lora(dtype: str, layout: str) -> None:
     """Gradients for hidden, A and B; the plain path is the same low-rank product, dense, differentiated by JAX."""
     case, rank, scale = head_case(4, SHAPE, 32, 211, DTYPES[dtype]), 4, np.float32(0.5)
@@ -229,8 +240,14 @@ def test_a_single_gradient_is_that_of_all() -> None:
         assert_same_bits(gradient({what: value})[what], every[what], what)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, backend",
+    [
+        ("f32", "chunked"),
+        pytest.param("f32", "reference", marks=pytest.mark.slow),
+        *(pytest.param("bf16", backend, marks=pytest.mark.slow) for backend in BACKENDS),
+    ],
+)
 def test_all_dead_batch_and_one_live_token(dtype: str, backend: str) -> None:
     case = head_case(8, SHAPE, 32, 211, DTYPES[dtype])
     h, w = (np.asarray(a) for a in case.parameters())
@@ -288,11 +305,11 @@ OBJECTIVES = {
 @pytest.mark.parametrize(
     "way, dtype",
     [
-        ("statistics", "f32"),
-        ("statistics", "bf16"),
-        ("token", "bf16"),
         ("token, KL and entropy", "f32"),
-        ("sequence", "bf16"),
+        *(
+            pytest.param(*c, marks=pytest.mark.slow)
+            for c in (("statistics", "f32"), ("statistics", "bf16"), ("token", "bf16"), ("sequence", "bf16"))
+        ),
     ],
 )
 def test_forward_is_the_same_to_the_bit_with_and_without_gradient(way: str, dtype: str) -> None:
@@ -317,7 +334,7 @@ def test_forward_is_the_same_to_the_bit_with_and_without_gradient(way: str, dtyp
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype, masked", [("f32", True), ("bf16", False)])
+@pytest.mark.parametrize("dtype, masked", [("f32", True), pytest.param("bf16", False, marks=pytest.mark.slow)])
 def test_on_policy_ratio_is_exactly_one(dtype: str, masked: bool) -> None:
     """old_logp from linear_logprobs: the loss gathers its tokens in another order, and still has the same bits."""
     _, h, w, y, mask, _, a = _batch(DTYPES[dtype], shape=(4, 24))
@@ -338,7 +355,7 @@ GRADIENT_CHUNK_BOUND = 4e-6
 """The same for float32 gradients."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_chunk_size_matters_no_more_than_the_matmul(dtype: str) -> None:
     _, h, w, y, mask, _, _ = _batch(DTYPES[dtype], shape=(2, 40))
     g = cotangents(np.random.default_rng(2), (2, 40))
@@ -366,8 +383,8 @@ def test_many_tokens() -> None:
 @pytest.mark.parametrize(
     "vocab, dtype",
     [
-        (50257, "f32"),
         (151643, "bf16"),
+        pytest.param(50257, "f32", marks=pytest.mark.slow),
         pytest.param(50257, "bf16", marks=pytest.mark.slow),
         pytest.param(151643, "f32", marks=pytest.mark.slow),
     ],
@@ -394,7 +411,9 @@ def test_check_grads(backend: str) -> None:
 # -- the ways through a loss ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("f32", marks=pytest.mark.quick), pytest.param("bf16", marks=pytest.mark.slow)]
+)
 def test_three_and_four_matmuls_agree(dtype: str) -> None:
     """Grad in forward, the general VJP by recompute, and the dense reference, each against float64."""
     _, h, w, y, mask, old, a = _batch(DTYPES[dtype], vocab=211)

@@ -196,9 +196,13 @@ CASES = {
     "peaked": Case(lead=50.0, dtype="float32"),
     "peaked bf16": Case(lead=50.0, layout="hv"),
 }
+DEFAULT = (
+    *("f32 hv, every option", "bf16 vh, every option", "bf16 logits, hv, softcap", "one token, tiny vocabulary"),
+    *("dead tiles, padding fills whole tiles", "peaked bf16"),
+)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in CASES])
 def test_contract(name: str) -> None:
     c = CASES[name]
     i = c.inputs()
@@ -244,7 +248,7 @@ def test_parts_are_equal_whole_and_long_enough() -> None:
     assert [tiling.parts_of(rows, 16, 256) for rows in (640, 896, 1024)] == [2, 2, 4]
 
 
-@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("layout", ["vh", pytest.param("hv", marks=pytest.mark.slow)])
 def test_all_dead(layout: str) -> None:
     c = dataclasses.replace(DEAD_TILES, n_live=0, layout=layout)
     out = run(c, c.inputs())
@@ -276,7 +280,7 @@ def test_token_tile_does_not_change_a_bit() -> None:
     assert_same_bits(*(by_token(Tiles(t, 128, 32 * MIB), h, w, g) for t in (256, 128)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_columns_at_targets_are_exact(dtype: str) -> None:
     rng = np.random.default_rng(0)
     for vocab, n in ((1200, 300), (1024, 128), (100, 5)):
@@ -331,7 +335,7 @@ def test_refusals_say_why() -> None:
             PallasTpu().check(p, False)
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize("precision", ["highest", pytest.param("high", marks=pytest.mark.slow), "default"])
 def test_kernels_lower_whatever_the_default_precision_is(precision: str) -> None:
     """A kernel that inherited ``jax_default_matmul_precision`` would not lower: bfloat16 has no other precision."""
     for dtype, layout in ((jnp.bfloat16, "vh"), (jnp.bfloat16, "hv"), (jnp.float32, "vh")):

@@ -13,7 +13,6 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import token_stats
 from interpreted import by_numpy
 from logitless import Objective
 from logitless.core.problem import HeadArrays
@@ -21,6 +20,7 @@ from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import column_gather
 from logitless.head.sparse.active_columns import Columns, Rule
 from logitless.head.sparse.report import SparseReport, chunk_report
+from loss_cases import token_stats
 from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}

@@ -83,10 +83,8 @@ CASES = {
 }
 
 
-DEFAULT = ("some, in dW's place", "[H, V], every option")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_contract(name: str) -> None:
     judge(CASES[name], idle_tile=name.startswith("all"))
 

@@ -570,7 +570,10 @@ def assert_true(kind: str, name: str, got: Any) -> None:
         assert_as_good(f"{name} {label}", a, b, t)
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:3], *SLOW])
+@pytest.mark.parametrize(
+    "name",
+    ["calibrated", "flat", *(pytest.param(n, marks=pytest.mark.slow) for n in ("collapsed", "adversarial", "leaning"))],
+)
 @pytest.mark.parametrize("kind", ["clip", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None:
     value, metrics, got = outcome(kind, name)[2]

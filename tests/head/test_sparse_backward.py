@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import flat_calls
-from conftest import token_stats
 from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.core import vjp
@@ -27,6 +26,7 @@ from logitless.core.stats import StatCotangents
 from logitless.head.sparse import active_columns as columns
 from logitless.head.sparse import backend, column_gather
 from logitless.head.sparse.report import SparseReport
+from loss_cases import token_stats
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
 from sparse_cases import (
@@ -125,7 +125,7 @@ def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarr
 
 
 @optimized
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.slow), "bf16"])
 def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
     case = calibrated(DTYPES[dtype])
     rest = loss_inputs(case)
@@ -377,7 +377,7 @@ def test_logprobs_with_every_option() -> None:
         assert_as_good(name, a, b, t)
 
 
-@pytest.mark.parametrize("kind, layout", [("entropy bonus", "hv"), ("gspo", "vh")])
+@pytest.mark.parametrize("kind, layout", [("entropy bonus", "hv"), pytest.param("gspo", "vh", marks=pytest.mark.slow)])
 def test_lora_over_a_frozen_head(kind: str, layout: str) -> None:
     """Under an entropy bonus (gradients in the forward pass) and a coupled objective (by recompute)."""
     case = calibrated(jnp.bfloat16, seed=11)

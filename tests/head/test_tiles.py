@@ -7,6 +7,8 @@ import pytest
 from logitless.core import chunk_size
 from logitless.lab.plan.chips import as_if_on, chip_of
 
+pytestmark = pytest.mark.quick
+
 QWEN = 151936
 
 

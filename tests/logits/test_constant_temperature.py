@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import flat_calls
-from conftest import token_stats
 from logitless import Objective, oracle, policy_loss
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.stats import StatCotangents
 from logitless.core.transform import LogitTransform
+from loss_cases import token_stats
 from numerics import STATS, assert_contract, logits_problem, plain_stats, three
 
 pytestmark = pytest.mark.optimized  # what is contracted is contracted by the optimiser
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.optimized  # what is contracted is contracted by the op
 TEMPERATURE = np.float32(0.7)
 N, WIDTH = 12, 128
 hopper = pytest.param(
-    "mosaic_gpu", marks=pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+    "mosaic_gpu",
+    marks=[pytest.mark.slow, pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))],
 )
 KNOWN = pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["known", "traced"])
 VOCABS = pytest.mark.parametrize("vocab", [64, *(pytest.param(v, marks=pytest.mark.slow) for v in (1000, 50257))])
@@ -89,7 +90,9 @@ def check_statistics(backend: str, known: bool, vocab: int, temperature: Any = T
 
 @VOCABS
 @KNOWN
-@pytest.mark.parametrize("backend", ["reference", "chunked", "pallas_tpu", hopper])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("reference", marks=pytest.mark.slow), "chunked", "pallas_tpu", hopper]
+)
 def test_statistics_of_logits(backend: str, known: bool, vocab: int) -> None:
     check_statistics(backend, known, vocab)
 
@@ -124,7 +127,7 @@ def test_with_a_scale_a_softcap_a_temperature_of_each_token(backend: str, other:
 
 @VOCABS
 @KNOWN
-@pytest.mark.parametrize("backend", ["reference", "chunked", "pallas_tpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "chunked", "pallas_tpu"])
 def test_statistics_of_the_head(backend: str, known: bool, vocab: int) -> None:
     h, w, y = head(vocab)
     options = backend_options(backend)

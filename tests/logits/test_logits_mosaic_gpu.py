@@ -123,10 +123,13 @@ def program(g):
     ("n", "v", "vocab", "dtype", "tiles", "transform", "dead"),
     [
         pytest.param(3, 1240, 1237, jnp.float32, STREAMED, {}, True, marks=pytest.mark.slow),
-        (3, 640, 640, jnp.float32, HELD, {"temperature": 0.8}, False),
+        pytest.param(3, 640, 640, jnp.float32, HELD, {"temperature": 0.8}, False, marks=pytest.mark.slow),
         # rows that start between 16-byte words: a multiple of 8 of them, and one row too few for whole words
         (8, 1237, 1230, jnp.bfloat16, STREAMED, {}, True),
-        (3, 523, 523, jnp.float16, STREAMED, {"temperature": 0.8, "softcap": 9.0, "scale": 0.9}, False),
+        pytest.param(
+            *(3, 523, 523, jnp.float16, STREAMED, {"temperature": 0.8, "softcap": 9.0, "scale": 0.9}, False),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_statistics_and_dlogits_in_one_pass(n, v, vocab, dtype, tiles, transform, dead):

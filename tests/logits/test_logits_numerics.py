@@ -73,6 +73,7 @@ def compiled(backend: str) -> Any:
     return jax.jit(functools.partial(logprobs, options=Options(backend=backend)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract_on_every_family(family: str, dtype: str) -> None:
@@ -98,8 +99,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        *(("temperature", "f32"), ("padding", "f32"), ("mask", "f32")),
+        *(pytest.param("everything", d, marks=pytest.mark.quick) for d in ("f32", "bf16")),
+        *(pytest.param(o, "bf16", marks=pytest.mark.slow) for o in ("temperature", "padding", "mask")),
+        *(
+            pytest.param(o, d, marks=pytest.mark.slow)
+            for o in ("temperature per token", "softcap", "scale")
+            for d in ("f32", "bf16")
+        ),
+    ],
+)
 def test_contract_with_options(options: str, dtype: str) -> None:
     chosen = OPTIONS[options]
     rows = ordinary(np.random.default_rng(2), N, V)
@@ -258,7 +270,7 @@ def test_all_dead_batch(dtype: str, backend: str) -> None:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_forward_is_the_same_to_the_bit_with_and_without_gradient(dtype: str) -> None:
     rng = np.random.default_rng(6)
     rows = ordinary(rng, 48, 1031)
@@ -360,8 +372,8 @@ def test_check_grads(backend: str) -> None:
 @pytest.mark.parametrize(
     "vocab, dtype",
     [
-        (50257, "f32"),
         (151643, "bf16"),
+        pytest.param(50257, "f32", marks=pytest.mark.slow),
         pytest.param(50257, "bf16", marks=pytest.mark.slow),
         pytest.param(151643, "f32", marks=pytest.mark.slow),
     ],
@@ -377,6 +389,7 @@ def test_many_tokens() -> None:
     check(jnp.asarray(rows.logits, jnp.float32), rows.targets, {}, floor_ulp=8, backends=("chunked",))
 
 
+@pytest.mark.quick
 def test_token_loss_and_general_way_agree() -> None:
     """grpo_loss takes statistics and dlogits in one pass; policy_loss over logprobs goes through the general VJP."""
     from logitless import policy_loss

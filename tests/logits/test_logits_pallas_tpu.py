@@ -150,18 +150,18 @@ def check_dlogits(case: Case, got: Any, plain: Any, truth: np.ndarray) -> None:
 
 
 CASES = [
+    Case(16, 4096 + 77, "bfloat16", temperature="token", vocab_size=4000, dead=True),
+    Case(33, 1187, "bfloat16", temperature="token", softcap=20.0, vocab_size=1000, dead=True, width=256),
     Case(7, 300),
     Case(33, 1187, "bfloat16", dead=True),
     Case(16, 12365, temperature=0.7, softcap=30.0, scale=0.5, vocab_size=12300),  # two whole steps and a ragged rest
-    Case(16, 4096 + 77, "bfloat16", temperature="token", vocab_size=4000, dead=True),
     Case(7, 12365),
     Case(33, 1187, temperature="token", softcap=20.0, vocab_size=1000, dead=True, width=256),  # last tile: padding
-    Case(33, 1187, "bfloat16", temperature="token", softcap=20.0, vocab_size=1000, dead=True, width=256),
     Case(7, 300, "bfloat16", width=128),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[2:])], ids=str)
 def test_contract(case: Case) -> None:
     i = inputs_of(case)
     p = i.problem()
@@ -180,7 +180,7 @@ def test_contract(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("v", [1, 127, 128])
+@pytest.mark.parametrize("v", [1, pytest.param(127, marks=pytest.mark.slow), 128])
 def test_tiny_vocabularies(v: int) -> None:
     case = Case(1, v)
     i = inputs_of(case)
@@ -231,7 +231,7 @@ def test_objective_in_the_kernel() -> None:
     assert np.abs(np.asarray(d)).max() > 1e-3
 
 
-@pytest.mark.parametrize("width", [None, 128])
+@pytest.mark.parametrize("width", [None, pytest.param(128, marks=pytest.mark.slow)])
 def test_no_races(width: int | None) -> None:
     """State carried over a parallel axis shows only when the grid is visited in a random order."""
     i = inputs_of(Case(9, 300, width=width))

@@ -68,7 +68,8 @@ def test_two_processes_and_one_killed(tmp_path: Path) -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | CHILD_ENVIRONMENT
-    environment.update(PYTHONPATH=os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), str(HERE.parent)]))
+    paths = (HERE.parents[1] / "src", HERE, HERE.parent / "support")
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     both = [
         subprocess.Popen(

@@ -175,12 +175,8 @@ def _calls() -> Iterator[Any]:
     that it does not do under both. The others only repeat these."""
     enough = {
         ("pallas_tpu", "token"): ("vocabulary-parallel",),
-        ("pallas_tpu", "sequence"): ("data x sequence x tensor, fsdp over data",),
-        ("chunked", "token"): (
-            "data and sequence, head replicated",
-            "vocabulary-parallel",
-            "data x sequence x tensor, fsdp over data",
-        ),
+        ("pallas_tpu", "sequence"): (),
+        ("chunked", "token"): ("data and sequence, head replicated", "vocabulary-parallel"),
         ("chunked", "sequence"): LAYOUTS.keys() - {"data and sequence, head replicated", "vocabulary-parallel"},
     }
     for backend, layout, level in itertools.product(["chunked", "pallas_tpu"], LAYOUTS, OBJECTIVES):

@@ -57,10 +57,14 @@ def logits_results(backend: str, level: str, sharding: Sharding | None = None) -
     return by_numpy(f, x) if sharding is None else run(f, x)[0]
 
 
-@pytest.mark.parametrize("vocab", [None, "tensor"])
 @pytest.mark.parametrize(
-    "backend, level",  # what is made of a backend's statistics is the same code for all of them
-    [("chunked", "token"), ("chunked", "sequence"), ("pallas_tpu", "token"), ("reference", "token")],
+    "backend, level, vocab",  # what is made of a backend's statistics is the same code for all of them
+    [
+        *(("chunked", "token", "tensor"), ("chunked", "sequence", None), ("pallas_tpu", "token", "tensor")),
+        *(pytest.param(b, "token", None, marks=pytest.mark.slow) for b in ("chunked", "pallas_tpu", "reference")),
+        pytest.param("chunked", "sequence", "tensor", marks=pytest.mark.slow),
+        pytest.param("reference", "token", "tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_logits(backend: str, level: str, vocab: str | None) -> None:
     tokens = P("data", "seq") if vocab else P("data", ("seq", "tensor"))
@@ -140,7 +144,7 @@ def test_ambient_mesh() -> None:
     assert_same(got, alone(data, SEQUENCE))
 
 
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("reference", marks=pytest.mark.slow)])
 def test_plain_jit_over_sharded_arguments(backend: str) -> None:
     """Without the keyword the compiler partitions plain JAX."""
     data = batch()
@@ -150,7 +154,7 @@ def test_plain_jit_over_sharded_arguments(backend: str) -> None:
     assert_same(head_results(placed, TOKEN, backend=backend), alone(data, TOKEN, backend=backend))
 
 
-@pytest.mark.parametrize("backend", ["chunked", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 def test_inside_a_users_own_shard_map(backend: str) -> None:
     """Arrays are local there: no keyword, an explicit denominator, and the user's own reductions."""
     data = batch()
@@ -193,7 +197,7 @@ def test_live_tokens_of_devices_differ_and_nothing_recompiles() -> None:
     assert count == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 3, 4))])
 def test_fuzz_over_meshes_and_specs(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     sizes = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]
@@ -273,14 +277,12 @@ def test_dw_in_parts_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, 
     assert 2 * _largest(cut_program, False) == _largest(program, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [
         pytest.param(TOKEN, id="token"),
-        # 13 seconds; the entropy's sweep over a mesh is tested beside it.
-        pytest.param(
-            dataclasses.replace(TOKEN, entropy_coef=0.1, temperature=0.7), id="entropy", marks=pytest.mark.slow
-        ),
+        pytest.param(dataclasses.replace(TOKEN, entropy_coef=0.1, temperature=0.7), id="entropy"),
     ],
 )
 def test_a_head_that_is_gathered_in_parts(monkeypatch: pytest.MonkeyPatch, objective: Objective) -> None:

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import flat_calls
 import logitless
-from conftest import without_metrics
 from logitless import Sharding
+from loss_cases import without_metrics
+
+pytestmark = pytest.mark.quick
 
 H, W, Y = jnp.ones((4, 6, 8)), jnp.ones((20, 8)), jnp.zeros((4, 6), jnp.int32)
 

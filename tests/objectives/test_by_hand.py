@@ -13,9 +13,9 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import evaluate, metrics_of, random_batch, token_stats
 from interpreted import by_numpy
 from logitless import Objective, oracle
+from loss_cases import evaluate, metrics_of, random_batch, token_stats
 
 
 def both(objective: Objective, logp: Any, **inputs: Any) -> tuple[float, np.ndarray]:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import evaluate, metrics_of, random_batch
 from interpreted import by_numpy
 from logitless import Objective, group_advantages, oracle
 from logitless.objectives.presets import GROUP_STD_EPS
+from loss_cases import evaluate, metrics_of, random_batch
+
+pytestmark = pytest.mark.quick
 
 
 def one_token(o: Objective, ratio: float, advantage: float, d: float | None = None) -> tuple[float, float]:

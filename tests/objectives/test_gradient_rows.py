@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, half, objective_of, random_batch
 from logitless import Objective, loss_denominator, rows_with_gradient
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, half, objective_of, random_batch
 
 SHAPE = (8, 5)
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import AGGREGATIONS, evaluate, metrics_of, objective_of, random_batch
 from interpreted import by_numpy
 from logitless import (
     AdaptiveEntropy,
@@ -24,6 +23,7 @@ from logitless import (
     policy_loss,
     reduce_metrics,
 )
+from loss_cases import AGGREGATIONS, evaluate, metrics_of, objective_of, random_batch
 
 
 def test_adaptive_entropy_by_hand() -> None:

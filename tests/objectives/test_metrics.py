@@ -12,9 +12,9 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import POLICY_LEVELS, evaluate, half, metrics_of, objective_of, random_batch, token_stats
 from interpreted import by_numpy
 from logitless import Metric, Objective, metric_values, reduce_metrics
+from loss_cases import POLICY_LEVELS, evaluate, half, metrics_of, objective_of, random_batch, token_stats
 
 EVERY_METRIC = {"beta": 0.1, "correction": "token", "off_policy_threshold": 0.1, "entropy_coef": 0.01}
 

@@ -12,9 +12,9 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch, token_stats
 from logitless import Objective, oracle
 from logitless.objectives import policy_terms
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch, token_stats
 
 NAN = np.float32(np.nan)
 

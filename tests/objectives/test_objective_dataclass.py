@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import AGGREGATIONS, POLICY_LEVELS, objective_of
 from logitless import Objective
 from logitless.objectives import checks
 from logitless.objectives.objective import AGGREGATION_ALIASES
 from logitless.objectives.presets import PRESETS
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, objective_of
+
+pytestmark = pytest.mark.quick
 
 STATIC = {f.name for f in dataclasses.fields(Objective) if f.metadata.get("static")}
 NUMBERS = [f.name for f in dataclasses.fields(Objective) if f.name not in STATIC]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import metrics_of
 from logitless import Objective, loss_denominator, rows_with_gradient
 from logitless.objectives import checks
 from logitless.objectives.inputs import loss_inputs
 from logitless.objectives.loss import may_have_gradient
+from loss_cases import metrics_of
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

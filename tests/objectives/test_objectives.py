@@ -16,7 +16,8 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import (
+from logitless import Objective, oracle
+from loss_cases import (
     AGGREGATIONS,
     POLICY_LEVELS,
     Evaluation,
@@ -27,7 +28,6 @@ from conftest import (
     random_batch,
     token_stats,
 )
-from logitless import Objective, oracle
 
 # Both sides get the same float32 numbers; the oracle then works in float64. What remains is float32 arithmetic: a
 # token's loss is some twenty roundings of 6e-8 deep, through an exp of a log-ratio below 3 whose own rounding (6e-8 of

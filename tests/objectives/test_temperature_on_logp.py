@@ -12,9 +12,9 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import without_metrics
 from interpreted import by_numpy
 from logitless import Objective, oracle
+from loss_cases import without_metrics
 
 B, T, H, V = 3, 5, 6, 17
 OBJECTIVES = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import logitless
-from conftest import POLICY_LEVELS, evaluate, objective_of, random_batch
 from logitless import Objective, UnusedArgumentWarning
 from logitless.objectives.inputs import READ_WHEN
+from loss_cases import POLICY_LEVELS, evaluate, objective_of, random_batch
 
 OPTIONS: list[dict[str, Any]] = [
     {"aggregation": "bnpo"},

@@ -26,6 +26,8 @@ from logitless.oracle import (
     token_stats_vjp,
 )
 
+pytestmark = pytest.mark.quick
+
 NAN, INF = math.nan, math.inf
 FLOAT_STATS = ("logp", "entropy", "lse", "max_logit", "log_sum_p2")
 

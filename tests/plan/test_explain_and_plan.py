@@ -17,6 +17,8 @@ from logitless.core import registry
 from logitless.lab.plan.chips import as_if_on, mesh_on
 from logitless.lab.plan.estimate import CALIBRATED
 
+pytestmark = pytest.mark.quick
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 

@@ -141,7 +141,7 @@ def of_tpus() -> dict[str, Any]:
 @pytest.mark.slow
 def test_tpu_programs_are_compiled_on_any_machine() -> None:
     environment = dict(
-        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support")))
     )
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -61,6 +61,7 @@ def programs() -> dict[str, Any]:
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_public_losses_compile_and_fit() -> None:
     environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
     done = subprocess.run(

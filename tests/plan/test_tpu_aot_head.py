@@ -80,10 +80,8 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n != "v5p" else []) for n in RUNS],  # v6e: test_tpu_aot_api.py
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_compiles_and_fits(name: str) -> None:
     topology, cases = RUNS[name]
     environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))

@@ -73,7 +73,7 @@ def kernels_in(case: dict[str, Any]) -> int:
 
 def compiled(cases: list[dict[str, Any]]) -> list[int]:
     environment = dict(
-        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support")))
     )
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(cases)],
@@ -88,9 +88,8 @@ def compiled(cases: list[dict[str, Any]]) -> list[int]:
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "chips", [("v3", "v4", "v6e"), pytest.param(("v2", "v5e", "v5p", "tpu7x"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [("v3", "v4", "v6e"), ("v2", "v5e", "v5p", "tpu7x")])
 def test_one_token_and_wide_rows_compile_on_every_generation(chips: tuple[str, ...]) -> None:
     """One token makes dW of a [V, H] head a matmul with one column; v2 and v3 have no 16-bit matmul in a kernel, and
     up to v4 a row of logits is swept in parts (statistics and dlogits are two kernels there)."""

@@ -145,6 +145,7 @@ def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch:
         Trainer(c, build_task(c))
 
 
+@pytest.mark.slow
 def test_abc(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -140,7 +140,7 @@ def updated(batch: Batch, *overrides: str) -> tuple[State, dict[str, Any]]:
 GRPO = "{aggregation: grpo, entropy_coef: 0.01}"
 
 
-@pytest.mark.parametrize("objective", [GRPO, "{aggregation: dapo}"])
+@pytest.mark.parametrize("objective", [GRPO, pytest.param("{aggregation: dapo}", marks=pytest.mark.slow)])
 def test_micro_batches_add_up_to_one_batch(objective: str) -> None:
     batch = batch_of(sampled())
     batch = batch.with_logp(old_logp=sampled().logp + 0.1 * (np.arange(36).reshape(6, 6) % 5 - 2))

@@ -107,9 +107,8 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["dapo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gspo", "corrected", "entropy"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "gspo", "corrected", "entropy"])
 def test_a_packed_update_is_the_padded_one(name: str) -> None:
     objective = f"train.objective={OBJECTIVES[name]}"
     for seed in (0, 1, 2):
@@ -234,6 +233,7 @@ def run_steps(settings: list[str], steps: int = 3) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.slow
 def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  # noqa: F811
     own = ["train.inner_epochs=2", "train.kl_report=true", "train.minibatches=2"]
     packed = ["train.packing=shared", "train.microbatch=2", "train.skip_rows=true", "train.report_skipped=true"]
@@ -261,12 +261,13 @@ def over_a_mesh(x: Batch, *overrides: str, layers: int = 1) -> tuple[State, dict
     return *update(state, Policy(None, None), rows), score(trained.params, None, all_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, name, packing, remat",
     [
         ((2, 2, 2), "dapo", "shared", False),
         *(
-            pytest.param(mesh, name, packing, remat, marks=pytest.mark.slow)
+            (mesh, name, packing, remat)
             for mesh in ((2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 2, 4), (2, 2, 1))
             for name, packing, remat in (
                 ("dapo", "off", False),

@@ -146,6 +146,7 @@ def test_a_step_has_noise_of_its_own(micro: list[str]) -> None:  # noqa: F811
     assert np.any(np.asarray(one) != np.asarray(two))
 
 
+@pytest.mark.slow
 def test_the_kl_is_measured_to_the_initial_policy(micro: list[str]) -> None:  # noqa: F811
     """With one update a step it is 0 in the first, and the policy before a later step is not the initial one."""
     made, state, frozen = make([*micro, "train.kl_report=true"])

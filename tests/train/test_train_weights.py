@@ -31,13 +31,13 @@ from logitless.train.weights import HF_NAMES, load_model, load_safetensors, mode
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "support" / "files"
 MODELS = ["hf_qwen2", "hf_llama"]
 run = jax.jit(hidden_states, static_argnums=1)
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
-    """Tokens, what of them is padding, and the logits that transformers computes (data/make_hf_golden.py)."""
+    """Tokens, what of them is padding, and the logits that transformers computes (support/files/make_hf_golden.py)."""
     return dict(np.load(DATA / f"{name}.npz"))
 
 

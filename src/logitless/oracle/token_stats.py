@@ -132,7 +132,7 @@ def _softmax(z: Floats) -> _Softmax:
 
 def no_stats(tokens: int) -> dict[str, NDArray[Any]]:
     """The fields of :class:`TokenStats`, zeros, flat."""
-    names = STAT_FIELDS
+    names = [field.name for field in dataclasses.fields(TokenStats)]
     return {name: np.zeros(tokens, dtype=bool if name == "is_top1" else np.float64) for name in names}
 
 

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import flat_calls
 import logitless
-from conftest import AGGREGATIONS, POLICY_LEVELS, objective_of
 from interpreted import in_numpy
 from logitless import Objective, Sharding, oracle
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, objective_of
 
 pytestmark = pytest.mark.slow
 

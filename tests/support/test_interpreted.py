@@ -1,4 +1,4 @@
-"""The interpreter of tests/interpreted.py against the compiler, where NumPy's ways are others than JAX's."""
+"""The interpreter of ``interpreted.py`` against the compiler, where NumPy's ways are others than JAX's."""
 
 from __future__ import annotations
 

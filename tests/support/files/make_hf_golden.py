@@ -1,6 +1,6 @@
 """Write the small models and the logits that ``transformers`` computes with them, which test_train_weights.py checks.
 
-    pip install torch transformers && python tests/data/make_hf_golden.py
+    pip install torch transformers && python tests/support/files/make_hf_golden.py
 
 Qwen2 with biases, grouped heads and a tied head, in one file; Llama with an untied head, in shards. The second row is
 padded on the left.

@@ -12,9 +12,9 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
 from interpreted import by_numpy, in_numpy
 from logitless import Objective, oracle
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
 
 EVERYTHING: dict[str, Any] = {
     "beta": 0.1,
@@ -143,6 +143,7 @@ def test_an_infinite_advantage_of_an_empty_row_changes_nothing() -> None:
         assert got.loss == clean.loss and np.array_equal(got.dlogp, clean.dlogp)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", ["grpo_loss", "linear_grpo_loss"])

@@ -11,10 +11,10 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import evaluate, random_batch, token_stats
 from interpreted import by_numpy
 from logitless import Objective
 from logitless.core import validation
+from loss_cases import evaluate, random_batch, token_stats
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 RNG = np.random.default_rng(0)

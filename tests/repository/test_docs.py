@@ -15,7 +15,7 @@ import pytest
 
 import logitless
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 
 

@@ -20,7 +20,7 @@ import logitless
 from logitless import head
 from logitless.core.registry import BACKENDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(logitless.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 CALLS = (logitless.logprobs, logitless.grpo_loss, logitless.linear_logprobs, logitless.linear_grpo_loss)

@@ -73,10 +73,17 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, backend",
-    [("token", "chunked"), ("sequence", "chunked"), ("statistics", "chunked"), ("statistics", "reference")],
+    "level, kind, backend",
+    [
+        *(("logits", "token", "chunked"), ("head", "token", "chunked"), ("head", "statistics", "chunked")),
+        pytest.param("logits", "statistics", "chunked", marks=pytest.mark.slow),
+        *(
+            pytest.param(level, *c, marks=pytest.mark.slow)
+            for level in LEVELS
+            for c in (("sequence", "chunked"), ("statistics", "reference"))
+        ),
+    ],
 )
-@pytest.mark.parametrize("level", LEVELS)
 def test_transformations_agree_with_a_plain_loop(level: str, kind: str, backend: str) -> None:
     params, batch = inputs(level)
     f = loss_of(level, backend, kind)

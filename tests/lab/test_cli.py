@@ -14,7 +14,7 @@ import pytest
 import logitless
 from logitless.lab.cli import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_is_installed_under_its_name(
@@ -59,6 +59,7 @@ def test_demo_where_hidden_is_as_wide_as_the_vocabulary(capsys: pytest.CaptureFi
     assert "the two agree" in capsys.readouterr().out
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -16,10 +16,12 @@ import pytest
 
 import flat_calls
 import logitless
-from conftest import token_stats, without_metrics
 from interpreted import by_numpy
 from logitless import Objective
 from logitless.objectives import checks
+from loss_cases import token_stats, without_metrics
+
+pytestmark = pytest.mark.quick
 
 B, T, V, H = 2, 3, 7, 4
 TOKENS = np.zeros((B, T), np.float32)

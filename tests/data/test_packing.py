@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import flat_calls
-from conftest import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
 from interpreted import in_numpy
 from logitless import Objective, loss_denominator, pack, rows_with_gradient, unpack
 from logitless.train.model import ModelConfig, hidden_states, init, lm_head, positions_of
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
 
 MODEL = ModelConfig(23, 16, 24, 2, 2, 1, 8)
 B, P, C, LENGTH = 8, 5, 6, 24
