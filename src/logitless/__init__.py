@@ -12,7 +12,7 @@ if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitl
     sys.excepthook = signals.one_line
 
 from logitless._version import __version__
-from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.api import divergence, grpo_loss, linear_divergence, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.core.loss_stats import with_stats
 from logitless.core.options import Head, Options
 from logitless.core.stats import TokenStats
@@ -48,10 +48,12 @@ __all__ = [
     "UnusedArgumentWarning",
     "__version__",
     "dapo_denominator",
+    "divergence",
     "entropy_denominator",
     "explain",
     "group_advantages",
     "grpo_loss",
+    "linear_divergence",
     "linear_grpo_loss",
     "linear_logprobs",
     "logprobs",

@@ -1,4 +1,5 @@
-"""The public calls: :func:`logprobs`, :func:`grpo_loss`, :func:`linear_logprobs` and :func:`linear_grpo_loss`.
+"""The public calls: statistics (:func:`logprobs`, :func:`divergence`) and losses (:func:`grpo_loss`), from logits or,
+by the names that begin with ``linear_``, from hidden states and a head.
 
 Each binds its arguments (``core/arguments.py``), which decides its route (``core/route.py``), and runs it
 (:func:`run`).
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int
 
 from logitless.core import vjp
 from logitless.core.arguments import Bound, bind, by_name, reference_call, with_reference
+from logitless.core.divergences import Divergence
 from logitless.core.options import Head, Options
 from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
@@ -220,6 +222,96 @@ def linear_grpo_loss(
     (-1.0, (4, 3))
     """
     return run("linear_grpo_loss", locals())
+
+
+@named_arguments
+def divergence(
+    logits: Float[Array, "*tokens V"],
+    teacher_logits: Float[Array, "*tokens V2"],
+    *,
+    divergence: Divergence = "reverse_kl",
+    mix: Array | float | None = None,
+    targets: Int[Array, "*tokens"] | None = None,
+    mask: Array | None = None,
+    temperature: Float[Array, "*#tokens"] | float = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    vocab_size: int | None = None,
+    sharding: Sharding | None = None,
+    options: Options = Options(),  # noqa: B008  (frozen)
+) -> TokenStats:
+    """Divergence per token of the distributions of two arrays of logits, differentiable in the first.
+
+    Args:
+      logits: the student's, any float dtype; statistics are float32.
+      teacher_logits: the teacher's as its softmax takes them, at temperature 1; a constant. At least as many columns.
+      divergence, mix, targets, mask, temperature: as for :func:`linear_divergence`.
+      softcap, scale: of the student's logits.
+      vocab_size: columns of both at or beyond it are padding: no probability, zero gradient.
+      sharding, options: as for :func:`logprobs`.
+
+    Returns:
+      As :func:`linear_divergence`.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> stats = logitless.divergence(jnp.array([[0.0, 0.0]]), jnp.array([[0.0, 1.0]]), divergence="forward_kl")
+    >>> round(float(stats.divergence[0]), 4)
+    0.1109
+    """
+    return run("divergence", locals())
+
+
+@named_arguments
+def linear_divergence(
+    hidden: Float[Array, "*tokens H"],
+    lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
+    teacher_hidden: Float[Array, "*tokens H2"],
+    teacher_lm_head: Head | Float[Array, "V2 H2"] | Float[Array, "H2 V2"],
+    *,
+    divergence: Divergence = "reverse_kl",
+    mix: Array | float | None = None,
+    targets: Int[Array, "*tokens"] | None = None,
+    mask: Array | None = None,
+    temperature: Float[Array, "*#tokens"] | float = 1.0,
+    sharding: Sharding | None = None,
+    options: Options = Options(),  # noqa: B008  (frozen)
+) -> TokenStats:
+    """Divergence per token of a student's and a teacher's distribution over the whole vocabulary, from their hidden
+    states, without ``[B, T, V]`` logits of either.
+
+    With ``p`` the student's and ``q`` the teacher's softmax at ``temperature``::
+
+        reverse_kl   KL(p || q)
+        forward_kl   KL(q || p)
+        jsd          mix KL(q || m) + (1 - mix) KL(p || m),  m = (1 - mix) p + mix q
+
+    Differentiable with respect to ``hidden`` and the arrays of ``lm_head``; the teacher is a constant. Two matmuls per
+    live token without a gradient. With one, six: both sides' logits are made again in the backward pass.
+    :func:`linear_distillation_loss` takes four.
+
+    Args:
+      hidden, lm_head: the student's, as for :func:`linear_logprobs`.
+      teacher_hidden: the teacher's final hidden states, of any width.
+      teacher_lm_head: its head, an array or a :class:`logitless.Head` with its own bias, LoRA, scale and softcap. It
+        has at least the student's token ids; ids beyond those of the student are left out of its softmax.
+      divergence: one of the three above.
+      mix: weight of the teacher in the mixture of ``jsd``; one half unless given.
+      targets: token ids, for ``logp`` from the same pass; without them ``logp`` is that of id 0.
+      mask: as for :func:`linear_logprobs`.
+      temperature: a number, or one per token; divides both sides' logits.
+      sharding, options: as for :func:`linear_logprobs`.
+
+    Returns:
+      :class:`logitless.TokenStats` of the student, with ``divergence`` and ``teacher_entropy``. ``divergence``,
+      ``entropy``, ``logp`` and ``lse`` have gradients.
+
+    >>> import jax, jax.numpy as jnp, logitless
+    >>> h, w = jnp.ones((1, 2, 3)), jnp.zeros((4, 3))
+    >>> stats = logitless.linear_divergence(h, w, h, w)
+    >>> [float(x) for x in stats.divergence[0]]
+    [0.0, 0.0]
+    """
+    return run("linear_divergence", locals())
 
 
 # -- running a call --------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ import numpy as np
 from jax import Array
 
 from logitless.core import validation
+from logitless.core.divergences import DIVERGENCES
 from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
-from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem
+from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem, Source, Teacher
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
-from logitless.objectives.checks import shown
+from logitless.objectives.checks import did_you_mean, shown
 from logitless.objectives.inputs import logp_temperature, loss_inputs, statistics_temperature
 
 _LOSS_ARRAYS = (
@@ -31,6 +32,8 @@ _CHOICES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("backend", "head_layout", "bwd_impl", "head_grad_dtype"), (str,), "a name"),
     (("donate_logits", "validate"), (bool, int, np.bool_), "True or False"),
 )
+MIX_MARGIN = 1e-3
+"""A ``mix`` nearer to 0 or 1 trains next to nothing."""
 _REFERENCE = ("ref_hidden", "ref_lm_head")
 
 
@@ -78,7 +81,7 @@ class Bound:
 def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     """The arguments of the public call ``name``, by their names."""
     is_loss = "advantages" in given
-    objective = given["objective"]
+    objective = given.get("objective")
     if objective is not None or is_loss:
         objective = validation.objective_of(name, objective)
         given = dict(given, temperature=_temperature(name, given.get("temperature"), objective))
@@ -86,11 +89,15 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
         for key in keys:
             if not isinstance(given.get(key), (*kinds, type(None))):
                 raise TypeError(f"{name}: {key} is {shown(given[key])}, expected {expected}.")
-    p = _head_problem(name, given, is_loss) if "hidden" in given else _logits_problem(name, given, is_loss)
+    problem = _head_problem if "hidden" in given else _logits_problem
+    p = problem(name, given, is_loss)
+    if given.get("divergence") is not None:
+        p = dataclasses.replace(p, teacher=_teacher(name, given, p, is_loss))
     shape = p.targets.shape
     divisor = None if objective is None else logp_temperature(name, objective, shape, p.live)
     loss = None
     if is_loss:
+        assert objective is not None
         loss = Loss(*loss_inputs(name, objective, shape, given))
         live = None if given["mask"] is None and "hidden" in given else loss.inputs.mask
         p = dataclasses.replace(p, live=live)
@@ -105,6 +112,40 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
     return Bound(_placed(p, loss, route), loss, route, shape, divisor)
+
+
+def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool) -> Teacher:
+    """The second distribution of a call, which has to cover the policy's vocabulary."""
+    kind, mix, whose = given["divergence"], given["mix"], f"{name}, the teacher"
+    if kind not in DIVERGENCES:
+        options = ", ".join(map(repr, DIVERGENCES))
+        hint = did_you_mean(kind, DIVERGENCES)
+        raise ValueError(f"{name}: divergence={shown(kind)} is not known; expected one of {options}.{hint}")
+    if mix is not None and kind != "jsd":
+        raise ValueError(f"{name}: mix belongs to divergence='jsd' and would be ignored with {kind!r}; leave it out.")
+    mix = 0.5 if mix is None else validation.scalar(name, "mix", mix)
+    if isinstance(mix, (int, float)) and not MIX_MARGIN <= mix <= 1 - MIX_MARGIN:
+        raise ValueError(
+            f"{name}: mix={mix}, expected a number from {MIX_MARGIN} to {1 - MIX_MARGIN}: towards 0 and 1 the jsd and "
+            "its gradient vanish. divergence='forward_kl' or 'reverse_kl' is probably what you want."
+        )
+    own = {k: v for k, v in given.items() if k not in ("divergence", "mix")} | dict(targets=p.targets, mask=None)
+    own |= dict(validate=False, sparse_backward="off")
+    teacher: Problem[Any]
+    if "hidden" in given:
+        own |= dict(head_by_name(given["teacher_lm_head"]), hidden=given["teacher_hidden"])
+        teacher, what = _head_problem(whose, own, is_loss), "Head(lm_head, vocab_size={})"
+    else:
+        own |= dict(logits=given["teacher_logits"], softcap=None, scale=None, vocab_size=None)
+        teacher, what = _logits_problem(whose, own, is_loss), "vocab_size={}"
+    columns = teacher.call.vocab_size
+    if columns < p.call.vocab_size:
+        raise ValueError(
+            f"{name}: the teacher has {columns} token ids and the policy {p.call.vocab_size}. If the first {columns} "
+            f"mean the same, say {what.format(columns)} for the policy: its other columns are then padding."
+        )
+    source, transform = jax.lax.stop_gradient((teacher.policy, teacher.transform))
+    return Teacher(source, transform, jnp.asarray(mix, jnp.float32) if kind == "jsd" else None, kind)
 
 
 def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
@@ -123,6 +164,11 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
             )
     if given["ref_logp"] is not None:
         raise ValueError(f"{name}: ref_logp and ref_hidden were both given; leave one of them out.")
+    o = given["objective"]
+    if o.kl == "full" and o.beta is not None:
+        head = _reference_head(name, asked["ref_lm_head"], given)
+        teacher = dict(teacher_hidden=asked["ref_hidden"], teacher_lm_head=head)
+        return None, rest | teacher | dict(divergence=o.divergence, mix=o.mix)
     hidden = validation.float_array(name, "ref_hidden", asked["ref_hidden"])
     hidden, head = jax.lax.stop_gradient((hidden, _reference_head(name, asked["ref_lm_head"], given)))
     call = {**rest, "hidden": hidden, "temperature": 1.0, **head_by_name(head)}
@@ -200,6 +246,13 @@ def _transform(name: str, given: dict[str, Any], shape: tuple[int, ...]) -> Logi
     return transform_of(temperature, softcap, scale)
 
 
+def _targets(name: str, given: dict[str, Any], shape: tuple[int, ...], shape_of: str) -> Array:
+    """The target ids; zeros where a call that can do without them has none."""
+    if given["targets"] is None and given.get("divergence") is not None:
+        return jnp.zeros(shape, jnp.int32)
+    return validation.target_array(name, given["targets"], shape, shape_of)
+
+
 def _columns(name: str, given: dict[str, Any], width: int, of: str) -> int:
     """The number of real columns; the targets are checked against it, if asked for."""
     columns = validation.vocabulary(name, given["vocab_size"], width, of)
@@ -219,7 +272,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
             f"{name}: hidden is {hidden.dtype} and lm_head {weight.dtype}; cast one of them, so that it is you who "
             "decides in which precision the head's matmul runs."
         )
-    targets = validation.target_array(name, given["targets"], shape, "hidden without its last dimension")
+    targets = _targets(name, given, shape, "hidden without its last dimension")
     live = validation.mask_array(name, given["mask"], shape)
     head = HeadArrays(weight, None, *_lora(name, given["lora"], given["lora_scale"], weight), layout=layout)
     if given["bias"] is not None:
@@ -248,7 +301,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
 def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem[Given]:
     logits = validation.float_array(name, "logits", given["logits"])
     shape = _token_shape(name, "logits", logits, "V", is_loss)
-    targets = validation.target_array(name, given["targets"], shape, "logits without the vocabulary")
+    targets = _targets(name, given, shape, "logits without the vocabulary")
     live = validation.mask_array(name, given["mask"], shape)
     columns = _columns(name, given, logits.shape[-1], "logits")
     transform = _transform(name, given, shape)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+from logitless.core.divergences import PairSums
 from logitless.core.problem import Loss
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 
@@ -119,6 +120,9 @@ class Divisible(Backend, Protocol):
     def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
         """``(sums, part)`` over the columns that are here: what a shard of the vocabulary has to say, and what
         :meth:`shard_residual` needs of this pass."""
+
+    def pair_sums(self, p: Any, stats: TokenStats, teacher: TokenStats) -> PairSums:
+        """Sums of the divergence over the columns that are here, from the statistics over all columns."""
 
     def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: Any, total: Callable[[Any], Any]) -> Any:
         """The residual of a shard, once the statistics of all shards are known; ``total`` sums an array over them."""

@@ -18,7 +18,10 @@ from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
 from logitless.core.validation import check_arguments
 
-_CALLS = (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)
+_CALLS = (
+    api.logprobs, api.grpo_loss, api.divergence,
+    api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence,
+)  # fmt: skip
 
 
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
@@ -105,7 +108,8 @@ def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
     objective, shape = given["objective"], jax.ShapeDtypeStruct(tokens, jnp.float32)
     missing = {}
     beta = getattr(objective, "beta", None)
-    if beta is not None and given["ref_logp"] is None and given.get("ref_hidden") is None:
+    estimated = beta is not None and getattr(objective, "kl", None) != "full"
+    if estimated and given["ref_logp"] is None and given.get("ref_hidden") is None:
         missing["ref_logp"] = shape
     asks = (getattr(objective, k, None) is not None for k in ("correction", "off_policy_threshold"))
     if any(asks) and given["rollout_logp"] is None:

@@ -178,7 +178,7 @@ def _chunk(p: Any) -> int:
     try:
         item, weight = jnp.dtype(p.call.logits_dtype).itemsize, p.head.weight
         return tiles.head_chunk(
-            p.n, p.head.vocab, memory_budget=asked.memory_budget, logits_bytes=item,
+            p.n, p.head.vocab, memory_budget=asked.memory_budget, logits_bytes=item * p.stages,
             head_bytes=weight.size * weight.dtype.itemsize,
         )  # fmt: skip
     except ValueError as error:
@@ -193,6 +193,8 @@ def _first_that_supports(p: Any, level: Level, name: str, place: Any) -> tuple[B
     exact = registry.backend_of(level, name)
     if p.call.mass is None:
         return exact, None
+    if p.teacher is not None:
+        return exact, "a call with a teacher has none"
     split, why = _split(p, exact, place), None
     for sparse in registry.sparse_backends(name):
         why = sparse.supports(p, split)
@@ -225,6 +227,8 @@ def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
 
     def refusal(kernel: str) -> str | None:
         needs = RUNS_ON[kernel]
+        if p.teacher is not None:
+            return f"{name}: backend={kernel!r} has no kernel for a second distribution"
         if here != needs and not p.call.interpret:
             device = f"the default device here is a {here.upper()}"
             return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"

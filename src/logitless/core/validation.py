@@ -279,7 +279,12 @@ def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: 
         for name in ("old_logp", "ref_logp", "rollout_logp")
     }
     beta = 0.0 if objective.beta is None or isinstance(objective.beta, jax.core.Tracer) else float(objective.beta)
-    if arrays["ref_logp"] is None and beta != 0:
+    if objective.kl == "full" and objective.beta is not None and given.get("divergence") is None:
+        raise ValueError(
+            f"{call}: objective.kl='full' is a divergence over the whole vocabulary: linear_grpo_loss takes it, with "
+            "ref_hidden and ref_lm_head; policy_loss takes it in stats of logitless.divergence or linear_divergence."
+        )
+    if arrays["ref_logp"] is None and beta != 0 and objective.kl != "full":
         raise ValueError(
             f"{call}: objective.beta={beta} asks for a KL term but ref_logp is missing; "
             "give the reference policy's log-probabilities, or beta=None."

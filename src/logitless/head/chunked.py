@@ -20,12 +20,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core import row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import column_tile
+from logitless.core.divergences import PairSums, empty_pair_sums
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
 from logitless.core.row_passes import Sweep, Visit, as_wide_as, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums
@@ -198,6 +200,7 @@ class Chunked(PlainJax):
 
     def sums(self, p: Problem, want: Wanted | None) -> tuple[RowSums, None]:
         """Sums over the head's columns: one matmul per live token."""
+        p = dataclasses.replace(p, teacher=None)
 
         def body(visit: Visit, out: RowSums) -> RowSums:
             part, x = chunk_of(visit, p)
@@ -205,3 +208,13 @@ class Chunked(PlainJax):
             return visit.put_all(out, lax.optimization_barrier(row_passes.sums(x, part)))
 
         return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None
+
+    def pair_sums(self, p: Problem, stats: TokenStats, teacher: TokenStats) -> PairSums:
+        """Sums of the divergence over the columns of both heads: two matmuls per live token."""
+
+        def body(visit: Visit, out: PairSums) -> PairSums:
+            part, x = chunk_of(visit, p)
+            own, other = jax.tree.map(visit.take, (stats, teacher))
+            return visit.put_all(out, row_passes.sums_of_pair(lax.optimization_barrier(x), part, own, other))
+
+        return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_pair_sums((p.n,)))

@@ -108,13 +108,14 @@ def placed(place: Placement, p: Problem[Source]) -> Any:
 
 def _gathered(place: Placement, p: Problem[Source]) -> Any:
     """A device's own problem, flat, its head gathered."""
+    return _flat(place, p.over_sources(lambda source: _gathered_source(place, source)))
 
-    def gathered(source: Source) -> Source:
-        if isinstance(source, Given):
-            return source
-        return Linear(source.hidden, collectives.gather_head(place, source.head))
 
-    return _flat(place, p.over_sources(gathered))
+def _gathered_source(place: Placement, source: Source) -> Source:
+    """A source with its head gathered."""
+    if isinstance(source, Given):
+        return source
+    return Linear(source.hidden, collectives.gather_head(place, source.head))
 
 
 def _flat(place: Placement, p: Problem[Source]) -> Any:
@@ -296,4 +297,8 @@ def _with_head(place: Placement, p: Problem, whole: Any) -> Problem:
     """A device's own problem, flat, with the head that the forward pass gathered."""
     kept = dataclasses.replace(whole, lora_scale=p.head.lora_scale)
     nothing = dataclasses.replace(place, vocab_gathered=(), hidden_gathered=())
-    return _gathered(nothing, p.with_head(kept))
+    p = p.with_head(kept)
+    if p.teacher is not None:
+        source = _gathered_source(place, p.teacher.source)
+        p = dataclasses.replace(p, teacher=dataclasses.replace(p.teacher, source=source))
+    return _gathered(nothing, p)

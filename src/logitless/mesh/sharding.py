@@ -237,6 +237,17 @@ def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
             "lm_head's vocabulary", head[v], head_axes[v], "pad lm_head's vocabulary and say Head(lm_head, vocab_size=)"
         )
         divides("lm_head's hidden dimension", head[h], hidden, "shard it over fewer devices")
+        if p.teacher is not None and isinstance(p.teacher.source, Linear):
+            other = p.teacher.source.head
+            if parallel and other.vocab != head[v]:
+                raise ValueError(
+                    f"{call}: the vocabulary is parallel over {_show(parallel)}, and the teacher's head has "
+                    f"{other.vocab} columns where lm_head has {head[v]}: a device needs the same columns of both. Pad "
+                    "the shorter one, and say vocab_size= in its Head."
+                )
+            divides("the teacher's vocabulary", other.vocab, head_axes[v], "pad it and say vocab_size= in its Head")
+            width = other.weight.shape[1 - other.axis]
+            divides("the teacher's hidden dimension", width, hidden, "shard it over fewer devices")
         if sharding.vocab is not None and named_vocab != parallel:
             raise ValueError(
                 f"{call}: sharding.vocab={sharding.vocab!r}, but sharding.head={sharding.head} makes the vocabulary "

@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.problem import Given, Gradients, Loss
+from logitless.core.divergences import finish_pair
+from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
 from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
 from logitless.core.transform import factor
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
@@ -77,10 +79,21 @@ class VocabularyShard:
         local, part = self.by_columns(mine, lambda q: self.own.sums(q, want), none)
         k = factor(p.transform)
         stats = finish(merge_sums(self.place.vocab, local, k), valid_targets(p.targets, p.call.vocab_size), p.transform)
+        if p.teacher is not None:
+            stats = self._with_teacher(mine, p.teacher, stats)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
         mine = mine.calling(vocab_size=width_of(p))
         residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))
         return stats, None, residual
+
+    def _with_teacher(self, mine: Any, teacher: Teacher, stats: TokenStats) -> TokenStats:
+        """The statistics with those of the pair: a sweep for the teacher's sums, and one over both heads."""
+        axes = self.place.vocab
+        rows = Problem(teacher.source, mine.targets, teacher.transform, mine.live, call=mine.call)
+        sums = self.by_columns(rows, lambda q: self.own.sums(q, None)[0], no_columns)
+        other = finish(merge_sums(axes, sums, factor(teacher.transform)), True, teacher.transform)
+        pair = self.by_columns(mine, lambda q: self.own.pair_sums(q, stats, other))
+        return finish_pair(stats, other, jax.tree.map(lambda x: lax.psum(x, axes), pair))
 
     def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
         """Gradients of a device's own columns; dH, complete."""

@@ -301,6 +301,17 @@ def combination(o: Objective) -> None:
         refuse("policy='vespo' folds the importance weight in as a sum of logs; correction='geometric' is not defined.")
     if o.sequence_log_ratio_max is not None and o.level == "token":
         refuse("sequence_log_ratio_max bounds the ratio of a sequence and would be ignored with level='token'.")
+    if o.kl != "full" and (o.divergence != "reverse_kl" or o.mix is not None):
+        name = "mix" if o.mix is not None else "divergence"
+        refuse(f"{name} belongs to kl='full', the divergence over the vocabulary, and would be ignored with {o.kl!r}.")
+    if o.kl == "full":
+        for name in ("kl_bias_correction", "kl_log_ratio_clamp", "kl_clamp"):
+            if getattr(o, name) not in (None, False):
+                refuse(f"{name} acts on an estimate from one token and has no meaning with kl='full'; leave it out.")
+        if o.temperature_on == "logp":
+            refuse("temperature_on='logp' has no meaning for kl='full', a divergence of whole distributions.")
+        if o.mix is not None and o.divergence != "jsd":
+            refuse(f"mix belongs to divergence='jsd' and would be ignored with {o.divergence!r}.")
     low, high = o.correction_min, o.correction_max
     if isinstance(low, float) and isinstance(high, float) and low > high:
         refuse(f"correction_min={low} lies above correction_max={high}.")

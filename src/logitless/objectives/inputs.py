@@ -161,6 +161,10 @@ def _reads_old(o: Objective) -> bool:
     return o.policy != "reinforce" or weighs or (o.beta is not None and o.kl_bias_correction)
 
 
+def _reads_ref_logp(o: Objective) -> bool:
+    return o.beta is not None and o.kl != "full"
+
+
 def _reads_rollout(o: Objective) -> bool:
     drift = o.off_policy_threshold is not None and o.off_policy_from == "rollout"
     return o.correction is not None or drift
@@ -171,10 +175,13 @@ def _reads_sequences(o: Objective) -> bool:
     return of_policy or o.aggregation not in ("bnpo", "dapo") or o.correction in ("sequence", "geometric")
 
 
-_NO_KL = "without a KL term only the metrics kl_k1 and kl_k3 read it. Set Objective(beta=...), where 0.0 only measures"
+_NO_KL = (
+    "without a KL term from log-probabilities only the metrics kl_k1 and kl_k3 read it. Set Objective(beta=...), where "
+    "0.0 only measures"
+)
 READ_WHEN: dict[str, tuple[Callable[[Objective], bool], str]] = {
     "old_logp": (_reads_old, "policy='reinforce' has no ratio. Set another policy, such as Objective(policy='clip')"),
-    "ref_logp": (lambda o: o.beta is not None, _NO_KL),
+    "ref_logp": (_reads_ref_logp, _NO_KL),
     "ref_hidden": (lambda o: o.beta is not None, _NO_KL),
     "rollout_logp": (_reads_rollout, "there is no train/rollout correction. Set Objective(correction='token')"),
     "segment_ids": (
@@ -271,7 +278,7 @@ def loss_inputs(
     arrays = validation.loss_arrays(call, objective, shape, given)
     live = jnp.ones(shape, bool) if live is None else live
     beta = objective.beta
-    if beta is None or arrays["ref_logp"] is not None:
+    if beta is None or arrays["ref_logp"] is not None or objective.kl == "full":
         return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
     # Without a reference beta is zero, or a traced number: if that turns out to be another one, the loss is NaN.
     objective = objective.replace(beta=None)

@@ -14,7 +14,8 @@ from logitless.objectives import checks
 Policy = Literal["clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"]
 Level = Literal["token", "sequence", "sequence_token"]
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
-KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 Correction = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 CispoBound = Literal["raw", "interval"]
@@ -44,6 +45,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "level": get_args(Level),
     "aggregation": get_args(Aggregation),
     "kl": get_args(KLEstimator),
+    "divergence": get_args(Divergence),
     "kl_bias_correction": (False, True),
     "correction": (None, *get_args(Correction)),
     "correction_mode": get_args(CorrectionMode),
@@ -81,7 +83,11 @@ class Objective:
     aggregation: Aggregation = static("grpo")
     """How token losses become one number; veRL's and Tunix' names are accepted and mapped."""
     kl: KLEstimator = static("k3")
-    """KL estimator, used when ``beta`` is a number."""
+    """KL to the reference, used when ``beta`` is a number: an estimator from ``ref_logp``, or ``full``, which is the
+    ``divergence`` over the whole vocabulary from ``ref_hidden`` and ``ref_lm_head``."""
+    divergence: Divergence = static("reverse_kl")
+    """Of ``kl="full"``: KL(policy || reference), KL(reference || policy) (``forward_kl``), or the Jensen-Shannon
+    divergence with ``mix``. With a teacher as the reference it is on-policy distillation."""
     kl_bias_correction: bool = static(False)
     """Multiply the KL by the raw importance ratio (TRL's default)."""
     correction: Correction | None = static(None)
@@ -123,6 +129,8 @@ class Objective:
     vespo_lambda_neg: Number = 2.0
     beta: Number | None = None
     """KL coefficient; a number asks for ``ref_logp``."""
+    mix: Number | None = None
+    """Weight of the reference in the mixture of ``divergence="jsd"``; ``None`` is one half."""
     kl_log_ratio_clamp: Number | None = None
     """Clamp ``ref - logp`` to plus or minus this before the estimator."""
     kl_clamp: Number | None = None

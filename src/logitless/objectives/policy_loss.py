@@ -55,8 +55,10 @@ def policy_loss(
     reads_entropy = [k for k in ("entropy_coef", "top_entropy") if getattr(objective, k) is not None]
     if stats.entropy is None and reads_entropy:
         raise ValueError(f"{name}: objective.{reads_entropy[0]} reads the entropy, and stats.entropy is None; give it.")
-    for field in ("logp", "entropy"):
+    for field in ("logp", "entropy", "divergence"):
         if getattr(stats, field) is not None:
             validation.token_array(name, f"stats.{field}", getattr(stats, field), stats.logp.shape, "stats.logp")
+    if stats.divergence is not None:
+        given["divergence"] = "given"
     objective, inputs = loss_inputs(name, objective, stats.logp.shape, given)
     return loss_of_stats(objective, stats, inputs)
