@@ -53,46 +53,54 @@ def merge_pairs(a: PairSums, b: PairSums) -> PairSums:
     return PairSums(a.value + b.value, a.others + b.others, a.peak + b.peak)
 
 
-def _kl_terms(log_from: Array, log_to: Array) -> Array:
-    """``f (exp(x) - 1 - x)`` with ``x = log_to - log_from``: terms of ``KL(f || t)``; 0 where neither has mass."""
-    f, t = jnp.exp(log_from), jnp.exp(log_to)
-    x = jnp.where(f > 0, log_to - log_from, 0.0)
-    near = jnp.abs(x) < 0.5
+def _kl_terms(f: Array, t: Array, x: Array) -> Array:
+    """``f (exp(x) - 1 - x)`` with ``x = log(t / f)``: terms of ``KL(f || t)``; ``t`` where ``f`` is 0."""
+    near = (jnp.abs(x) < 0.5) & (f > 0)
     s = jnp.where(near, x, 0.0)
     # exp(s) - 1 - s up to s^9: the rest is below 1e-9 of the leading term.
     series = jnp.full_like(s, 1.0 / 362880)
     for factorial in (40320, 5040, 720, 120, 24, 6, 2):
         series = series * s + 1.0 / factorial
-    far = jnp.where(f > 0, (t - f) - f * x, t)
-    return jnp.where(near & (f > 0), f * s * s * series, far)
+    far = jnp.where(f > 0, (t - f) - f * jnp.where(f > 0, x, 0.0), t)
+    return jnp.where(near, f * s * s * series, far)
 
 
-def _log_mixture(log_p: Array, log_q: Array, mix: Array) -> Array:
-    """``log m``."""
-    return jnp.logaddexp(log_p + jnp.log1p(-mix), log_q + jnp.log(mix))
+def _log_ratio(log_p: Array, log_q: Array) -> Array:
+    """``log(q / p)``; 0 where neither has mass."""
+    return jnp.where((log_p > NEG_INF) | (log_q > NEG_INF), log_q - log_p, 0.0)
+
+
+def _to_mixture(x: Array, mix: Array) -> tuple[Array, Array]:
+    """``(log(m / p), log(m / q))`` from ``x = log(q / p)``, each relative to the larger of the two."""
+    down, up = jnp.minimum(x, 0.0), jnp.maximum(x, 0.0)
+    of_p = jnp.log1p(mix * jnp.expm1(down))  # where p is the larger one: log(m / p)
+    of_q = jnp.log1p((1.0 - mix) * jnp.expm1(-up))  # where q is: log(m / q)
+    return jnp.where(x > 0, x + of_q, of_p), jnp.where(x > 0, of_q, of_p - x)
 
 
 def _difference(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> Array:
     """``d`` where the student has mass, 0 elsewhere; unused by the forward KL."""
+    x = _log_ratio(log_p, log_q)
     if kind == "jsd":
         assert mix is not None
-        log_q = _log_mixture(log_p, log_q, mix)
-    return jnp.where(jnp.exp(log_p) > 0, log_p - log_q, 0.0)
+        x, _ = _to_mixture(x, mix)
+    return jnp.where(jnp.exp(log_p) > 0, -x, 0.0)
 
 
 def pair_sums(kind: Divergence, log_p: Array, log_q: Array, at_peak: Array, mix: Array | None = None) -> PairSums:
     """Sums over the last axis of ``log_p, log_q [..., V]``; ``at_peak`` marks the student's largest logit."""
+    p, q, x = jnp.exp(log_p), jnp.exp(log_q), _log_ratio(log_p, log_q)
     if kind == "forward_kl":
-        value = jnp.sum(_kl_terms(log_q, log_p), axis=-1)
+        value = jnp.sum(_kl_terms(q, p, -x), axis=-1)
         return PairSums(value, jnp.zeros_like(value), jnp.zeros_like(value))
     if kind == "reverse_kl":
-        value = jnp.sum(_kl_terms(log_p, log_q), axis=-1)
+        value = jnp.sum(_kl_terms(p, q, x), axis=-1)
     else:
         assert mix is not None
-        log_m = _log_mixture(log_p, log_q, mix)
-        both = mix * _kl_terms(log_q, log_m) + (1.0 - mix) * _kl_terms(log_p, log_m)
-        value = jnp.sum(jnp.where(log_m > NEG_INF, both, 0.0), axis=-1)
-    terms = jnp.exp(log_p) * _difference(kind, log_p, log_q, mix)
+        m = (1.0 - mix) * p + mix * q
+        of_p, of_q = _to_mixture(x, mix)
+        value = jnp.sum(mix * _kl_terms(q, m, of_q) + (1.0 - mix) * _kl_terms(p, m, of_p), axis=-1)
+    terms = p * _difference(kind, log_p, log_q, mix)
     others, peak = (jnp.sum(jnp.where(m, terms, 0.0), axis=-1) for m in (~at_peak, at_peak))
     return PairSums(value, others, peak)
 
