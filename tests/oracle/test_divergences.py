@@ -5,7 +5,6 @@ from __future__ import annotations
 import decimal
 import itertools
 import math
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from logitless import Distillation, oracle
 from logitless.oracle import linear_rows, logits_rows
 from logitless.oracle.rows import Rows
+from test_oracle import central_difference
 
 NAN, INF = math.nan, math.inf
 KINDS: list[dict[str, Any]] = [
@@ -23,16 +23,6 @@ KINDS: list[dict[str, Any]] = [
     *({"divergence": "jsd", "mix": mix} for mix in (0.1, 0.5, 0.9)),
 ]
 IDS = ["-".join(map(str, kind.values())) for kind in KINDS]
-
-
-def central_difference(f: Callable[[np.ndarray], float], x: np.ndarray, h: float = 1e-5) -> np.ndarray:
-    """``df/dx``, one element at a time."""
-    gradient = np.zeros(x.shape)
-    for i in np.ndindex(x.shape):
-        step = np.zeros(x.shape)
-        step[i] = h
-        gradient[i] = (f(x + step) - f(x - step)) / (2 * h)
-    return gradient
 
 
 # -- the whole vocabulary --------------------------------------------------------------------------------------------

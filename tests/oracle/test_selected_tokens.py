@@ -10,7 +10,7 @@ import pytest
 
 from logitless import oracle
 from logitless.oracle import linear_rows, logits_rows
-from test_divergences import central_difference
+from test_oracle import central_difference
 
 NAN, INF = math.nan, math.inf
 OPTIONS: dict[str, Any] = {"scale": 1.4, "softcap": 4.0, "vocab_size": 6}

@@ -128,9 +128,7 @@ def from_liger(config: Any = None, **given: Any) -> Distillation:
     """See :meth:`logitless.Distillation.from_liger`."""
     _only(LIGER, config, "weight_soft_loss", "a LigerFusedLinearJSDLoss")
     if "ignore_index" in given:
-        raise TypeError(
-            f"{LIGER.call}: ignore_index marks targets: leave it out, and give the loss a mask that is 0 there."
-        )
+        raise TypeError(f"{LIGER.call}: ignore_index marks targets: give the loss a mask that is 0 there.")
     s = read(LIGER, config, given)
     hard = s["weight_hard_loss"]
     return Distillation(
@@ -194,7 +192,7 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Di
             "log-probability: here that is ref_logp with Objective(beta=..., kl=...). The whole vocabulary: "
             "Distillation(divergence='reverse_kl')."
         )
-    s.choice("loss_mode", {"forward_kl_topk": "forward_kl"})
+    divergence = s.choice("loss_mode", {"forward_kl_topk": "forward_kl"})
     if s["use_policy_gradient"]:
         s.refuse("use_policy_gradient=True makes the loss a reward: give it to the loss as advantages, negative.")
     if s["topk"] is not None:
@@ -208,7 +206,7 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Di
     if not s["use_task_rewards"]:
         s.ignored(["distillation_loss_coef"], "without use_task_rewards=True")
     return Distillation(
-        divergence="forward_kl",
+        divergence=divergence,
         soft_weight=s["distillation_loss_coef"] if s["use_task_rewards"] else 1.0,
         count_rows="non_empty",
         **aggregation(s, max_length),
