@@ -155,8 +155,9 @@ def test_verl_top_k_where_it_is_right(record_property: Any) -> None:
 
 
 def test_disagreement_verl_drops_the_tail(record_property: Any) -> None:
-    """Without its tail a top-k KL is negative; veRL clamps it to 0, where it has no gradient."""
-    c = flat()
+    """Of a student that is sharper than its teacher the sum is negative; veRL clamps it to 0, without a gradient."""
+    c = peer.case("full")
+    c = c.replace(teacher_hidden=0.5 * c.hidden, teacher_head=c.head, teacher_bias=0.5 * c.bias)
     student, found = oracle.logits_rows(c.logits()[0]), oracle.top_k(c.teacher, 3)
     theirs = peer.verl_top_k(c, 3)[0]["distillation_losses"]
     mine = oracle.sparse_divergence(student, found.ids, found.logp).divergence

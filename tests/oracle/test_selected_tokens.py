@@ -147,6 +147,7 @@ def test_a_target_outside_its_support_is_nan() -> None:
 def test_top_k_in_order_and_ties_by_the_smaller_id() -> None:
     found = oracle.top_k(logits_rows([[1.0, 3.0, 2.0, 3.0, 0.0], [0.0] * 5]), 3)
     assert found.ids.tolist() == [[1, 3, 2], [0, 1, 2]]
+    assert oracle.top_k(logits_rows(np.arange(200) % 2), 80).ids.tolist() == list(range(1, 161, 2))
     np.testing.assert_allclose(found.logp[1], -math.log(5.0), rtol=1e-14)
     np.testing.assert_allclose(found.lse[1], math.log(5.0), rtol=1e-14)
 
