@@ -25,6 +25,7 @@ from logitless.mesh.sharding import Sharding
 from logitless.objectives.adaptive_entropy import AdaptiveEntropy
 from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.correction import entropy_denominator
+from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import UnusedArgumentWarning
 from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveEntropy",
+    "Distillation",
     "Head",
     "LossAux",
     "Metric",

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from logitless.objectives.distillation import Distillation
     from logitless.objectives.objective import Objective
+
+T = TypeVar("T")
 
 ALGORITHMS: dict[str, str] = {
     "grpo": "Objective.grpo()",
@@ -164,7 +168,7 @@ def did_you_mean(value: object, allowed: tuple[Any, ...]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+def choice(name: str, value: object, allowed: tuple[Any, ...], owner: str = "Objective") -> None:
     """``value`` is one of ``allowed``, those of the field ``name``."""
     if getattr(value, "shape", None) or value not in allowed:
         options = ", ".join(repr(a) for a in allowed)
@@ -172,7 +176,7 @@ def choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
         other = _plain(value) not in map(_plain, allowed)
         if name in ("policy", "aggregation", "level") and isinstance(value, str) and (other or name == "policy"):
             hint = _of_other_libraries(name, value) or hint
-        raise ValueError(f"Objective: {name}={shown(value)} is not known; expected one of {options}.{hint}")
+        raise ValueError(f"{owner}: {name}={shown(value)} is not known; expected one of {options}.{hint}")
 
 
 def _of_other_libraries(field: str, value: str) -> str:
@@ -221,14 +225,42 @@ def argument_hint(name: str, arguments: tuple[str, ...]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def names(given: dict[str, Any], cls: type) -> None:
-    """Every name is a field of ``cls``, the Objective."""
+def names(given: dict[str, Any], cls: type, theirs: Mapping[str, str] = THEIR_NAMES) -> None:
+    """Every name is a field of ``cls``; ``theirs`` says what other libraries' names are here."""
     fields = tuple(f.name for f in dataclasses.fields(cls))
     for name in given:
         if name in fields:
             continue
-        hint = f" {THEIR_NAMES[name]}" if name in THEIR_NAMES else did_you_mean(name, fields)
-        raise TypeError(f"Objective has no field {name!r}.{hint} Fields: {', '.join(fields)}.")
+        hint = f" {theirs[name]}" if name in theirs else did_you_mean(name, fields)
+        raise TypeError(f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(fields)}.")
+
+
+def named_fields(theirs: Mapping[str, str] = THEIR_NAMES) -> Callable[[type[T]], type[T]]:
+    """A class decorator: ``__init__`` answers a name of another library with ours (``theirs``)."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def named_init(self: T, *args: Any, **fields: Any) -> None:
+            names(fields, cls, theirs)
+            init(self, *args, **fields)
+
+        cls.__init__ = named_init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
+def written(o: Objective | Distillation) -> str:
+    """``o`` as code, with only what differs from the defaults."""
+    fields = []
+    for f in dataclasses.fields(o):
+        value = getattr(o, f.name)
+        plain = value is None or isinstance(value, (str, bool, float))
+        if not plain or value != f.default:
+            fields.append(f"{f.name}={value!r}")
+    return f"{type(o).__name__}({', '.join(fields)})"
 
 
 def whole_objective(name: str, presets: Collection[str]) -> str:
@@ -243,39 +275,36 @@ def whole_objective(name: str, presets: Collection[str]) -> str:
 
 _NONNEGATIVE = (
     "eps_low", "eps_high", "log_ratio_clamp", "kl_log_ratio_clamp", "kl_clamp", "correction_min", "correction_max",
-    "delta",
+    "delta", "soft_weight", "hard_weight",
 )  # fmt: skip
 _POSITIVE = ("dual_clip", "tau_pos", "tau_neg", "max_length", "temperature")
 
 
-def numbers(o: Objective) -> None:
+def numbers(o: Objective | Distillation) -> None:
     """Range checks of plain numbers, which become floats (an int leaf has another type than a float one, so it would
     compile anew); arrays and tracers are taken as they are."""
+    owner = type(o).__name__
     for f in dataclasses.fields(o):
         if f.metadata.get("static"):
             continue
         value = getattr(o, f.name)
         if value is None:
             if f.default is not None and f.name not in ("correction_max",):
-                raise ValueError(f"Objective: {f.name}=None, expected a number (its default is {f.default}).")
+                raise ValueError(f"{owner}: {f.name}=None, expected a number (its default is {f.default}).")
             continue
         kind = getattr(getattr(value, "dtype", None), "kind", "")
         if isinstance(value, (str, bool, complex, list, tuple, dict)) or kind in ("b", "c"):
-            raise TypeError(f"Objective: {f.name}={shown(value)} is a {type(value).__name__}, expected a number.")
+            raise TypeError(f"{owner}: {f.name}={shown(value)} is a {type(value).__name__}, expected a number.")
         if not isinstance(value, (int, float, np.integer, np.floating)):
             continue
         value = float(value)
         object.__setattr__(o, f.name, value)
         if value != value:
-            raise ValueError(f"Objective: {f.name} is NaN.")
+            raise ValueError(f"{owner}: {f.name} is NaN.")
         if f.name in _NONNEGATIVE and value < 0:
-            raise ValueError(f"Objective: {f.name}={value}, expected a number >= 0.")
+            raise ValueError(f"{owner}: {f.name}={value}, expected a number >= 0.")
         if f.name in _POSITIVE and value <= 0:
-            raise ValueError(f"Objective: {f.name}={value}, expected a number > 0.")
-    if isinstance(o.top_entropy, (int, float)) and not 0 < o.top_entropy <= 1:
-        raise ValueError(f"Objective: top_entropy={o.top_entropy}, expected a fraction in (0, 1].")
-    if isinstance(o.dual_clip, (int, float)) and o.dual_clip <= 1:
-        raise ValueError(f"Objective: dual_clip={o.dual_clip}, expected a constant above 1 (3 is usual).")
+            raise ValueError(f"{owner}: {f.name}={value}, expected a number > 0.")
 
 
 def combination(o: Objective) -> None:
@@ -284,6 +313,10 @@ def combination(o: Objective) -> None:
     def refuse(why: str) -> None:
         raise ValueError(f"Objective: {why}")
 
+    if isinstance(o.top_entropy, (int, float)) and not 0 < o.top_entropy <= 1:
+        raise ValueError(f"Objective: top_entropy={o.top_entropy}, expected a fraction in (0, 1].")
+    if isinstance(o.dual_clip, (int, float)) and o.dual_clip <= 1:
+        raise ValueError(f"Objective: dual_clip={o.dual_clip}, expected a constant above 1 (3 is usual).")
     if o.policy == "gmpo" and o.level != "token":
         refuse(f"policy='gmpo' has its own sequence mean, so level must be 'token', not {o.level!r}.")
     if o.level == "sequence_token" and o.policy != "clip":

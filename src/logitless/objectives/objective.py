@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
 from jax import Array
@@ -57,6 +56,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@checks.named_fields()
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Objective:
@@ -160,13 +160,7 @@ class Objective:
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
-        shown = []
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            plain = value is None or isinstance(value, (str, bool, float))
-            if not plain or value != f.default:
-                shown.append(f"{f.name}={value!r}")
-        return f"Objective({', '.join(shown)})"
+        return checks.written(self)
 
     def replace(self, **changes: Any) -> Objective:
         """A copy with some fields changed, checked again."""
@@ -331,16 +325,3 @@ class Objective:
         if self.correction is not None and not old_known:
             return "correction without old_logp weighs by the current log-probabilities"
         return None
-
-
-_init = Objective.__init__
-
-
-@functools.wraps(_init)
-def _named_init(self: Objective, *args: Any, **fields: Any) -> None:
-    """The dataclass's own ``__init__``; a name of another library is answered with ours."""
-    checks.names(fields, Objective)
-    _init(self, *args, **fields)
-
-
-Objective.__init__ = _named_init  # type: ignore[method-assign]

@@ -7,20 +7,42 @@ bfloat16 included, is taken at its exact value and computed with in float64. A P
 """
 
 from logitless.oracle.advantages import group_advantages
+from logitless.oracle.distillation_loss import distillation_loss
+from logitless.oracle.divergences import divergence, divergence_vjp, sparse_divergence, sparse_divergence_vjp
 from logitless.oracle.end_to_end import grpo_loss, linear_grpo_loss
 from logitless.oracle.linear import linear_token_stats, linear_token_stats_vjp
 from logitless.oracle.losses import policy_loss, policy_loss_grad
+from logitless.oracle.rows import linear_rows, logits_rows
+from logitless.oracle.selected_tokens import (
+    selected_logprobs,
+    selected_logprobs_vjp,
+    support_token_stats,
+    support_token_stats_vjp,
+    top_k,
+)
 from logitless.oracle.token_stats import TokenStats, token_stats, token_stats_vjp
 
 __all__ = [
     "TokenStats",
+    "distillation_loss",
+    "divergence",
+    "divergence_vjp",
     "group_advantages",
     "grpo_loss",
     "linear_grpo_loss",
+    "linear_rows",
     "linear_token_stats",
     "linear_token_stats_vjp",
+    "logits_rows",
     "policy_loss",
     "policy_loss_grad",
+    "selected_logprobs",
+    "selected_logprobs_vjp",
+    "sparse_divergence",
+    "sparse_divergence_vjp",
+    "support_token_stats",
+    "support_token_stats_vjp",
     "token_stats",
     "token_stats_vjp",
+    "top_k",
 ]

@@ -31,7 +31,7 @@ from logitless.oracle.token_stats import (
 HeadLayout = Literal["vh", "hv"]
 
 
-def _head(
+def head_matrix(
     lm_head: ArrayLike, bias: ArrayLike | None, head_layout: HeadLayout, vocab_size: int | None
 ) -> tuple[Floats, Floats]:
     """The head as ``W [V, H]`` and its bias ``[V]`` (zeros for none), cut to the first ``vocab_size`` columns."""
@@ -60,7 +60,7 @@ def linear_token_stats(
     y = np.asarray(targets).astype(np.int64)
     h, flat_y = np.asarray(hidden), y.reshape(-1)
     h = h.reshape(-1, h.shape[-1])
-    w, b = _head(lm_head, bias, head_layout, vocab_size)
+    w, b = head_matrix(lm_head, bias, head_layout, vocab_size)
     tau = per_token(temperature, y.shape, 1.0)
 
     fields = no_stats(flat_y.size)
@@ -92,7 +92,7 @@ def linear_token_stats_vjp(
     y = np.asarray(targets).astype(np.int64)
     raw_h, flat_y = np.asarray(hidden), y.reshape(-1)
     h = raw_h.reshape(-1, raw_h.shape[-1])
-    w, b = _head(lm_head, bias, head_layout, vocab_size)
+    w, b = head_matrix(lm_head, bias, head_layout, vocab_size)
     tau = per_token(temperature, y.shape, 1.0)
     gl, gh, gz = (per_token(g, y.shape, 0.0) for g in (g_logp, g_entropy, g_lse))
 

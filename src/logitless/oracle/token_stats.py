@@ -51,7 +51,7 @@ class TokenStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Softmax:
+class Softmax:
     """A softmax over the rows of ``z [N, V]``."""
 
     log_p: Floats  # [N, V]
@@ -87,7 +87,7 @@ def row_blocks(selected: Bools, width: int) -> Iterator[Ints]:
         yield indices[start : start + step]
 
 
-def _transform(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale: ArrayLike | None) -> Floats:
+def transformed(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale: ArrayLike | None) -> Floats:
     """``z [N, V]`` from raw logits ``x [N, V]``; ``temperature [N]``."""
     z = x if scale is None else float(np.asarray(scale)) * x
     if softcap is not None:
@@ -96,7 +96,7 @@ def _transform(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale:
     return z / temperature[:, None]
 
 
-def _slope(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale: ArrayLike | None) -> Floats:
+def slope_of_rows(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale: ArrayLike | None) -> Floats:
     """``dz/dx [N, V]``."""
     factor = 1.0 if scale is None else float(np.asarray(scale))
     slope = np.full_like(x, factor)
@@ -106,7 +106,7 @@ def _slope(x: Floats, temperature: Floats, softcap: ArrayLike | None, scale: Arr
     return slope / temperature[:, None]
 
 
-def _softmax(z: Floats) -> _Softmax:
+def softmax_of_rows(z: Floats) -> Softmax:
     """Log-probabilities and row statistics of ``z [N, V]``; ``-inf`` columns have probability 0.
 
     A row that is ``-inf`` throughout is no distribution: its log-probabilities and ``lse`` are ``-inf``, its entropy 0.
@@ -121,7 +121,7 @@ def _softmax(z: Floats) -> _Softmax:
     log_p = shifted - log_normaliser[:, None]
     p = np.exp(log_p)
     log_sum_p2 = np.log1p((e * e).sum(axis=1)) - 2.0 * log_normaliser
-    return _Softmax(
+    return Softmax(
         log_p=log_p,
         lse=z_top + log_normaliser,
         max_logit=z_top,
@@ -164,8 +164,8 @@ def token_stats(
         column = np.where(known, flat_y[i], 0)
         # -inf logits and NaN rows are legitimate inputs: their intermediate NaN and overflow need no warning.
         with np.errstate(all="ignore"):
-            z = _transform(to_float64(x[i, :columns]), tau[i], softcap, scale)
-            soft = _softmax(z)
+            z = transformed(to_float64(x[i, :columns]), tau[i], softcap, scale)
+            soft = softmax_of_rows(z)
         row = np.arange(len(i))
         fields["logp"][i] = np.where(known, soft.log_p[row, column], np.nan)
         for name in ("entropy", "lse", "max_logit", "log_sum_p2"):
@@ -205,12 +205,12 @@ def token_stats_vjp(
         row, column = np.arange(len(i)), np.where(known, flat_y[i], 0)
         with np.errstate(all="ignore"):
             block = to_float64(x[i, :columns])
-            soft = _softmax(_transform(block, tau[i], softcap, scale))
+            soft = softmax_of_rows(transformed(block, tau[i], softcap, scale))
             p = np.exp(soft.log_p)
             d_entropy = np.where(p == 0.0, 0.0, -p * (soft.log_p + soft.entropy[:, None]))
             dz = -gl[i, None] * p + gh[i, None] * d_entropy + gz[i, None] * p
             at_target = -gl[i] * np.expm1(soft.log_p[row, column])  # 1 - p without its cancellation
             dz[row, column] = at_target + gh[i] * d_entropy[row, column] + gz[i] * p[row, column]
             dz[~known] = np.nan
-            dx[i, :columns] = dz * _slope(block, tau[i], softcap, scale)
+            dx[i, :columns] = dz * slope_of_rows(block, tau[i], softcap, scale)
     return dx.reshape(raw.shape)

@@ -132,19 +132,24 @@ def _aggregation(s: Settings, mode: str, max_length: Any) -> dict[str, Any]:
     if mode in ("sapo", "geo_mean"):
         s.ignored(["loss_agg_mode", "loss_scale_factor"], f"in the policy loss with loss_mode={mode!r}")
         return {"aggregation": "grpo", "count_rows": "all" if mode == "geo_mean" else "non_empty"}
+    return aggregation(s, max_length)
+
+
+def aggregation(s: Settings, max_length: Any) -> dict[str, Any]:
+    """``loss_agg_mode`` and ``loss_scale_factor``, which veRL's policy and distillation losses share."""
     if s["loss_agg_mode"] == "token-sum":
         s.refuse("loss_agg_mode='token-sum' is a sum: use 'token-mean', and denominator=1.0 in the call of the loss.")
-    aggregation = s.choice("loss_agg_mode", _AGGREGATIONS)
-    if aggregation != "dr_grpo":
+    ours = s.choice("loss_agg_mode", _AGGREGATIONS)
+    if ours != "dr_grpo":
         s.ignored(["loss_scale_factor"], f"with loss_agg_mode={s['loss_agg_mode']!r}")
-        return {"aggregation": aggregation}
+        return {"aggregation": ours}
     length = max_length if s["loss_scale_factor"] is None else s["loss_scale_factor"]
     if length is None:
         s.refuse(
             "loss_agg_mode='seq-mean-token-sum-norm' without loss_scale_factor divides by the width T of the arrays; "
             "give it as max_length=T."
         )
-    return {"aggregation": aggregation, "max_length": length}
+    return {"aggregation": ours, "max_length": length}
 
 
 def _terms(s: Settings, mode: str) -> dict[str, Any]:
