@@ -12,7 +12,15 @@ if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitl
     sys.excepthook = signals.one_line
 
 from logitless._version import __version__
-from logitless.api import divergence, grpo_loss, linear_divergence, linear_grpo_loss, linear_logprobs, logprobs
+from logitless.api import (
+    divergence,
+    grpo_loss,
+    linear_distillation_loss,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logprobs,
+    logprobs,
+)
 from logitless.core.loss_stats import with_stats
 from logitless.core.options import Head, Options
 from logitless.core.stats import TokenStats
@@ -55,6 +63,7 @@ __all__ = [
     "explain",
     "group_advantages",
     "grpo_loss",
+    "linear_distillation_loss",
     "linear_divergence",
     "linear_grpo_loss",
     "linear_logprobs",

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from logitless.core import vjp
-from logitless.core.arguments import Bound, bind, by_name, reference_call, with_reference
+from logitless.core.arguments import Bound, bind, by_name, distillation_calls, reference_call, with_reference
 from logitless.core.divergences import Divergence
 from logitless.core.options import Head, Options
 from logitless.core.problem import Loss, flat_tokens
@@ -23,8 +23,9 @@ from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
+from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import divided, warn_unused
-from logitless.objectives.metrics import LossAux, Metrics, loss_of_stats, metrics_of
+from logitless.objectives.metrics import LossAux, Metric, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 
 
@@ -312,6 +313,59 @@ def linear_divergence(
     [0.0, 0.0]
     """
     return run("linear_divergence", locals())
+
+
+@named_arguments
+def linear_distillation_loss(
+    hidden: Float[Array, "B T H"],
+    lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
+    teacher_hidden: Float[Array, "B T H2"],
+    teacher_lm_head: Head | Float[Array, "V2 H2"] | Float[Array, "H2 V2"],
+    targets: Int[Array, "B T"] | None = None,
+    *,
+    mask: Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    distillation: Distillation = Distillation(),  # noqa: B008  (frozen)
+    denominator: Array | float | None = None,
+    sharding: Sharding | None = None,
+    options: Options = Options(),  # noqa: B008  (frozen)
+) -> tuple[Array, Metrics]:
+    """A distillation loss over the whole vocabulary from two models' hidden states, without ``[B, T, V]`` logits of
+    either: ``(loss, metrics)``.
+
+    Four matmuls per live token, three with a frozen head. A hard part beside a temperature other than one is a softmax
+    of its own: three more. Masked tokens cost nothing.
+
+    Args:
+      hidden, lm_head, teacher_hidden, teacher_lm_head: as for :func:`linear_divergence`.
+      targets: token ids; needed for a hard part (``distillation.hard_weight``), else only for the metric ``logp``.
+      mask, segment_ids, denominator: as for :func:`linear_grpo_loss`.
+      distillation: the loss and its numbers; ``Distillation.from_trl`` and its like take other libraries' names.
+      sharding, options: as for :func:`linear_logprobs`.
+
+    Returns:
+      The loss, and metrics as ``(sum, count)`` pairs: ``divergence`` at the loss's temperature, ``entropy``,
+      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``.
+
+    >>> import jax, jax.numpy as jnp, logitless
+    >>> h, w, t = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.eye(4, 3)
+    >>> loss, metrics = logitless.linear_distillation_loss(h, w, h, t)
+    >>> round(float(loss), 4), round(logitless.metric_values(metrics)["teacher_entropy"], 4)
+    (0.1206, 1.2682)
+    """
+    name, given = "linear_distillation_loss", locals()
+    call, apart = distillation_calls(name, given)
+    loss, metrics = run(name, call)
+    out = {k: metrics[k] for k in ("entropy", "teacher_entropy", "live_token_share")}
+    out["divergence"] = metrics["kl_loss"]
+    if apart is not None:
+        more, metrics = run(name, apart)
+        loss = loss + more
+    if targets is not None:
+        out |= {k: metrics[k] for k in ("logp", "is_top1")}
+    if distillation.hard_weight is not None:
+        out["hard_loss"] = Metric(-metrics["logp"].sum, metrics["logp"].count)
+    return loss, out
 
 
 # -- running a call --------------------------------------------------------------------------------------------------

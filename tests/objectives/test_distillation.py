@@ -48,7 +48,7 @@ def test_numbers_may_be_arrays_or_traced() -> None:
         return Distillation(divergence="jsd", mix=x, soft_weight=x, hard_weight=x).replace(mix=2 * x)
 
     assert float(made(0.25).mix) == 0.5
-    assert jax.grad(lambda o: o.mix * o.soft_weight)(Distillation(mix=0.5)).mix == 1.0
+    assert jax.grad(lambda o: o.mix * o.soft_weight)(Distillation(divergence="jsd", mix=0.5)).mix == 1.0
 
 
 def test_aggregation_takes_the_peers_names_and_counts_as_the_objective() -> None:

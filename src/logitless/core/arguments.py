@@ -21,7 +21,8 @@ from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
 from logitless.core.transform import LogitTransform, transform_of
-from logitless.objectives.checks import did_you_mean, shown
+from logitless.objectives.checks import did_you_mean, mixture, shown
+from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import logp_temperature, loss_inputs, statistics_temperature
 
 _LOSS_ARRAYS = (
@@ -32,11 +33,11 @@ _CHOICES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
     (("backend", "head_layout", "bwd_impl", "head_grad_dtype"), (str,), "a name"),
     (("donate_logits", "validate"), (bool, int, np.bool_), "True or False"),
 )
-MIX_MARGIN = 1e-3
-"""A ``mix`` nearer to 0 or 1 trains next to nothing."""
 _REFERENCE = ("ref_hidden", "ref_lm_head")
 
 
+_NO_POLICY = dict.fromkeys(("old_logp", "ref_logp", "rollout_logp", "token_weights", "entropy_denominator"))
+"""Arguments of a GRPO loss that a distillation loss does not have."""
 _ONE_LEVEL = {
     "hidden": ("bwd_impl", "donate_logits"),
     "logits": ("chunk_size", "memory_budget", "logits_dtype", "head_grad_dtype", "sparse_backward"),
@@ -121,14 +122,8 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
         options = ", ".join(map(repr, DIVERGENCES))
         hint = did_you_mean(kind, DIVERGENCES)
         raise ValueError(f"{name}: divergence={shown(kind)} is not known; expected one of {options}.{hint}")
-    if mix is not None and kind != "jsd":
-        raise ValueError(f"{name}: mix belongs to divergence='jsd' and would be ignored with {kind!r}; leave it out.")
+    mixture(name, kind, mix)
     mix = 0.5 if mix is None else validation.scalar(name, "mix", mix)
-    if isinstance(mix, (int, float)) and not MIX_MARGIN <= mix <= 1 - MIX_MARGIN:
-        raise ValueError(
-            f"{name}: mix={mix}, expected a number from {MIX_MARGIN} to {1 - MIX_MARGIN}: towards 0 and 1 the jsd and "
-            "its gradient vanish. divergence='forward_kl' or 'reverse_kl' is probably what you want."
-        )
     own = {k: v for k, v in given.items() if k not in ("divergence", "mix")} | dict(targets=p.targets, mask=None)
     own |= dict(validate=False, sparse_backward="off")
     teacher: Problem[Any]
@@ -146,6 +141,24 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
         )
     source, transform = jax.lax.stop_gradient((teacher.policy, teacher.transform))
     return Teacher(source, transform, jnp.asarray(mix, jnp.float32) if kind == "jsd" else None, kind)
+
+
+def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The arguments of a distillation loss as those of a loss call with a divergence; and of a second one for its hard
+    part, where that has another temperature."""
+    d, targets = given["distillation"], given["targets"]
+    if not isinstance(d, Distillation):
+        raise TypeError(f"{name}: distillation is {type(d).__name__}, expected logitless.Distillation.")
+    if d.hard_weight is not None and targets is None:
+        raise ValueError(f"{name}: distillation.hard_weight={shown(d.hard_weight)} needs targets, the token ids.")
+    soft, hard = d.objectives()
+    weights = jnp.full(jnp.shape(given["hidden"])[:-1], 0.0 if d.hard_weight is None else d.hard_weight, jnp.float32)
+    rest = {k: v for k, v in given.items() if k != "distillation"} | _NO_POLICY
+    call = rest | dict(objective=soft, divergence=soft.divergence, mix=soft.mix, advantages=weights)
+    if hard is None:
+        return call, None
+    apart = {k: v for k, v in rest.items() if not k.startswith("teacher_")} | dict(objective=hard, advantages=weights)
+    return call | dict(advantages=jnp.zeros_like(weights)), apart
 
 
 def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:

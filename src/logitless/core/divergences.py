@@ -18,15 +18,15 @@ difference of two ``expm1`` where both probabilities are above one half.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.pytree import register
 from logitless.core.stats import NEG_INF, PairStats, TokenStats, log_probability
+from logitless.objectives.objective import Divergence
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 _HALF = -0.6931472
 """``log(1/2)``: a column above it holds more than half of its row's mass, and no other does."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from logitless import api
-from logitless.core.arguments import bind, by_name, reference_call, with_reference
+from logitless.core.arguments import bind, by_name, distillation_calls, reference_call, with_reference
 from logitless.core.options import Head
 from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
@@ -20,7 +20,7 @@ from logitless.core.validation import check_arguments
 
 _CALLS = (
     api.logprobs, api.grpo_loss, api.divergence,
-    api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence,
+    api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence, api.linear_distillation_loss,
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
 
 def _described(name: str, given: dict[str, Any]) -> Route:
     """The route of a call with that of its reference, if it computes one."""
+    if "distillation" in given:
+        given = by_name(name, distillation_calls(name, given)[0])
     reference, given = reference_call(name, given)
     if reference is None:
         return bind(name, given, describe=True).route
@@ -100,6 +102,8 @@ def call_arguments(
         given.setdefault("advantages", jax.ShapeDtypeStruct(tokens[:1], jnp.float32))
         given |= _missing(given, tokens)
     given["options"] = dataclasses.replace(given["options"], validate=False)
+    if "distillation" in given:
+        return given
     return by_name(call.__name__, given)
 
 

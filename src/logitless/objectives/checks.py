@@ -307,6 +307,31 @@ def numbers(o: Objective | Distillation) -> None:
             raise ValueError(f"{owner}: {f.name}={value}, expected a number > 0.")
 
 
+MIX_MARGIN = 1e-3
+"""A ``mix`` this close to 0 or 1 is refused: JSD and its gradient tend to 0 there, and not to a KL."""
+
+
+def mixture(who: str, divergence: str, mix: object) -> None:
+    """``mix`` belongs to the divergence, and trains something."""
+    if mix is None:
+        return
+    if divergence != "jsd":
+        raise ValueError(
+            f"{who}: mix={shown(mix)} belongs to divergence='jsd' and would be ignored with {divergence!r}; leave it "
+            "out."
+        )
+    if not isinstance(mix, (int, float)):
+        return
+    if not 0 <= mix <= 1:
+        raise ValueError(f"{who}: mix={mix}, expected a share of the teacher between 0 and 1.")
+    if not MIX_MARGIN <= mix <= 1 - MIX_MARGIN:
+        end, kl = (0, "forward_kl") if mix < 0.5 else (1, "reverse_kl")
+        raise ValueError(
+            f"{who}: mix={mix} lies within {MIX_MARGIN} of {end}, where JSD tends to 0 and trains nothing; say "
+            f"divergence={kl!r} if that is meant."
+        )
+
+
 def combination(o: Objective) -> None:
     """Combinations that make no sense are refused by name."""
 
@@ -343,8 +368,7 @@ def combination(o: Objective) -> None:
                 refuse(f"{name} acts on an estimate from one token and has no meaning with kl='full'; leave it out.")
         if o.temperature_on == "logp":
             refuse("temperature_on='logp' has no meaning for kl='full', a divergence of whole distributions.")
-        if o.mix is not None and o.divergence != "jsd":
-            refuse(f"mix belongs to divergence='jsd' and would be ignored with {o.divergence!r}.")
+        mixture("Objective", o.divergence, o.mix)
     low, high = o.correction_min, o.correction_max
     if isinstance(low, float) and isinstance(high, float) and low > high:
         refuse(f"correction_min={low} lies above correction_max={high}.")

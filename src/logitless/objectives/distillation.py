@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, get_args
+
+import jax.numpy as jnp
 
 from logitless.core.pytree import register, static
 from logitless.objectives import checks
-from logitless.objectives.objective import AGGREGATION_ALIASES, Aggregation, CountRows, Number
-
-DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
-
-MIX_MARGIN = 1e-3
-"""A ``mix`` this close to 0 or 1 is refused: JSD and its gradient tend to 0 there, and not to a KL."""
+from logitless.objectives.objective import AGGREGATION_ALIASES, Aggregation, CountRows, Divergence, Number, Objective
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "divergence": get_args(DivergenceName),
+    "divergence": get_args(Divergence),
     "temperature_squared": (False, True),
     "aggregation": get_args(Aggregation),
     "count_rows": get_args(CountRows),
@@ -66,7 +63,7 @@ divergence='reverse_kl' if that is meant.
     """
 
     # -- choices (static) -------------------------------------------------------------------------------------------
-    divergence: DivergenceName = static("reverse_kl")
+    divergence: Divergence = static("reverse_kl")
     """``forward_kl``: KL(q || p); ``reverse_kl``: KL(p || q); ``jsd``: ``mix KL(q || m) + (1 - mix) KL(p || m)``."""
     temperature_squared: bool = static(False)
     """Multiply the divergence by the square of the temperature (Tunix, MaxText; TRL, Liger and NeMo do not)."""
@@ -76,8 +73,8 @@ divergence='reverse_kl' if that is meant.
     """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all of them, or those with a valid token."""
 
     # -- numbers (traced) -------------------------------------------------------------------------------------------
-    mix: Number = 0.5
-    """Share of the teacher in ``jsd``'s mixture ``m = (1 - mix) p + mix q``."""
+    mix: Number | None = None
+    """Share of the teacher in ``jsd``'s mixture ``m = (1 - mix) p + mix q``; ``None`` is one half."""
     temperature: Number | None = None
     """Divides the logits of student and teacher in the divergence; a scalar or one value per token. ``None`` is one."""
     soft_weight: Number = 1.0
@@ -105,6 +102,21 @@ divergence='reverse_kl' if that is meant.
         """A copy with some fields changed, checked again."""
         checks.names(changes, Distillation, _THEIR_NAMES)
         return dataclasses.replace(self, **changes)
+
+    def objectives(self) -> tuple[Objective, Objective | None]:
+        """The loss as objectives of one sweep each: the soft part, with a hard part at the same temperature; and the
+        hard part where it has another temperature."""
+        beta, t = self.soft_weight, self.temperature
+        if self.temperature_squared and t is not None:
+            if jnp.ndim(t):
+                _refuse("temperature_squared=True takes one temperature, and it has one per token.")
+            beta = beta * t * t
+        hard = Objective(
+            policy="reinforce", aggregation=self.aggregation, count_rows=self.count_rows, max_length=self.max_length
+        )
+        soft = hard.replace(kl="full", beta=beta, divergence=self.divergence, mix=self.mix, temperature=t)
+        apart = self.hard_weight is not None and t is not None and not (isinstance(t, float) and t == 1)
+        return soft, hard if apart else None
 
     @staticmethod
     def from_trl(config: Any = None, **settings: Any) -> Distillation:
@@ -187,16 +199,7 @@ def _refuse(why: str) -> None:
 
 def _combination(o: Distillation) -> None:
     """Combinations that make no sense, or train nothing, are refused by name."""
-    if o.divergence != "jsd" and isinstance(o.mix, float) and o.mix != 0.5:
-        _refuse(f"mix={o.mix} belongs to divergence='jsd' and would be ignored with {o.divergence!r}.")
-    if isinstance(o.mix, float) and not MIX_MARGIN <= o.mix <= 1 - MIX_MARGIN:
-        if not 0 <= o.mix <= 1:
-            _refuse(f"mix={o.mix}, expected a share of the teacher between 0 and 1.")
-        end, kl = (0, "forward_kl") if o.mix < 0.5 else (1, "reverse_kl")
-        _refuse(
-            f"mix={o.mix} lies within {MIX_MARGIN} of {end}, where JSD tends to 0 and trains nothing; say "
-            f"divergence={kl!r} if that is meant."
-        )
+    checks.mixture("Distillation", o.divergence, o.mix)
     if o.temperature_squared and o.temperature is None:
         _refuse("temperature_squared=True has no effect without temperature.")
     if all(w is None or (isinstance(w, float) and w == 0) for w in (o.soft_weight, o.hard_weight)):

@@ -59,7 +59,13 @@ def distillation_loss(
     factor = _factors(o, student.shape, mask, segment_ids, denominator)
     tau = np.broadcast_to(to_float64(1.0 if o.temperature is None else o.temperature), student.shape)
     soft = number(o.soft_weight) * (tau**2 if o.temperature_squared else np.ones(student.shape))
-    parts = dict(divergence=o.divergence, mix=number(o.mix), temperature=tau, mask=mask, targets=targets)
+    parts = dict(
+        divergence=o.divergence,
+        mix=0.5 if o.mix is None else number(o.mix),
+        temperature=tau,
+        mask=mask,
+        targets=targets,
+    )
     live = factor != 0
 
     value = np.where(live, factor * soft * divergence(student, teacher, **parts).divergence, 0.0)

@@ -1,0 +1,312 @@
+"""``linear_divergence``, ``divergence`` and their losses against float64, on every plain-JAX path."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import logitless as L
+from logitless import oracle
+from support.numerics import assert_contract, f64
+
+KINDS: dict[str, dict[str, Any]] = {
+    "reverse_kl": {},
+    "forward_kl": {},
+    "jsd": {"mix": 0.3},
+}
+N, H, H2, V = 12, 16, 24, 211
+
+
+def options(backend: str) -> L.Options:
+    return L.Options(backend=backend, chunk_size=5 if backend == "chunked" else None)
+
+
+def states(seed: int, width: int, vocab: int = V, spread: float = 2.0, n: int = N) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    h = spread * rng.standard_normal((n, width)) / np.sqrt(width)
+    return h.astype(np.float32), rng.standard_normal((vocab, width)).astype(np.float32)
+
+
+def plain(kind: str, mix: float, t: Any, h: Any, w: Any, th: Any, tw: Any, v: int) -> Any:
+    """What one writes without this library: dense logits, two log_softmax, a sum; JAX differentiates it."""
+    lp = jax.nn.log_softmax((h @ w.T)[:, :v] / t)
+    lq = jax.lax.stop_gradient(jax.nn.log_softmax((th @ tw.T)[:, :v] / t))
+    p, q = jnp.exp(lp), jnp.exp(lq)
+    if kind == "forward_kl":
+        return jnp.sum(q * (lq - lp), -1)
+    if kind == "reverse_kl":
+        return jnp.sum(p * (lp - lq), -1)
+    lm = jnp.logaddexp(lp + jnp.log1p(-mix), lq + jnp.log(mix))
+    return mix * jnp.sum(q * (lq - lm), -1) + (1 - mix) * jnp.sum(p * (lp - lm), -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("spread", [2.0, 12.0], ids=["ordinary", "peaked"])
+def test_values_and_gradients(kind: str, backend: str, spread: float) -> None:
+    """Random cotangents of all four statistics, a temperature per token, more token ids on the teacher's side."""
+    (h, w), (th, tw) = states(0, H, spread=spread), states(1, H2, vocab=V + 5, spread=spread)
+    rng = np.random.default_rng(2)
+    y, t = rng.integers(0, V, N), rng.uniform(0.5, 2.0, N).astype(np.float32)
+    g = rng.standard_normal((4, N)).astype(np.float32)
+
+    def ours(h: Any, w: Any) -> Any:
+        s = L.linear_divergence(
+            h, w, th, tw, divergence=kind, temperature=t, targets=y, options=options(backend), **KINDS[kind]
+        )
+        return (s.divergence, s.entropy, s.logp, s.lse), s
+
+    values, pull, stats = jax.vjp(ours, h, w, has_aux=True)
+    got = pull(tuple(jnp.asarray(x) for x in g))
+    student, teacher = oracle.linear_rows(h, w), oracle.linear_rows(th, tw)
+    about = dict(divergence=kind, temperature=t, targets=y, **KINDS[kind])
+    truth = oracle.divergence(student, teacher, **about)
+    made = oracle.divergence_vjp(student, teacher, f64(g[0]), None, f64(g[1]), f64(g[2]), **about)
+    more = oracle.linear_token_stats_vjp(h, w, y, None, None, f64(g[3]), temperature=t)
+    mix = KINDS[kind].get("mix", 0.5)
+    base, back = jax.vjp(lambda h, w: plain(kind, mix, t[:, None], h, w, th, tw, V), h, w)
+    del back
+    assert_contract("divergence", values[0], base, truth.divergence)
+    assert_contract("teacher's entropy", stats.teacher_entropy, stats.teacher_entropy, truth.teacher_entropy)
+    np.testing.assert_allclose(values[1], truth.entropy, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(values[2], truth.logp, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(stats.teacher_entropy, truth.teacher_entropy, rtol=2e-5, atol=2e-6)
+    for label, ours_, a, b in zip(("dH", "dW"), got, made, more, strict=False):
+        want = f64(a) + f64(b)
+        assert np.abs(f64(ours_) - want).max() <= 4e-6 * np.abs(want).max(), label
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_equal_rows_are_exactly_zero(kind: str, backend: str) -> None:
+    """Also where the row is peaked, and with everything a head can have."""
+    h, w = states(3, H, spread=10.0)
+    head = L.Head(jnp.asarray(w), bias=jnp.linspace(-1, 1, V), softcap=20.0, scale=0.7, vocab_size=V - 3)
+
+    def total(h: Any, head: L.Head) -> Any:
+        s = L.linear_divergence(h, head, h, head, divergence=kind, options=options(backend), **KINDS[kind])
+        return jnp.sum(s.divergence), s.divergence
+
+    (dh, dhead), values = jax.grad(total, (0, 1), has_aux=True)(jnp.asarray(h), head)
+    for x in (values, dh, dhead.weight, dhead.bias):
+        assert not np.any(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lead", [10.0, 20.0, 25.0, 30.0])
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_gradient_rows_at_a_peak(kind: str, lead: float, backend: str) -> None:
+    """Rows whose largest logit leads all others by ``lead`` nats on both sides: each row of dlogits is right to 1e-5 of
+    its own size, where float32 autodiff loses all digits."""
+    rng = np.random.default_rng(4)
+    x, t = rng.standard_normal((2, 6, 50)).astype(np.float32)
+    x[:, 7] = lead + 4
+    t[:3, 7] = lead + 4.5
+    t[3:, 9] = lead + 4.5  # another peak than the student's
+
+    def values(x: Any) -> Any:
+        return L.divergence(x, t, divergence=kind, options=L.Options(backend=backend), **KINDS[kind]).divergence
+
+    value, pull = jax.vjp(values, jnp.asarray(x))
+    rows = oracle.logits_rows(x), oracle.logits_rows(t)
+    truth = oracle.divergence(*rows, divergence=kind, **KINDS[kind]).divergence
+    want = oracle.divergence_vjp(*rows, np.ones(6), divergence=kind, **KINDS[kind]).inputs
+    np.testing.assert_allclose(value, truth, rtol=1e-5)
+    (got,) = pull(jnp.ones(6))
+    error = np.linalg.norm(f64(got) - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() <= 1e-5, error
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3])
+def test_small_vocabularies(vocab: int) -> None:
+    """Values and dlogits of rows with one, two and three columns, and logits of 200."""
+    rng = np.random.default_rng(vocab)
+    x, t = (200 * rng.uniform(-1, 1, (2, 5, vocab))).astype(np.float32)
+    for kind, extra in KINDS.items():
+        value, pull = jax.vjp(lambda x: L.divergence(x, t, divergence=kind, **extra).divergence, jnp.asarray(x))  # noqa: B023
+        rows = oracle.logits_rows(x), oracle.logits_rows(t)
+        np.testing.assert_allclose(value, oracle.divergence(*rows, divergence=kind, **extra).divergence, rtol=1e-5)
+        want = oracle.divergence_vjp(*rows, np.ones(5), divergence=kind, **extra).inputs
+        np.testing.assert_allclose(pull(jnp.ones(5))[0], want, rtol=1e-4, atol=1e-30)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_nan_in_dead_rows_reaches_nothing(backend: str) -> None:
+    """NaN in the teacher's and the student's dead rows; in a live row of the teacher the value and its row are NaN."""
+    (h, w), (th, tw) = states(5, H), states(6, H2)
+    mask = np.arange(N) % 3 != 0
+    h[~mask], th[~mask] = np.nan, np.nan
+    th[1] = np.nan
+
+    def loss(h: Any, w: Any) -> Any:
+        s = L.linear_divergence(h, w, th, tw, mask=mask, options=options(backend))
+        return jnp.sum(s.divergence[2:]), s.divergence
+
+    (dh, dw), values = jax.grad(loss, (0, 1), has_aux=True)(h, w)
+    assert not np.any(values[~mask]) and np.isnan(values[1])
+    assert not np.any(dh[~mask]) and np.isfinite(dh[2:]).all()
+    if backend == "chunked":  # autodiff multiplies the zero cotangent of the NaN row by NaN
+        assert np.isfinite(dw).all()
+
+
+def test_second_derivatives_of_the_reference() -> None:
+    """The dense backend differentiates its own rule: a directional second derivative by finite differences."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(7)
+        x, t, v = (jnp.asarray(rng.standard_normal((1, 9)), jnp.float32) for _ in range(3))
+        for kind, extra in KINDS.items():
+            f = functools.partial(L.divergence, divergence=kind, options=L.Options(backend="reference"), **extra)
+            grad = jax.grad(lambda x: jnp.sum(f(x, t).divergence))  # noqa: B023
+            exact = jax.jvp(grad, (x,), (v,))[1]
+            step = 1e-2
+            about = (grad(x + step * v) - grad(x - step * v)) / (2 * step)
+            np.testing.assert_allclose(exact, about, atol=2e-4)
+
+
+CASES = {
+    "reverse": L.Distillation(),
+    "jsd, hot": L.Distillation(divergence="jsd", mix=0.2, temperature=2.0),
+    "forward with a hard part": L.Distillation(divergence="forward_kl", hard_weight=0.4, soft_weight=0.6),
+    "Tunix": L.Distillation.from_tunix(temperature=2.0, alpha=0.75),
+    "rows": L.Distillation(aggregation="grpo", count_rows="non_empty"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_distillation_loss(case: str) -> None:
+    """Loss and gradients against float64, with holes in the mask, NaN behind them and a head with a bias."""
+    d, shape = CASES[case], (3, 5)
+    (h, w), (th, tw) = states(8, H, n=15), states(9, H2, n=15)
+    rng = np.random.default_rng(10)
+    y, mask = rng.integers(0, V, shape), rng.random(shape) < 0.7
+    h, th = h.reshape(*shape, H), th.reshape(*shape, H2)
+    h[~mask], th[~mask] = np.nan, np.nan
+    bias = rng.standard_normal(V).astype(np.float32)
+
+    def loss(h: Any, w: Any, bias: Any) -> Any:
+        return L.linear_distillation_loss(
+            h, L.Head(w, bias=bias), th, tw, y, mask=mask, distillation=d, options=options("chunked")
+        )
+
+    (value, metrics), got = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(h, jnp.asarray(w), jnp.asarray(bias))
+    student, teacher = oracle.linear_rows(h, w, bias=bias), oracle.linear_rows(th, tw)
+    truth, want = oracle.distillation_loss(student, teacher, objective=d, targets=y, mask=mask)
+    np.testing.assert_allclose(value, truth, rtol=1e-5)
+    for a, b in zip(got, want, strict=True):
+        assert np.abs(f64(a) - f64(b)).max() <= 5e-6 * np.abs(f64(b)).max()
+    mix = 0.5 if d.mix is None else float(d.mix)
+    per_token = oracle.divergence(
+        student, teacher, divergence=d.divergence, mix=mix, temperature=d.temperature, mask=mask
+    )
+    logged = L.metric_values(metrics)
+    np.testing.assert_allclose(logged["divergence"], per_token.divergence.sum() / mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(logged["teacher_entropy"], per_token.teacher_entropy.sum() / mask.sum(), rtol=1e-5)
+    assert ("hard_loss" in logged) == (d.hard_weight is not None)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_full_kl_beside_a_policy(level: str, kind: str) -> None:
+    """``Objective(kl="full")`` is the same loss without a KL, plus beta times the aggregated divergence."""
+    shape = (2, 6)
+    (h, w), (th, tw) = states(11, H, n=12), states(12, H2, n=12)
+    h, th = h.reshape(*shape, H), th.reshape(*shape, H2)
+    rng = np.random.default_rng(13)
+    y, a, old = rng.integers(0, V, shape), rng.standard_normal(2), -5 + 0.1 * rng.standard_normal(shape)
+    common = dict(advantages=a.astype(np.float32), old_logp=old.astype(np.float32), options=options("chunked"))
+    bare = L.Objective(level=level, temperature=0.9)
+    full = bare.replace(beta=0.3, kl="full", divergence=kind, mix=0.2 if kind == "jsd" else None)
+
+    def both(h: Any, w: Any) -> Any:
+        return L.linear_grpo_loss(h, w, y, ref_hidden=th, ref_lm_head=tw, objective=full, **common)
+
+    def apart(h: Any, w: Any) -> Any:
+        loss, _ = L.linear_grpo_loss(h, w, y, objective=bare, **common)
+        d = L.linear_divergence(h, w, th, tw, divergence=kind, mix=full.mix, temperature=0.9).divergence
+        return loss + 0.3 * jnp.mean(d), jnp.mean(d)
+
+    (value, metrics), got = jax.value_and_grad(both, (0, 1), has_aux=True)(h, w)
+    (want, mean), grads = jax.value_and_grad(apart, (0, 1), has_aux=True)(h, w)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(L.metric_values(metrics)["kl_loss"], mean, rtol=1e-5)
+    for x, y_ in zip(got, grads, strict=True):
+        assert np.abs(f64(x) - f64(y_)).max() <= 2e-6 * np.abs(f64(y_)).max()
+
+
+def test_policy_loss_reads_the_divergence_of_given_statistics() -> None:
+    """``policy_loss`` over statistics of ``divergence``; without one it is refused by name."""
+    rng = np.random.default_rng(14)
+    x, t = rng.standard_normal((2, 1, 4, 9)).astype(np.float32)
+    y = rng.integers(0, 9, (1, 4))
+    o = L.Objective(kl="full", beta=2.0)
+    stats = L.divergence(x, t, targets=y)
+    loss, _ = L.policy_loss(stats, advantages=np.zeros(1, np.float32), objective=o)
+    np.testing.assert_allclose(loss, 2.0 * np.mean(stats.divergence), rtol=1e-6)
+    with pytest.raises(ValueError, match="kl='full' is a divergence over the whole vocabulary"):
+        L.policy_loss(L.logprobs(x, y), advantages=np.zeros(1, np.float32), objective=o)
+
+
+def refused(**changes: Any) -> Any:
+    (h, w), (th, tw) = states(0, H), states(1, H2)
+    call = dict(hidden=h, lm_head=w, teacher_hidden=th, teacher_lm_head=tw) | changes
+    return lambda: L.linear_divergence(**call)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (refused(divergence="kl"), "divergence='kl' is not known; expected one of 'forward_kl', 'reverse_kl', 'jsd'"),
+        (refused(divergence="jsd", mix=0.0), "mix=0.0 lies within 0.001 of 0"),
+        (refused(mix=0.4), "mix=0.4 belongs to divergence='jsd'"),
+        (refused(teacher_lm_head=np.zeros((100, H2), np.float32)), "the teacher has 100 token ids and the policy 211"),
+        (refused(teacher_hidden=np.zeros((3, H2), np.float32)), "the teacher: .*shape"),
+        (refused(options=L.Options(backend="mosaic_gpu", interpret=True)), "no kernel for a second distribution"),
+        (lambda: L.Objective(divergence="jsd"), "divergence belongs to kl='full'"),
+        (lambda: L.Objective(kl="full", beta=1.0, kl_bias_correction=True), "kl_bias_correction acts on an estimate"),
+        (
+            lambda: L.linear_grpo_loss(
+                np.zeros((1, 2, H), np.float32), np.zeros((V, H), np.float32), np.zeros((1, 2), np.int32),
+                advantages=np.ones(1, np.float32), objective=L.Objective(kl="full", beta=1.0),
+            ),
+            "ref_hidden and ref_lm_head",
+        ),
+        (
+            lambda: L.linear_distillation_loss(
+                np.zeros((1, 2, H), np.float32), np.zeros((V, H), np.float32), np.zeros((1, 2, H), np.float32),
+                np.zeros((V, H), np.float32), distillation=L.Distillation(hard_weight=1.0),
+            ),
+            "hard_weight=1.0 needs targets",
+        ),
+    ],
+)  # fmt: skip
+def test_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        call()
+
+
+def test_explain_counts_both_heads() -> None:
+    """Four matmuls where gradients come out of the forward pass, six where cotangents arrive later."""
+    h, w = jax.ShapeDtypeStruct((1, 64, H), jnp.float32), jax.ShapeDtypeStruct((V, H), jnp.float32)
+    assert L.explain(L.linear_distillation_loss, h, w, h, w).described.counts == (4, 3, 2)
+    assert L.explain(L.linear_divergence, h, w, h, w).described.counts == (6, 5, 2)
+    o = L.Objective(kl="full", beta=0.1)
+    assert L.explain(L.linear_grpo_loss, h, w, ref_hidden=h, ref_lm_head=w, objective=o).described.counts == (4, 3, 2)
+
+
+def test_no_logits_of_either_side_in_memory() -> None:
+    """The compiled program's temporaries hold chunks of logits, not all of them."""
+    tokens, width, vocab = 4096, 64, 8192
+    h, w = jax.ShapeDtypeStruct((1, tokens, width), jnp.float32), jax.ShapeDtypeStruct((vocab, width), jnp.float32)
+
+    def loss(h: Any, w: Any, th: Any, tw: Any) -> Any:
+        return L.linear_distillation_loss(h, w, th, tw, options=L.Options(chunk_size=128))[0]
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, w, h, w).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < tokens * vocab * 4 / 4
