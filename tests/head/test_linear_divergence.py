@@ -12,7 +12,7 @@ import pytest
 
 import logitless as L
 from logitless import oracle
-from support.numerics import assert_contract, f64
+from numerics import assert_contract, f64
 
 KINDS: dict[str, dict[str, Any]] = {
     "reverse_kl": {},
@@ -43,6 +43,12 @@ def plain(kind: str, mix: float, t: Any, h: Any, w: Any, th: Any, tw: Any, v: in
         return jnp.sum(p * (lp - lq), -1)
     lm = jnp.logaddexp(lp + jnp.log1p(-mix), lq + jnp.log(mix))
     return mix * jnp.sum(q * (lq - lm), -1) + (1 - mix) * jnp.sum(p * (lp - lm), -1)
+
+
+def row_errors(got: Any, want: np.ndarray) -> np.ndarray:
+    """Error of each row relative to the row itself; a row below float32's range counts as zero."""
+    size = np.linalg.norm(want, axis=-1)
+    return np.linalg.norm(f64(got) - want, axis=-1) / np.maximum(size, 1e-30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,8 +124,7 @@ def test_gradient_rows_at_a_peak(kind: str, lead: float, backend: str) -> None:
     want = oracle.divergence_vjp(*rows, np.ones(6), divergence=kind, **KINDS[kind]).inputs
     np.testing.assert_allclose(value, truth, rtol=1e-5)
     (got,) = pull(jnp.ones(6))
-    error = np.linalg.norm(f64(got) - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() <= 1e-5, error
+    assert row_errors(got, want).max() <= 1e-5
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3])
@@ -132,7 +137,7 @@ def test_small_vocabularies(vocab: int) -> None:
         rows = oracle.logits_rows(x), oracle.logits_rows(t)
         np.testing.assert_allclose(value, oracle.divergence(*rows, divergence=kind, **extra).divergence, rtol=1e-5)
         want = oracle.divergence_vjp(*rows, np.ones(5), divergence=kind, **extra).inputs
-        np.testing.assert_allclose(pull(jnp.ones(5))[0], want, rtol=1e-4, atol=1e-30)
+        assert row_errors(pull(jnp.ones(5))[0], want).max() <= 1e-5
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

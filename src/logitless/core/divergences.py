@@ -8,11 +8,10 @@ With ``b = mix`` and ``m = (1 - b) p + b q``:
 
 ``dz`` is the gradient with respect to the student's transformed logits. The teacher is a constant.
 
-Numerics. Every ``log p`` is taken relative to its row's peak (``stats.log_probability``), so it is exact at the peak.
-``KL(f || t)`` is a sum of terms ``f (exp(x) - 1 - x)`` with ``x = log t - log f``. None of them is negative: equal rows
-have a divergence of exactly 0, and near rows lose no digits. Where the peak holds more than half of a row's mass,
-``p_v (d_v - sum p d)`` cancels at the peak: there the sum over the *other* columns is subtracted. ``p - q`` is a
-difference of two ``expm1`` where both probabilities are above one half.
+Numerics. ``KL(f || t)`` is a sum of terms ``f (exp(x) - 1 - x)`` with ``x = log t - log f``. None of them is negative:
+equal rows have a divergence of exactly 0, and near rows lose no digits. In a row whose peak holds more than half of the
+student's mass, the peak is left out of the sums and added at the end, from ``1 - p`` and ``1 - q``, which are sums over
+the other columns: there ``log p`` is 0 to all digits of a logsumexp, and ``p (d - sum p d)`` and ``p - q`` cancel.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.pytree import register
-from logitless.core.stats import NEG_INF, PairStats, TokenStats, log_probability
+from logitless.core.stats import NEG_INF, PairStats, TokenStats
+from logitless.core.transform import times
 from logitless.objectives.objective import Divergence
 
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
@@ -35,22 +36,27 @@ _HALF = -0.6931472
 @register
 @dataclasses.dataclass(frozen=True)
 class PairSums:
-    """Sums of a sweep over the columns of both distributions, per row; those of column ranges and shards add up."""
+    """Sums of a sweep over the columns of both distributions, per row; those of column ranges and shards add up.
+
+    All but the last leave out the student's peak in a row that it dominates.
+    """
 
     value: Array  # the divergence
-    others: Array  # sum of p d over the columns below the student's peak
-    peak: Array  # p d at the student's peak
+    moved: Array  # sum of p d
+    rest: Array  # sum of p
+    teacher_rest: Array  # sum of q
+    log_q_at_peak: Array  # log q at the peak; 0 in a row without a dominating column
 
 
 def empty_pair_sums(shape: tuple[int, ...]) -> PairSums:
     """The neutral element of :func:`merge_pairs`."""
     zero = jnp.zeros(shape, jnp.float32)
-    return PairSums(zero, zero, zero)
+    return PairSums(zero, zero, zero, zero, zero)
 
 
 def merge_pairs(a: PairSums, b: PairSums) -> PairSums:
     """The sums over two disjoint column ranges together."""
-    return PairSums(a.value + b.value, a.others + b.others, a.peak + b.peak)
+    return jax.tree.map(jnp.add, a, b)
 
 
 def _kl_terms(f: Array, t: Array, x: Array) -> Array:
@@ -87,30 +93,55 @@ def _difference(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None)
     return jnp.where(jnp.exp(log_p) > 0, -x, 0.0)
 
 
-def pair_sums(kind: Divergence, log_p: Array, log_q: Array, at_peak: Array, mix: Array | None = None) -> PairSums:
-    """Sums over the last axis of ``log_p, log_q [..., V]``; ``at_peak`` marks the student's largest logit."""
+def _terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> Array:
+    """Terms of the divergence at each column."""
     p, q, x = jnp.exp(log_p), jnp.exp(log_q), _log_ratio(log_p, log_q)
     if kind == "forward_kl":
-        value = jnp.sum(_kl_terms(q, p, -x), axis=-1)
-        return PairSums(value, jnp.zeros_like(value), jnp.zeros_like(value))
+        return _kl_terms(q, p, -x)
     if kind == "reverse_kl":
-        value = jnp.sum(_kl_terms(p, q, x), axis=-1)
-    else:
-        assert mix is not None
-        m = (1.0 - mix) * p + mix * q
-        of_p, of_q = _to_mixture(x, mix)
-        value = jnp.sum(mix * _kl_terms(q, m, of_q) + (1.0 - mix) * _kl_terms(p, m, of_p), axis=-1)
-    terms = p * _difference(kind, log_p, log_q, mix)
-    others, peak = (jnp.sum(jnp.where(m, terms, 0.0), axis=-1) for m in (~at_peak, at_peak))
-    return PairSums(value, others, peak)
+        return _kl_terms(p, q, x)
+    assert mix is not None
+    m, (of_p, of_q) = (1.0 - mix) * p + mix * q, _to_mixture(x, mix)
+    return mix * _kl_terms(q, m, of_q) + (1.0 - mix) * _kl_terms(p, m, of_p)
 
 
-def finish_pair(stats: TokenStats, teacher: TokenStats, sums: PairSums) -> TokenStats:
+def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: Array | None = None) -> PairSums:
+    """Sums over the last axis of ``log_p, log_q [..., V]``; ``apart`` marks a column that dominates the student's row
+    (:func:`dominates`)."""
+
+    def total(x: Array) -> Array:
+        return jnp.sum(jnp.where(apart, 0.0, x), axis=-1)
+
+    p = jnp.exp(log_p)
+    moved = p * _difference(kind, log_p, log_q, mix)
+    at_peak = jnp.sum(jnp.where(apart, log_q, 0.0), axis=-1)
+    return PairSums(total(_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak)
+
+
+def dominates(u: Array, s: TokenStats) -> Array:
+    """Columns that hold more than half of the student's mass: at most one of a row. ``s`` broadcasts against ``u``."""
+    return (u == s.peak) & (s.max_logp > _HALF)
+
+
+def finish_pair(
+    kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None
+) -> TokenStats:
     """The student's statistics with those of the pair."""
-    top = jnp.exp(stats.max_logp)
-    cancelled = -jnp.expm1(stats.max_logp) * sums.peak - top * sums.others
-    pair = PairStats(teacher.peak, teacher.max_logp, sums.others + sums.peak, cancelled)
-    return dataclasses.replace(stats, divergence=sums.value, teacher_entropy=teacher.entropy, pair=pair)
+    dominated = stats.max_logp > _HALF
+    rest = jnp.where(dominated, sums.rest, 0.0)
+    shared = dominated & (sums.log_q_at_peak > _HALF)
+    log_p = jnp.log1p(-rest)
+    log_q = jnp.where(shared, jnp.log1p(-jnp.where(shared, sums.teacher_rest, 0.0)), sums.log_q_at_peak)
+    d = _difference(kind, log_p, log_q, mix)
+    value = sums.value + jnp.where(dominated, _terms(kind, log_p, log_q, mix), 0.0)
+    p = jnp.exp(log_p)
+    mean = sums.moved + jnp.where(dominated, p * d, 0.0)
+    if kind == "forward_kl":
+        at_peak = jnp.where(shared, sums.teacher_rest - rest, p - jnp.exp(log_q))
+    else:
+        at_peak = p * (rest * d - sums.moved)
+    pair = PairStats(teacher.peak, teacher.max_logp, mean, at_peak)
+    return dataclasses.replace(stats, divergence=value, teacher_entropy=teacher.entropy, pair=pair)
 
 
 def teacher_stats(s: TokenStats) -> TokenStats:
@@ -119,22 +150,21 @@ def teacher_stats(s: TokenStats) -> TokenStats:
     return dataclasses.replace(s, peak=s.pair.teacher_peak, max_logp=s.pair.teacher_max_logp)
 
 
-def log_pair(
-    u: Array, k: Array | None, t: Array, teacher_k: Array | None, s: TokenStats, teacher: TokenStats
-) -> tuple[Array, Array]:
-    """``(log p, log q)`` of swept logits ``u`` and ``t``; ``s`` and ``teacher`` broadcast against them."""
-    return log_probability(u, k, s), log_probability(t, teacher_k, teacher)
+def log_probabilities(u: Array, k: Array | None, s: TokenStats) -> Array:
+    """:func:`logitless.core.stats.log_probability`, with the same bits for a student and a teacher that are equal: the
+    select keeps a compiler from contracting product and sum for one of them."""
+    product = times(k, u - s.peak)
+    return jnp.where(jnp.isnan(u), u, product) + s.max_logp
 
 
 def pair_dz(
-    kind: Divergence, log_p: Array, log_q: Array, at_peak: Array, s: TokenStats, mix: Array | None = None
+    kind: Divergence, log_p: Array, log_q: Array, apart: Array, s: TokenStats, mix: Array | None = None
 ) -> Array:
     """``d divergence / d z`` of the student's transformed logits; ``s`` broadcasts against ``log_p``."""
     assert s.pair is not None
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     if kind == "forward_kl":
-        return jnp.where((log_p > _HALF) & (log_q > _HALF), jnp.expm1(log_p) - jnp.expm1(log_q), p - q)
+        return jnp.where(apart, s.pair.at_peak, p - q)
     d = _difference(kind, log_p, log_q, mix)
-    dz = jnp.where(p > 0, p * (d - s.pair.mean), 0.0)
-    dz = jnp.where(at_peak & (s.max_logp > _HALF), s.pair.at_peak, dz)
+    dz = jnp.where(apart, s.pair.at_peak, jnp.where(p > 0, p * (d - s.pair.mean), 0.0))
     return dz if kind == "reverse_kl" else (1.0 - jnp.asarray(mix, jnp.float32)) * dz

@@ -26,9 +26,10 @@ from jax import Array, lax
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import (
     PairSums,
+    dominates,
     empty_pair_sums,
     finish_pair,
-    log_pair,
+    log_probabilities,
     merge_pairs,
     pair_dz,
     pair_sums,
@@ -141,7 +142,8 @@ def statistics(x: Array, p: Rows) -> TokenStats:
     if p.teacher is None:
         return stats
     teacher = teacher_statistics(p)
-    return finish_pair(stats, teacher, sums_of_pair(x, p, stats, teacher))
+    found = sums_of_pair(x, p, stats, teacher)
+    return finish_pair(p.teacher.divergence, stats, teacher, found, p.teacher.mix)
 
 
 # -- rows of two distributions: the teacher of a chunk holds its logits, as wide as the policy's -----------------------
@@ -173,7 +175,7 @@ class _Pair:
 
     log_p: Array
     log_q: Array
-    at_peak: Array  # the student's largest logit
+    apart: Array  # a column that dominates the student's row
 
 
 def _pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Array | int, size: int) -> _Pair:
@@ -182,7 +184,8 @@ def _pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Arra
     ids, own, other = start + column_ids(size), p.transform.column(), p.teacher.transform.column()
     u = swept_columns(columns(x, start, size), own, p.call.vocab_size, ids)
     t = swept_columns(columns(teacher_logits(p), start, size), other, p.call.vocab_size, ids)
-    return _Pair(*log_pair(u, factor(own), t, factor(other), stats, teacher), u == stats.peak)
+    log_p, log_q = (log_probabilities(z, factor(f), s) for z, f, s in ((u, own, stats), (t, other, teacher)))
+    return _Pair(log_p, log_q, dominates(u, stats))
 
 
 def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats) -> PairSums:
@@ -193,7 +196,7 @@ def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats) -> P
     def step(start: Array | int, size: int, so_far: PairSums) -> PairSums:
         assert p.teacher is not None
         at = _pair(x, p, stats, teacher, start, size)
-        return merge_pairs(so_far, pair_sums(p.teacher.divergence, at.log_p, at.log_q, at.at_peak, p.teacher.mix))
+        return merge_pairs(so_far, pair_sums(p.teacher.divergence, at.log_p, at.log_q, at.apart, p.teacher.mix))
 
     return over_columns(x.shape[-1], column_tile(), step, empty_pair_sums(p.targets.shape))
 
@@ -202,7 +205,7 @@ def _dz_of_pair(x: Array, p: Rows, stats: TokenStats, start: Array | int, size: 
     """The divergence's gradient at a slice of columns of the rows; ``stats`` are ``[C, 1]``."""
     assert p.teacher is not None
     at = _pair(x, p, stats, teacher_stats(stats), start, size)
-    return pair_dz(p.teacher.divergence, at.log_p, at.log_q, at.at_peak, stats, p.teacher.mix)
+    return pair_dz(p.teacher.divergence, at.log_p, at.log_q, at.apart, stats, p.teacher.mix)
 
 
 @register

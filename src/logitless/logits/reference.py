@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
-from logitless.core.divergences import Divergence, finish_pair, pair_dz, pair_sums
+from logitless.core.divergences import dominates, finish_pair, log_probabilities, pair_dz, pair_sums
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns, teacher_logits, teacher_statistics
@@ -24,12 +24,12 @@ from logitless.core.stats import (
     TokenStats,
     dz,
     finish,
-    log_probability,
     masked_stats,
     row_sums,
     valid_targets,
 )
 from logitless.core.transform import factor
+from logitless.objectives.objective import Divergence
 
 
 def token_stats(p: Problem[Given]) -> TokenStats:
@@ -58,16 +58,17 @@ def _with_teacher(p: Problem[Given], u: Array, k: Array | None, stats: TokenStat
     p = dataclasses.replace(p, teacher=dataclasses.replace(teacher, source=Given(t)))
     other, column = teacher_statistics(p), teacher.transform.column()
     v = swept_columns(t, column, p.call.vocab_size, column_ids(t.shape[-1]))
-    log_q = log_probability(v, factor(column), jax.tree.map(lambda a: a[:, None], other))
-    log_p, at_peak = _log_p(u, k, stats)
-    found = finish_pair(stats, other, pair_sums(teacher.divergence, log_p, log_q, at_peak, teacher.mix))
+    log_q = log_probabilities(v, factor(column), jax.tree.map(lambda a: a[:, None], other))
+    log_p, apart = _log_p(u, k, stats)
+    sums = pair_sums(teacher.divergence, log_p, log_q, apart, teacher.mix)
+    found = finish_pair(teacher.divergence, stats, other, sums, teacher.mix)
     return dataclasses.replace(found, divergence=_divergence(teacher.divergence, u, k, log_q, teacher.mix, found))
 
 
 def _log_p(u: Array, k: Array | None, stats: TokenStats) -> tuple[Array, Array]:
-    """``(log p, where u is the largest of its row)``."""
+    """``(log p, where a column dominates its row)``."""
     wide = jax.tree.map(lambda a: a[:, None], stats)
-    return log_probability(u, k, wide), u == wide.peak
+    return log_probabilities(u, k, wide), dominates(u, wide)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -88,8 +89,8 @@ def _divergence_jvp(kind: Divergence, primals: tuple[Any, ...], tangents: tuple[
     there = u > NEG_INF
     inside = jnp.where(there, u, jax.lax.stop_gradient(stats.peak)[:, None])
     moved = du if k is None else du * k + inside * dk
-    log_p, at_peak = _log_p(u, k, stats)
-    d = pair_dz(kind, log_p, log_q, at_peak, jax.tree.map(lambda a: a[:, None], stats), mix)
+    log_p, apart = _log_p(u, k, stats)
+    d = pair_dz(kind, log_p, log_q, apart, jax.tree.map(lambda a: a[:, None], stats), mix)
     return stats.divergence, jnp.sum(jnp.where(there, d, 0.0) * jnp.where(there, moved, 0.0), axis=-1)
 
 

@@ -93,7 +93,8 @@ class VocabularyShard:
         sums = self.by_columns(rows, lambda q: self.own.sums(q, None)[0], no_columns)
         other = finish(merge_sums(axes, sums, factor(teacher.transform)), True, teacher.transform)
         pair = self.by_columns(mine, lambda q: self.own.pair_sums(q, stats, other))
-        return finish_pair(stats, other, jax.tree.map(lambda x: lax.psum(x, axes), pair))
+        pair = jax.tree.map(lambda x: lax.psum(x, axes), pair)
+        return finish_pair(teacher.divergence, stats, other, pair, teacher.mix)
 
     def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
         """Gradients of a device's own columns; dH, complete."""
