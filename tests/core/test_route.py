@@ -28,12 +28,7 @@ OBJECTIVES = {
     "correction": Objective(eps_low=0.9, eps_high=9.0, correction="token", correction_max=10.0),
     None: None,
 }
-LAYOUTS = {
-    None: None,
-    "data": (P("x"), P()),
-    "fsdp": (P("x"), P("x", None)),
-    "vocab": (P(), P("x", None)),
-}
+LAYOUTS = {None: None, "data": (P("x"), P()), "fsdp": (P("x"), P("x", None)), "vocab": (P(), P("x", None))}
 
 
 def random_call(rng: np.random.Generator) -> dict[str, Any]:

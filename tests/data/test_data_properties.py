@@ -133,8 +133,7 @@ def test_advantages_by_hand(scale: Any, baseline: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "scale, want",
-    [("group", [0.5, 1.5]), ("none", [1, 3]), ("batch", [1 / (ROOT2 + 1), 3 / (ROOT2 + 1)])],
+    "scale, want", [("group", [0.5, 1.5]), ("none", [1, 3]), ("batch", [1 / (ROOT2 + 1), 3 / (ROOT2 + 1)])]
 )
 def test_a_group_of_one_has_no_baseline(scale: Any, want: list[float]) -> None:
     np.testing.assert_allclose(group_advantages(jnp.float32([1, 3]), 1, scale=scale, eps=1.0), want, rtol=1e-6)

@@ -177,8 +177,7 @@ def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    ("policy", "level"),
-    [("clip", "token"), *(pytest.param(*p, marks=pytest.mark.slow) for p in POLICY_LEVELS[1:])],
+    ("policy", "level"), [("clip", "token"), *(pytest.param(*p, marks=pytest.mark.slow) for p in POLICY_LEVELS[1:])]
 )
 def test_gradients_of_the_weights_are_the_same(policy: str, level: str) -> None:
     o = objective_of(policy, level, "dapo", beta=0.05, entropy_coef=0.01, correction="token")

@@ -266,17 +266,12 @@ POLICY_BY_HAND: list[tuple[Objective, float, float, float, float]] = [
     (Objective(policy="vespo"), 2.0, 1.0, 1.5 * 4 * math.exp(-3), -4 * math.exp(-3)),  # exp(3 + 2 log 2 - 3 * 2)
     (Objective(policy="vespo"), 2.0, -1.0, -1.5 * 8 * math.exp(-2), 8 * math.exp(-2)),  # exp(2 + 3 log 2 - 2 * 2)
     (Objective(policy="gmpo", eps_low=0.2, eps_high=0.4), math.exp(0.5), 2.0, -2 * math.exp(0.4), 0.0),
-    (
-        Objective(policy="gmpo", eps_low=0.2, eps_high=0.4),
-        math.exp(-0.5),
-        2.0,
-        -2 * math.exp(-0.5),
-        -2 * math.exp(-0.5),
-    ),
+    (Objective(policy="gmpo", eps_low=0.2, eps_high=0.4), math.exp(-0.5), 2.0, -2 * math.exp(-0.5),
+     -2 * math.exp(-0.5)),
     (Objective(policy="gmpo", eps_low=0.2, eps_high=0.4), math.exp(-0.5), -2.0, 2 * math.exp(-0.2), 0.0),
     (Objective(policy="gmpo", eps_low=0.2, eps_high=0.4), math.exp(0.5), -2.0, 2 * math.exp(0.5), 2 * math.exp(0.5)),
     (Objective(policy="reinforce"), 7.0, 2.0, 3.0, -2.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("objective", "ratio", "advantage", "loss", "gradient"), POLICY_BY_HAND)
@@ -547,18 +542,9 @@ OPTION_SETS: list[dict[str, Any]] = [
     {**KL, "kl": "k3", "entropy_coef": 0.2, "aggregation": "bnpo"},
     {**KL, "kl": "k2", "kl_bias_correction": True, "aggregation": "luspo"},
     {"correction": "token", "correction_min": 0.5, "top_entropy": 0.4, "entropy_coef": 0.1, "aggregation": "dapo"},
-    {
-        "correction": "sequence",
-        "correction_mode": "mask",
-        "correction_max": 3.0,
-        "off_policy_threshold": 0.0,
-        "aggregation": "dr_grpo",
-        "max_length": 9.0,
-        "beta": 0.1,
-        "kl": "k1",
-        "kl_bias_correction": True,
-    },
-]
+    {"correction": "sequence", "correction_mode": "mask", "correction_max": 3.0, "off_policy_threshold": 0.0,
+     "aggregation": "dr_grpo", "max_length": 9.0, "beta": 0.1, "kl": "k1", "kl_bias_correction": True},
+]  # fmt: skip
 POLICIES: list[dict[str, Any]] = [
     {"policy": "clip"},
     {"policy": "clip", "delta": 1.4, "dual_clip": 1.3},
