@@ -80,13 +80,9 @@ def test_logits(vocab_size: int | None, backend: str) -> None:
         vocab_size=vocab_size,
     )[1]
     check(
-        call,
-        loss,
-        (x,),
-        oracle.token_stats(x, y, **known),
-        lambda g: [oracle.token_stats_vjp(x, y, *g, **known)],
+        call, loss, (x,), oracle.token_stats(x, y, **known), lambda g: [oracle.token_stats_vjp(x, y, *g, **known)],
         of_loss,
-    )
+    )  # fmt: skip
 
 
 @BACKENDS
