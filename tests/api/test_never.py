@@ -76,7 +76,7 @@ def traced_loss(call: str, backend: str, coupled: bool) -> Any:
 
 
 EVERY_LOSS = pytest.mark.parametrize(
-    "call, backend, coupled", itertools.product(("grpo_loss", "linear_grpo_loss"), BACKENDS, (False, True))
+    "call, backend, coupled", [*itertools.product(("grpo_loss", "linear_grpo_loss"), BACKENDS, (False, True))]
 )
 
 
