@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import logitless
+from interpreted import by_numpy
 from logitless import Head, Objective, Options
 
 B, T, H, V = 2, 3, 4, 7
@@ -35,8 +36,8 @@ def test_a_gradient_by_a_head_is_a_head_of_the_gradients_by_its_arrays() -> None
         return of_head(Head(weight, bias=bias, lora=lora, lora_scale=0.5, softcap=5.0))
 
     head = Head(WEIGHT, bias=BIAS, lora=LORA, lora_scale=0.5, softcap=5.0)
-    found = jax.jit(jax.grad(of_head))(head)
-    want = jax.jit(jax.grad(of_arrays, (0, 1, 2)))(WEIGHT, BIAS, LORA)
+    found = by_numpy(jax.grad(of_head), head)
+    want = by_numpy(jax.grad(of_arrays, (0, 1, 2)), WEIGHT, BIAS, LORA)
     assert isinstance(found, Head) and (found.lora_scale, found.softcap, found.layout) == (0.5, 5.0, None)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(found))
     jax.tree.map(np.testing.assert_array_equal, (found.weight, found.bias, found.lora), want)
@@ -56,10 +57,10 @@ def test_a_references_array_has_the_policys_transform_and_a_head_its_own(own: bo
     policy = Head(WEIGHT, scale=0.7, softcap=3.0, vocab_size=V - 1)
     reference = Head(REF_WEIGHT, bias=BIAS, scale=1.5) if own else REF_WEIGHT
     alone = reference if isinstance(reference, Head) else policy.replace(weight=REF_WEIGHT)
-    ref = logitless.linear_logprobs(REF_HIDDEN, alone, REST["targets"], options=CHUNKED).logp
-    inside = logitless.linear_grpo_loss(
-        HIDDEN, policy, ref_hidden=REF_HIDDEN, ref_lm_head=reference, objective=KL, **REST
+    ref = by_numpy(lambda h: logitless.linear_logprobs(h, alone, REST["targets"], options=CHUNKED).logp, REF_HIDDEN)
+    inside, before = (
+        by_numpy(lambda h, given=given: logitless.linear_grpo_loss(h, policy, objective=KL, **given, **REST), HIDDEN)
+        for given in (dict(ref_hidden=REF_HIDDEN, ref_lm_head=reference), dict(ref_logp=ref))
     )
-    before = logitless.linear_grpo_loss(HIDDEN, policy, ref_logp=ref, objective=KL, **REST)
     np.testing.assert_allclose(inside[0], before[0], rtol=1e-6)
     assert float(inside[1]["kl_k3"].sum) > 0.1

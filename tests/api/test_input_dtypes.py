@@ -24,21 +24,14 @@ HIDDEN, HEAD = RNG.normal(size=(B, T, H)).astype(np.float32), RNG.normal(size=(V
 ADVANTAGES = RNG.normal(size=(B, T)).astype(np.float32)
 
 
-# -- token ids -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", UNSIGNED)
 def test_unsigned_ids_are_the_same_ids(dtype: str) -> None:
     ids, mask = IDS.astype(dtype), (IDS > 1).astype("uint8")
 
     def losses(y: Any, m: Any) -> Any:
         logits = jnp.einsum("bth,vh->btv", HIDDEN, HEAD)
-        head = logitless.linear_grpo_loss(
-            HIDDEN, HEAD, y, advantages=ADVANTAGES, mask=m, options=logitless.Options(validate=True)
-        )[0]
-        return head, logitless.grpo_loss(
-            logits, y, advantages=ADVANTAGES, mask=m, options=logitless.Options(validate=True)
-        )[0]
+        rest = dict(targets=y, advantages=ADVANTAGES, mask=m, validate=True)
+        return flat_calls.linear_grpo_loss(HIDDEN, HEAD, **rest)[0], flat_calls.grpo_loss(logits, **rest)[0]
 
     assert by_numpy(lambda: losses(ids, mask)) == by_numpy(lambda: losses(IDS.astype(np.int32), IDS > 1))
     for i, known in zip(logitless.next_tokens(ids, mask), logitless.next_tokens(IDS, IDS > 1), strict=True):
@@ -66,8 +59,6 @@ def test_an_id_that_int32_cannot_hold_stays_invalid(dtype: str, given: str) -> N
     assert packed.tokens.tolist() == [[3, -1, -1, 5, 3, -1, -1, 0]]
 
 
-# -- segment ids -----------------------------------------------------------------------------------------------------
-
 FAR_APART = {
     "high half": lambda s: s.astype(np.int64) * 2**32 + 7,
     "negative": lambda s: s.astype(np.int64) * 2**32 - 2**40,
@@ -86,17 +77,10 @@ def test_segments_of_64_bits_are_as_many_as_they_are(form: str) -> None:
     assert got.loss == known.loss != one.loss
     np.testing.assert_array_equal(got.dlogp, known.dlogp)
     assert len({float(logitless.loss_denominator(o, inputs["mask"], s)) for s in (small, wide)}) == 1
-    np.testing.assert_array_equal(
-        logitless.next_tokens(IDS[:, :2], segment_ids=wide[:2, :2])[1],
-        logitless.next_tokens(IDS[:, :2], segment_ids=small[:2, :2])[1],
-    )
-    rows = [
-        logitless.rows_with_gradient(
-            o.replace(entropy_coef=None, correction="sequence", correction_mode="mask", correction_max=1.1),
-            **dict(inputs, segment_ids=s),
-        ).tolist()
-        for s in (small, wide)
-    ]
+    masks = [logitless.next_tokens(IDS[:, :2], segment_ids=s[:2, :2])[1] for s in (small, wide)]
+    np.testing.assert_array_equal(*masks)
+    o = o.replace(entropy_coef=None, correction="sequence", correction_mode="mask", correction_max=1.1)
+    rows = [logitless.rows_with_gradient(o, segment_ids=s, **inputs).tolist() for s in (small, wide)]
     assert rows[0] == rows[1]
 
 
@@ -107,8 +91,6 @@ def test_next_tokens_of_64_bit_segments() -> None:
         logitless.next_tokens(np.ones((1, 4), int), segment_ids=np.ones((1, 4), np.float32))
 
 
-# -- float8 ----------------------------------------------------------------------------------------------------------
-
 F8 = jnp.float8_e4m3fn
 _SCORES = dict(hidden=HIDDEN, lm_head=HEAD, targets=IDS)
 _LOGITS = dict(logits=np.einsum("bth,vh->btv", HIDDEN, HEAD), targets=IDS)
@@ -117,22 +99,17 @@ _LOSS = dict(advantages=ADVANTAGES)
 _REFERENCE = dict(ref_hidden=HIDDEN, ref_lm_head=HEAD, objective=Objective(beta=0.1))
 _PAIR = dict(prompt=IDS, prompt_mask=IDS >= 0, completion=IDS, completion_mask=IDS >= 0, length=6)
 FLOAT8 = [
-    ("logprobs", _LOGITS, "logits"),
-    ("grpo_loss", _LOGITS | _LOSS, "logits"),
-    ("grpo_loss", _LOGITS | _LOSS, "advantages"),
-    ("linear_logprobs", _SCORES, "hidden lm_head"),
-    ("linear_logprobs", _SCORES, "lm_head"),
-    ("linear_logprobs", _SCORES | dict(bias=np.zeros(V, np.float32)), "bias"),
-    ("linear_logprobs", _SCORES | dict(lora=_LORA), "lora"),
-    ("linear_grpo_loss", _SCORES | _LOSS, "hidden lm_head"),
+    ("logprobs", _LOGITS, "logits"), ("grpo_loss", _LOGITS | _LOSS, "logits"),
+    ("grpo_loss", _LOGITS | _LOSS, "advantages"), ("linear_logprobs", _SCORES, "hidden lm_head"),
+    ("linear_logprobs", _SCORES, "lm_head"), ("linear_logprobs", _SCORES | dict(bias=np.zeros(V, np.float32)), "bias"),
+    ("linear_logprobs", _SCORES | dict(lora=_LORA), "lora"), ("linear_grpo_loss", _SCORES | _LOSS, "hidden lm_head"),
     ("linear_grpo_loss", _SCORES | _LOSS | dict(old_logp=ADVANTAGES), "old_logp"),
     ("linear_grpo_loss", _SCORES | _LOSS | dict(token_weights=ADVANTAGES), "token_weights"),
     ("linear_grpo_loss", _SCORES | _LOSS | _REFERENCE, "ref_hidden ref_lm_head"),
     ("policy_loss", dict(stats=token_stats(ADVANTAGES, ADVANTAGES)) | _LOSS, "stats"),
     ("rows_with_gradient", dict(objective=Objective(), mask=IDS >= 0) | _LOSS, "advantages"),
-    ("group_advantages", dict(rewards=ADVANTAGES[0], group_size=3), "rewards"),
-    ("pack", _PAIR | _LOSS, "advantages"),
-]
+    ("group_advantages", dict(rewards=ADVANTAGES[0], group_size=3), "rewards"), ("pack", _PAIR | _LOSS, "advantages"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "arguments", "names"), FLOAT8, ids=[f"{c} {n}" for c, _, n in FLOAT8])
@@ -141,9 +118,6 @@ def test_float8_is_refused_by_name(call: str, arguments: dict[str, Any], names: 
     coarse = {n: jax.tree.map(lambda x: jnp.asarray(x).astype(F8), arguments[n]) for n in names.split()}
     with pytest.raises(TypeError, match=rf"{names.split()[0]}.* is float8_e4m3fn, .* float32"):
         getattr(flat_calls, call)(**arguments | coarse)
-
-
-# -- advantages ------------------------------------------------------------------------------------------------------
 
 
 def test_one_advantage_a_row_in_a_column_is_one_advantage_a_row() -> None:

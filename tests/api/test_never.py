@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,19 +12,10 @@ import numpy as np
 import pytest
 
 import flat_calls
-import logitless
 from interpreted import by_numpy, in_numpy
 from logitless import Objective, oracle
-from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
+from loss_cases import AGGREGATIONS, EVERYTHING, POLICY_LEVELS, evaluate, evaluate_each, objective_of, random_batch
 
-EVERYTHING: dict[str, Any] = {
-    "beta": 0.1,
-    "kl_bias_correction": True,
-    "correction": "sequence",
-    "off_policy_threshold": 0.3,
-    "top_entropy": 0.75,
-    "entropy_coef": 0.02,
-}
 BACKENDS = ["reference", "chunked"]
 UNCOUPLED = {"beta": 0.1, "entropy_coef": 0.02}
 COUPLED = {**UNCOUPLED, "level": "sequence", "top_entropy": 0.5}
@@ -83,20 +75,18 @@ def traced_loss(call: str, backend: str, coupled: bool) -> Any:
     return lambda arrays, inputs: step([arrays[n] for n in names], arrays["targets"], inputs)
 
 
-def full_loss(call: str, backend: str, coupled: bool, arrays: dict[str, Any], inputs: dict[str, Any]) -> Any:
-    """``(loss, gradients)`` on the host."""
-    return traced_loss(call, backend, coupled)(arrays, inputs)
+EVERY_LOSS = pytest.mark.parametrize(
+    "call, backend, coupled", [*itertools.product(("grpo_loss", "linear_grpo_loss"), BACKENDS, (False, True))]
+)
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("call", ["grpo_loss", "linear_grpo_loss"])
+@EVERY_LOSS
 def test_a_loss_with_nothing_unmasked(call: str, backend: str, coupled: bool) -> None:
     arrays, inputs = logits_batch()
     arrays["targets"] = np.full((4, 6), -100)
     inputs["mask"] = np.zeros((4, 6), bool)
     inputs["old_logp"] = np.full((4, 6), np.nan, np.float32)
-    value, grads = full_loss(call, backend, coupled, arrays, inputs)
+    value, grads = traced_loss(call, backend, coupled)(arrays, inputs)
     assert value == 0.0 and not any(g.any() for g in grads)
 
 
@@ -144,20 +134,19 @@ def test_an_infinite_advantage_of_an_empty_row_changes_nothing() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("call", ["grpo_loss", "linear_grpo_loss"])
+@EVERY_LOSS
 def test_masked_tokens_of_a_loss_change_nothing(call: str, backend: str, coupled: bool) -> None:
     """Targets of -100, NaN log-probabilities, and non-finite logits and hidden states at masked positions."""
     arrays, inputs = logits_batch()
     dead = ~inputs["mask"]
-    clean, clean_grads = full_loss(call, backend, coupled, arrays, inputs)
+    full_loss = traced_loss(call, backend, coupled)
+    clean, clean_grads = full_loss(arrays, inputs)
     for junk in (np.nan, np.inf):
         dirty = dict(arrays, targets=np.where(dead, -100, arrays["targets"]))
         for name in ("logits", "hidden"):
             dirty[name] = np.where(dead[..., None], np.float32(junk), arrays[name])
         others = {k: np.where(dead, np.float32(junk), v) if k.endswith("_logp") else v for k, v in inputs.items()}
-        value, grads = full_loss(call, backend, coupled, dirty, others)
+        value, grads = full_loss(dirty, others)
         assert value == clean != 0
         for got, want in zip(grads, clean_grads, strict=True):
             np.testing.assert_array_equal(got, want)
@@ -247,9 +236,7 @@ def test_collapsed_rows_keep_their_gradient(backend: str) -> None:
     logits[0, :, 0] = margins
 
     def loss(x: jax.Array) -> jax.Array:
-        return logitless.grpo_loss(
-            x, np.zeros((1, 4), np.int32), advantages=jnp.ones(1), options=logitless.Options(backend=backend)
-        )[0]
+        return flat_calls.grpo_loss(x, np.zeros((1, 4), np.int32), advantages=jnp.ones(1), backend=backend)[0]
 
     dlogits = np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(logits)))
     want = np.exp(-margins) / (1 + np.exp(-margins)) / 4  # 1 - p_y, over four tokens
@@ -295,11 +282,3 @@ def test_a_live_target_outside_the_vocabulary_is_nan_and_says_so(backend: str) -
         for x in (stats.logp, stats.entropy, stats.lse):
             np.testing.assert_array_equal(np.isnan(np.asarray(x)), bad)
         assert not np.asarray(stats.is_top1)[bad].any()
-
-
-def test_a_64_bit_target_does_not_wrap_around_to_a_valid_id() -> None:
-    arrays, _ = logits_batch()
-    targets = arrays["targets"].astype(np.int64)
-    targets[0, 0] += 2**32
-    logp = by_numpy(lambda x: logitless.logprobs(x, targets).logp, arrays["logits"])
-    assert np.isnan(logp[0, 0]) and np.isfinite(logp[1:]).all()

@@ -34,13 +34,9 @@ def half_precision(*shape: int) -> jax.Array:
 
 TARGETS = RNG.integers(0, V, (B, T))
 ARRAYS: dict[str, Any] = dict(
-    advantages=normal(B, T),
-    mask=RNG.random((B, T)) < 0.8,
-    old_logp=normal(B, T),
-    rollout_logp=normal(B, T),
-    token_weights=np.abs(normal(B, T)),
-    segment_ids=np.array([[0, 0, 1, 1]] * B),
-)
+    advantages=normal(B, T), mask=RNG.random((B, T)) < 0.8, old_logp=normal(B, T), rollout_logp=normal(B, T),
+    token_weights=np.abs(normal(B, T)), segment_ids=np.array([[0, 0, 1, 1]] * B),
+)  # fmt: skip
 PRIMALS = dict(
     hidden=half_precision(B, T, H),
     lm_head=half_precision(V, H),

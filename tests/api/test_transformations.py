@@ -16,7 +16,7 @@ import pytest
 import flat_calls
 from interpreted import by_numpy, in_numpy
 from logitless import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
-from logitless.core.options import Head, Options
+from logitless.core.options import Head
 from logitless.objectives.objective import Objective
 from numerics import f64, head_case, ordinary
 
@@ -48,11 +48,9 @@ def loss_of(level: str, backend: str, kind: str) -> Callable[[Any, dict[str, jax
         if kind == "statistics":
             y, mask = batch["targets"], batch["mask"]
             if level == "logits":
-                s = logprobs(params, y, mask=mask, temperature=0.9, options=Options(backend=backend))
+                s = flat_calls.logprobs(params, y, mask=mask, temperature=0.9, backend=backend)
             else:
-                s = linear_logprobs(
-                    *params, y, mask=mask, temperature=0.9, options=Options(backend=backend, chunk_size=5)
-                )
+                s = flat_calls.linear_logprobs(*params, y, mask=mask, temperature=0.9, backend=backend, chunk_size=5)
             return jnp.sum(jnp.where(mask, s.logp**2 + jnp.sin(s.entropy) - 0.3 * s.lse, 0.0))
         if level == "logits":
             return flat_calls.grpo_loss(params, objective=o, backend=backend, **batch)[0]
@@ -144,9 +142,6 @@ def test_extra_leading_dimensions(level: str) -> None:
     close(many.logp.reshape(-1), one.logp)
 
 
-# -- what is held constant --------------------------------------------------------------------------------------------
-
-
 def perturbed(level: str, backend: str, name: str) -> Callable[[jax.Array], jax.Array]:
     params, batch = group(level, *inputs(level), 0)
 
@@ -198,18 +193,13 @@ def test_lora_scale_is_a_constant_of_chunked() -> None:
 
     @functools.partial(jax.jit, static_argnums=1)
     def f(scale: jax.Array, backend: str) -> jax.Array:
-        return jnp.sum(
-            linear_logprobs(h, Head(w, lora=pair, lora_scale=scale), y, options=Options(backend=backend)).logp
-        )
+        return jnp.sum(flat_calls.linear_logprobs(h, Head(w, lora=pair, lora_scale=scale), y, backend=backend).logp)
 
     with pytest.raises(ValueError, match="gradient with respect to lora_scale"):
         jax.grad(f)(jnp.asarray(0.5), "chunked")
     at = jnp.asarray(0.5)
     slope = (f(at + 1e-2, "reference") - f(at - 1e-2, "reference")) / 2e-2
     np.testing.assert_allclose(float(jax.grad(f)(at, "reference")), float(slope), rtol=2e-2, atol=1e-2)
-
-
-# -- compilations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -28,12 +28,7 @@ OBJECTIVES = {
     "correction": Objective(eps_low=0.9, eps_high=9.0, correction="token", correction_max=10.0),
     None: None,
 }
-LAYOUTS = {
-    None: None,
-    "data": (P("x"), P()),
-    "fsdp": (P("x"), P("x", None)),
-    "vocab": (P(), P("x", None)),
-}
+LAYOUTS = {None: None, "data": (P("x"), P()), "fsdp": (P("x"), P("x", None)), "vocab": (P(), P("x", None))}
 
 
 def random_call(rng: np.random.Generator) -> dict[str, Any]:
@@ -41,17 +36,11 @@ def random_call(rng: np.random.Generator) -> dict[str, Any]:
     backend = str(rng.choice(["chunked", "chunked", "reference", "pallas_tpu"]))
     objective = str(rng.choice([k or "" for k in OBJECTIVES])) or None
     call = dict(
-        backend=backend,
-        objective=objective,
-        layout=rng.choice(["", "", "data", "fsdp", "vocab"]) or None,
-        lora=bool(backend != "pallas_tpu" and rng.integers(2)),
-        bias=bool(rng.integers(2)),
-        frozen=bool(rng.integers(2)),
-        old=bool(rng.integers(2)),
-        masked=bool(backend == "chunked" and rng.integers(2)),
-        sparse=bool(backend == "chunked" and rng.integers(3) == 0),
-        gradient=bool(rng.integers(4)),
-    )
+        backend=backend, objective=objective, layout=rng.choice(["", "", "data", "fsdp", "vocab"]) or None,
+        lora=bool(backend != "pallas_tpu" and rng.integers(2)), bias=bool(rng.integers(2)),
+        frozen=bool(rng.integers(2)), old=bool(rng.integers(2)), masked=bool(backend == "chunked" and rng.integers(2)),
+        sparse=bool(backend == "chunked" and rng.integers(3) == 0), gradient=bool(rng.integers(4)),
+    )  # fmt: skip
     if backend == "pallas_tpu" or call["layout"] is not None:
         call["lora"] = False if backend == "pallas_tpu" else call["lora"]
     return call

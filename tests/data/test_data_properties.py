@@ -1,4 +1,4 @@
-"""Packed rows, shifted targets and advantages number by number, and what they promise at their edges."""
+"""Packed rows and shifted targets number by number, and what they promise at their edges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless import group_advantages, next_tokens, pack, unpack
+from logitless import next_tokens, pack, unpack
 
 PROMPT = np.array([[0, 5, 6, 7], [0, 5, 6, 7], [0, 0, 0, 8]])
 COMPLETION = np.array([[1, 2], [3, 0], [9, 0]])
@@ -16,24 +16,15 @@ BATCH: dict[str, Any] = dict(
     prompt=PROMPT, prompt_mask=PROMPT > 0, completion=COMPLETION, completion_mask=COMPLETION > 0
 )
 WHOLE = dict(
-    tokens=[[5, 6, 7, 1, 5, 6, 7, 8]],
-    targets=[[6, 7, 1, 2, 6, 7, 3, 9]],
-    positions=[[0, 1, 2, 3, 0, 1, 2, 0]],
-    segment_ids=[[1, 1, 1, 1, 2, 2, 2, 3]],
-    slots=[[2, 3], [6, -1], [7, -1]],
-    mask=[[0, 0, 1, 1, 0, 0, 1, 1]],
+    tokens=[[5, 6, 7, 1, 5, 6, 7, 8]], targets=[[6, 7, 1, 2, 6, 7, 3, 9]], positions=[[0, 1, 2, 3, 0, 1, 2, 0]],
+    segment_ids=[[1, 1, 1, 1, 2, 2, 2, 3]], slots=[[2, 3], [6, -1], [7, -1]], mask=[[0, 0, 1, 1, 0, 0, 1, 1]],
     advantages=[[0, 0, 1, 1, 0, 0, 2, 3]],
-)
+)  # fmt: skip
 SHARED = dict(
-    tokens=[[5, 6, 7, 1, 7, 8, 0, 0]],
-    targets=[[6, 7, 1, 2, 3, 9, 0, 0]],
-    positions=[[0, 1, 2, 3, 2, 0, 0, 0]],
-    segment_ids=[[1, 1, 2, 2, 3, 4, 0, 0]],
-    prefix_ids=[[1, 1, 1, 1, 1, 4, 0, 0]],
-    slots=[[2, 3], [4, -1], [5, -1]],
-    mask=[[0, 0, 1, 1, 1, 1, 0, 0]],
-    advantages=[[0, 0, 1, 1, 2, 3, 0, 0]],
-)
+    tokens=[[5, 6, 7, 1, 7, 8, 0, 0]], targets=[[6, 7, 1, 2, 3, 9, 0, 0]], positions=[[0, 1, 2, 3, 2, 0, 0, 0]],
+    segment_ids=[[1, 1, 2, 2, 3, 4, 0, 0]], prefix_ids=[[1, 1, 1, 1, 1, 4, 0, 0]], slots=[[2, 3], [4, -1], [5, -1]],
+    mask=[[0, 0, 1, 1, 1, 1, 0, 0]], advantages=[[0, 0, 1, 1, 2, 3, 0, 0]],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("share, want", [(False, WHOLE), (True, SHARED)])
@@ -58,15 +49,6 @@ def test_a_row_is_filled_to_its_last_slot(length: int, rows: int) -> None:
     ids = np.ones((4, 2), int)
     packed = pack(ids, ids > 0, np.ones((4, 3), int), np.ones((4, 3)), length=length)
     assert packed.tokens.shape == (rows, length) and int((packed.segment_ids > 0).sum()) == 16
-
-
-def test_the_longest_go_first_and_stay_in_their_order() -> None:
-    """Slots 2, 5, 3, 4 in rows of seven: 5 with 2, and 4 with 3."""
-    valid = np.arange(5) < np.array([[2], [5], [3], [4]])
-    packed = pack(np.ones((4, 1), int), np.ones((4, 1)), np.ones((4, 5), int), valid, length=7)
-    assert packed.tokens.shape == (2, 7) and packed.fill() == 1.0
-    assert [row // 7 for row in packed.slots[:, 0]] == [0, 0, 1, 1]
-    assert [row % 7 for row in packed.slots[:, 0]] == [0, 2, 0, 3]
 
 
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
@@ -112,38 +94,3 @@ def test_the_last_position_predicts_nothing(segments: Any) -> None:
     """Not even where the first token counts, to which a shift by one comes back."""
     targets, mask = next_tokens(np.array([[5, 6, 7, 8]]), segment_ids=None if segments is None else np.array(segments))
     assert targets.tolist() == [[6, 7, 8, 0]] and mask.tolist() == [[True, True, True, False]]
-
-
-ROOT2 = 2**0.5
-REWARDS = np.float32([1, 3, 5, 5])
-"""Two groups of two; the standard deviation of the first is the root of two, of the batch that of 11/3."""
-ADVANTAGES = {
-    ("group", "mean"): [-1 / (ROOT2 + 1), 1 / (ROOT2 + 1), 0, 0],
-    ("group", "leave_one_out"): [-2 / (ROOT2 + 1), 2 / (ROOT2 + 1), 0, 0],
-    ("batch", "mean"): [-1 / ((11 / 3) ** 0.5 + 1), 1 / ((11 / 3) ** 0.5 + 1), 0, 0],
-    ("none", "mean"): [-1, 1, 0, 0],
-    ("none", "leave_one_out"): [-2, 2, 0, 0],
-}
-
-
-@pytest.mark.parametrize("scale, baseline", ADVANTAGES)
-def test_advantages_by_hand(scale: Any, baseline: Any) -> None:
-    got = group_advantages(jnp.asarray(REWARDS), 2, scale=scale, baseline=baseline, eps=1.0)
-    np.testing.assert_allclose(got, ADVANTAGES[scale, baseline], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "scale, want",
-    [("group", [0.5, 1.5]), ("none", [1, 3]), ("batch", [1 / (ROOT2 + 1), 3 / (ROOT2 + 1)])],
-)
-def test_a_group_of_one_has_no_baseline(scale: Any, want: list[float]) -> None:
-    np.testing.assert_allclose(group_advantages(jnp.float32([1, 3]), 1, scale=scale, eps=1.0), want, rtol=1e-6)
-    assert group_advantages(jnp.float32([3]), 1, scale="batch", eps=0.0).tolist() == [3.0]  # one has no deviation
-
-
-def test_rewards_that_do_not_split_into_groups_are_refused() -> None:
-    for rewards, size in ((np.zeros(3), 2), (np.zeros(0), 1), (np.zeros(2), 0)):
-        with pytest.raises(ValueError, match=f"{rewards.size} rewards do not split into groups of {size}"):
-            group_advantages(jnp.float32(rewards), size)
-    with pytest.raises(TypeError, match="rewards has dtype int32, expected a float dtype"):
-        group_advantages(jnp.arange(4), 2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flat_calls
-from interpreted import in_numpy
+from interpreted import by_numpy, in_numpy
 from logitless import Objective, loss_denominator, pack, rows_with_gradient, unpack
 from logitless.train.model import ModelConfig, hidden_states, init, lm_head, positions_of
 from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, objective_of
@@ -40,17 +40,11 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
         return (-3 + 0.3 * rng.standard_normal((B, C))).astype(np.float32)
 
     return dict(
-        prompt=np.repeat(prompts, 4, axis=0),
-        prompt_mask=np.repeat(prompt_mask, 4, axis=0),
-        completion=rng.integers(1, 23, (B, C), dtype=np.int32),
-        completion_mask=completion_mask,
-        completion_valid=completion_valid,
-        advantages=advantages,
-        old_logp=logp(),
-        ref_logp=logp(),
-        rollout_logp=logp(),
+        prompt=np.repeat(prompts, 4, axis=0), prompt_mask=np.repeat(prompt_mask, 4, axis=0),
+        completion=rng.integers(1, 23, (B, C), dtype=np.int32), completion_mask=completion_mask,
+        completion_valid=completion_valid, advantages=advantages, old_logp=logp(), ref_logp=logp(), rollout_logp=logp(),
         token_weights=rng.random((B, C)).astype(np.float32),
-    )
+    )  # fmt: skip
 
 
 LOSS = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
@@ -110,6 +104,7 @@ def test_the_model_computes_the_same_of_packed_rows(shared: bool) -> None:
     for seed in range(4):
         x = batch(seed)
         packed = pack(**{k: v for k, v in x.items() if k not in LOSS}, length=LENGTH, rows=B, share_prompts=shared)
+        assert packed.tokens.shape == (B, LENGTH)
         direction = np.random.default_rng(seed).standard_normal((B, C, 16)).astype(np.float32)
         (hidden, grads), (ours, our_grads) = both_hidden(params(), x, packed, direction)
         assert np.abs(hidden).max() > 0.5 and all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads["layers"]))
@@ -177,8 +172,7 @@ def whole_gradients(objective: Objective, x: dict[str, Any], packed: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    ("policy", "level"),
-    [("clip", "token"), *(pytest.param(*p, marks=pytest.mark.slow) for p in POLICY_LEVELS[1:])],
+    ("policy", "level"), [("clip", "token"), *(pytest.param(*p, marks=pytest.mark.slow) for p in POLICY_LEVELS[1:])]
 )
 def test_gradients_of_the_weights_are_the_same(policy: str, level: str) -> None:
     o = objective_of(policy, level, "dapo", beta=0.05, entropy_coef=0.01, correction="token")
@@ -188,22 +182,6 @@ def test_gradients_of_the_weights_are_the_same(policy: str, level: str) -> None:
     np.testing.assert_allclose(ours, loss, rtol=1e-5)
     close(grads, our_grads)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
-
-
-def test_what_is_in_a_row_does_not_change_its_shape_and_the_way_back_is_the_way_there() -> None:
-    for seed in range(20):
-        x = batch(seed)
-        keep = np.random.default_rng(seed).random(B) < 0.6
-        packed = pack(**x, length=LENGTH, rows=B, keep=keep, share_prompts=bool(seed % 2))
-        assert packed.tokens.shape == (B, LENGTH)
-        wanted = x["completion_mask"] & keep[:, None]
-        np.testing.assert_array_equal(unpack(packed, packed.targets), np.where(wanted, x["completion"], 0))
-        for name in ("old_logp", "token_weights"):
-            np.testing.assert_array_equal(unpack(packed, packed.arrays[name]), np.where(wanted, x[name], 0))
-        assert packed.mask.sum() == wanted.sum() and not packed.mask[packed.segment_ids == 0].any()
-        assert 0 <= packed.fill() <= 1
-        mask = np.asarray(packed.attention_mask())
-        assert mask.any(axis=2).all() and not np.triu(mask, 1).any()
 
 
 def test_nothing_is_cut_and_nothing_fits_by_accident() -> None:
@@ -274,7 +252,7 @@ def test_every_token_is_predicted_from_what_stands_before_it_in_its_own_sequence
     for seed in range(40):
         x = ragged(seed)
         packed = pack(**x, share_prompts=shared)
-        attention, taken = np.asarray(packed.attention_mask()), set()
+        attention, taken = by_numpy(packed.attention_mask), set()
         wanted = x["completion_mask"] & x["keep"][:, None]
         assert packed.mask.sum() == wanted.sum() and ((packed.slots >= 0) == wanted).all()
         assert (np.sort(packed.segment_ids > 0, axis=1)[:, ::-1] == (packed.segment_ids > 0)).all()  # no holes in a row

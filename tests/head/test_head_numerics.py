@@ -13,12 +13,13 @@ import pytest
 
 import flat_calls
 from interpreted import by_numpy, in_numpy
-from logitless import linear_logprobs, oracle, policy_loss
-from logitless.core.options import Head, Options
+from logitless import oracle, policy_loss
+from logitless.core.options import Head
 from logitless.objectives.objective import Objective
 from numerics import (
     BACKENDS,
     EPS,
+    REAL_VOCABULARIES,
     STATS,
     HeadCase,
     HeadStatics,
@@ -72,12 +73,7 @@ def check(
             assert_contract(f"{backend} {name}", a, b, t, floor_ulp)
 
 
-CASES = {
-    "ordinary": {},
-    "peaked": {"lead": 12.0},
-    "collapsed": {"lead": 40.0},
-    "extreme": {"spread": 3e3},
-}
+CASES = {"ordinary": {}, "peaked": {"lead": 12.0}, "collapsed": {"lead": 40.0}, "extreme": {"spread": 3e3}}
 
 
 @pytest.mark.quick
@@ -145,9 +141,7 @@ def test_collapsed_policies_keep_their_relative_precision(backend: str) -> None:
     g = (np.ones(n, np.float32),) * 2 + (np.zeros(n, np.float32),)
 
     def call(h: jax.Array, w: jax.Array) -> Any:
-        return three(
-            linear_logprobs(h, Head(w, layout="vh"), jnp.asarray(y), options=Options(backend=backend, chunk_size=4))
-        )
+        return three(flat_calls.linear_logprobs(h, Head(w, layout="vh"), jnp.asarray(y), backend=backend, chunk_size=4))
 
     fast, (dh, _) = with_gradient(call, hidden, w, g=g)
     truth, (dh_truth, _, _) = head_truth(case, g)
@@ -318,9 +312,7 @@ def test_forward_is_the_same_to_the_bit_with_and_without_gradient(way: str, dtyp
 
     def f(h: jax.Array, w: jax.Array) -> Any:
         if way == "statistics":
-            s = linear_logprobs(
-                h, w, y, mask=mask, temperature=0.8, options=Options(chunk_size=CHUNK, backend="chunked")
-            )
+            s = flat_calls.linear_logprobs(h, w, y, mask=mask, temperature=0.8, chunk_size=CHUNK, backend="chunked")
             return jnp.sum(jnp.where(mask, s.logp**2 + s.entropy + s.lse, 0.0)), s
         o = OBJECTIVES[way]
         ref = None if o.beta is None else old - 0.1
@@ -361,7 +353,7 @@ def test_chunk_size_matters_no_more_than_the_matmul(dtype: str) -> None:
     g = cotangents(np.random.default_rng(2), (2, 40))
 
     def call(h: jax.Array, w: jax.Array, chunk: int) -> Any:
-        return three(linear_logprobs(h, w, y, mask=mask, options=Options(chunk_size=chunk, backend="chunked")))
+        return three(flat_calls.linear_logprobs(h, w, y, mask=mask, chunk_size=chunk, backend="chunked"))
 
     whole, d_whole = with_gradient(functools.partial(call, chunk=80), h, w, g=g)
     for chunk in (1, 24):
@@ -380,15 +372,7 @@ def test_many_tokens() -> None:
     check(head_case(10, (n,), 4, 7), chunk=2048, backends=("chunked",))
 
 
-@pytest.mark.parametrize(
-    "vocab, dtype",
-    [
-        (151643, "bf16"),
-        pytest.param(50257, "f32", marks=pytest.mark.slow),
-        pytest.param(50257, "bf16", marks=pytest.mark.slow),
-        pytest.param(151643, "f32", marks=pytest.mark.slow),
-    ],
-)
+@REAL_VOCABULARIES
 def test_real_vocabularies(vocab: int, dtype: str) -> None:
     """Columns are taken in tiles, with a tail, and dW with them."""
     check(head_case(11, (5,), 8, vocab, DTYPES[dtype]), chunk=2, backends=("chunked",))
@@ -424,7 +408,7 @@ def test_three_and_four_matmuls_agree(dtype: str) -> None:
         return flat_calls.linear_grpo_loss(h, w, y, chunk_size=CHUNK, backend="chunked", objective=o, **common)[0]
 
     def four_matmuls(h: jax.Array, w: jax.Array) -> jax.Array:
-        s = linear_logprobs(h, w, y, mask=mask, temperature=0.8, options=Options(chunk_size=CHUNK, backend="chunked"))
+        s = flat_calls.linear_logprobs(h, w, y, mask=mask, temperature=0.8, chunk_size=CHUNK, backend="chunked")
         return policy_loss(s, objective=o, **common)[0]
 
     def reference(h: jax.Array, w: jax.Array) -> jax.Array:
@@ -452,9 +436,7 @@ def test_bfloat16_logits(backend: str) -> None:
     d_truth = (dx @ f64(w), np.einsum("btv,bth->vh", dx, f64(h)))
 
     def call(h: jax.Array, w: jax.Array) -> Any:
-        return three(
-            linear_logprobs(h, w, y, options=Options(logits_dtype="bfloat16", backend=backend, chunk_size=CHUNK))
-        )
+        return three(flat_calls.linear_logprobs(h, w, y, logits_dtype="bfloat16", backend=backend, chunk_size=CHUNK))
 
     out, d = with_gradient(call, h, w, g=g)
     plain, d_plain = with_gradient(lambda h, w: plain_head(h, w, y, logits_dtype=jnp.bfloat16), h, w, g=g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,6 @@ from hypothesis import strategies as st
 
 import flat_calls
 from interpreted import by_numpy, in_numpy
-from logitless import linear_grpo_loss, linear_logprobs
-from logitless.core.options import Options
 from logitless.core.row_passes import Sweep, Visit, front, live_sweep, order_by_rank, split_sweep, sweep_over
 from logitless.head import chunked
 from logitless.objectives.objective import Objective
@@ -104,7 +103,7 @@ def test_large_chunks_give_the_same_loss_and_gradients() -> None:
 
     def grads(chunk: int) -> Any:
         def loss(h: jax.Array, w: jax.Array) -> Any:
-            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, options=Options(chunk_size=chunk))
+            return flat_calls.linear_grpo_loss(h, w, y, advantages=a, mask=mask, chunk_size=chunk)
 
         return by_numpy(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), h, w)
 
@@ -177,37 +176,22 @@ def test_matmuls_executed_follow_the_live_tokens_and_nothing_recompiles(counter:
     a = jnp.asarray([1.0, 0.0, -1.0, 0.5])
     traced: list[str] = []
 
-    @jax.jit
-    def loss(h: jax.Array, w: jax.Array, mask: jax.Array) -> Any:
-        traced.append("grad in forward")
-
-        def f(h: jax.Array, w: jax.Array) -> Any:
-            return linear_grpo_loss(
-                h, w, y, advantages=a, mask=mask, options=Options(chunk_size=CHUNK, backend="chunked")
-            )[0]
-
-        return jax.value_and_grad(f, (0, 1))(h, w)
-
-    @jax.jit
-    def by_recompute(h: jax.Array, w: jax.Array, mask: jax.Array) -> Any:
-        traced.append("by recompute")
-
-        def f(h: jax.Array, w: jax.Array) -> Any:
-            o = Objective(level="sequence")
-            return linear_grpo_loss(h, w, y, advantages=a, mask=mask, objective=o, options=Options(chunk_size=CHUNK))[0]
-
-        return jax.value_and_grad(f, (0, 1))(h, w)
+    @functools.partial(jax.jit, static_argnums=3)
+    def gradients(h: jax.Array, w: jax.Array, mask: jax.Array, level: Any) -> Any:
+        traced.append(level)
+        given = dict(advantages=a, mask=mask, objective=Objective(level=level), chunk_size=CHUNK, backend="chunked")
+        return jax.value_and_grad(lambda h, w: flat_calls.linear_grpo_loss(h, w, y, **given)[0], (0, 1))(h, w)
 
     for mask in masks():
         live, moving = int(mask.sum()), int((mask & (np.asarray(a) != 0)[:, None]).sum())
         chunks, moving_chunks = -(-live // CHUNK), -(-moving // CHUNK)
         counter.reset()
-        jax.block_until_ready(loss(h, w, jnp.asarray(mask)))
+        jax.block_until_ready(gradients(h, w, jnp.asarray(mask), "token"))
         assert counter.read() == (chunks, moving_chunks), f"grad in forward, {live} live, {moving} moving"
         counter.reset()
-        jax.block_until_ready(by_recompute(h, w, jnp.asarray(mask)))
+        jax.block_until_ready(gradients(h, w, jnp.asarray(mask), "sequence"))
         assert counter.read() == (chunks + moving_chunks, moving_chunks), f"recompute, {live} live, {moving} moving"
-    assert traced == ["grad in forward", "by recompute"]
+    assert traced == ["token", "sequence"]
 
 
 def test_forward_only_statistics_take_one_matmul_per_live_chunk(counter: Counter) -> None:
@@ -217,7 +201,7 @@ def test_forward_only_statistics_take_one_matmul_per_live_chunk(counter: Counter
     @jax.jit
     def f(h: jax.Array, w: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
         traced.append("statistics")
-        return linear_logprobs(h, w, y, mask=mask, options=Options(chunk_size=CHUNK, backend="chunked"))
+        return flat_calls.linear_logprobs(h, w, y, mask=mask, chunk_size=CHUNK, backend="chunked")
 
     for mask in masks(1):
         counter.reset()
@@ -233,7 +217,7 @@ def test_tokens_without_a_cotangent_are_not_visited_again(counter: Counter) -> N
     @jax.jit
     def gradient(h: jax.Array, share: jax.Array) -> jax.Array:
         def f(h: jax.Array) -> jax.Array:
-            return jnp.sum(share * linear_logprobs(h, w, y, options=Options(chunk_size=CHUNK, backend="chunked")).logp)
+            return jnp.sum(share * flat_calls.linear_logprobs(h, w, y, chunk_size=CHUNK, backend="chunked").logp)
 
         return jax.grad(f)(h)
 

@@ -30,15 +30,11 @@ def problem(seed: int = 0) -> dict[str, Any]:
     targets = rng.integers(0, V, (B, T))
     targets[~mask] = -100
     return {
-        "hidden": normal(B, T, H),
-        "lm_head": normal(V, H),
-        "targets": targets,
-        "mask": mask,
+        "hidden": normal(B, T, H), "lm_head": normal(V, H), "targets": targets, "mask": mask,
         "advantages": np.float32([1.0, -0.5]),
         "ref_hidden": np.where(mask[..., None], normal(B, T, WIDE), np.nan).astype(np.float32),
-        "ref_lm_head": normal(V, WIDE),
-        "ref_bias": normal(V),
-    }
+        "ref_lm_head": normal(V, WIDE), "ref_bias": normal(V),
+    }  # fmt: skip
 
 
 KL = Objective(beta=0.3, temperature=0.8)

@@ -27,6 +27,7 @@ from numerics import (
     EPS,
     EXTRAS,
     FAMILIES,
+    REAL_VOCABULARIES,
     STATS,
     Rows,
     assert_contract,
@@ -134,7 +135,7 @@ def test_collapsed_rows_keep_their_relative_precision(backend: str) -> None:
     x, y = jnp.asarray(rows.logits, jnp.float32), jnp.asarray(rows.targets, jnp.int32)
     assert float(jnp.max(jnp.abs(plain_stats(x, y)[0]))) == 0.0
     g = (np.ones(61, np.float32), np.ones(61, np.float32), np.zeros(61, np.float32))
-    fast, (dx,) = with_gradient(lambda x: three(logprobs(x, y, options=Options(backend=backend))), x, g=g)
+    fast, (dx,) = with_gradient(lambda x: three(flat_calls.logprobs(x, y, backend=backend)), x, g=g)
     truth = oracle.token_stats(x, y)
     assert truth.logp.min() > -3e-9 and truth.logp.max() < 0
     for name, value in zip(STATS, fast, strict=True):
@@ -147,7 +148,7 @@ def test_a_collapse_onto_another_column(backend: str) -> None:
     """The target is hopeless: logp is about -margin, and its gradient is one-hot minus one-hot."""
     x = jnp.zeros((4, 64)).at[:, 5].set(jnp.array([20.0, 60.0, 200.0, 1e4]))
     y = jnp.zeros(4, jnp.int32)
-    stats, (dx,) = with_gradient(lambda x: logprobs(x, y, options=Options(backend=backend)).logp, x, g=jnp.ones(4))
+    stats, (dx,) = with_gradient(lambda x: flat_calls.logprobs(x, y, backend=backend).logp, x, g=jnp.ones(4))
     np.testing.assert_allclose(f64(stats), oracle.token_stats(x, y).logp, rtol=2e-7)
     np.testing.assert_allclose(f64(dx), oracle.token_stats_vjp(x, y, np.ones(4)), rtol=1e-6, atol=1e-37)
 
@@ -173,7 +174,7 @@ def test_a_temperature_costs_no_more_than_a_division(backend: str, temperature: 
     x, y = jnp.asarray(200 * rng.standard_normal((2000, 16)), jnp.float32), jnp.asarray(rng.integers(0, 16, 2000))
 
     def f(t: Any, x: jax.Array) -> Any:
-        return three(logprobs(x, y, temperature=t, options=Options(backend=backend)))
+        return three(flat_calls.logprobs(x, y, temperature=t, backend=backend))
 
     got = jax.jit(f)(t, x)
     assert_same_bits(got, jax.jit(functools.partial(f, t))(x))
@@ -212,7 +213,7 @@ def test_extras_have_no_gradient(backend: str) -> None:
     x, y = jnp.asarray(ordinary(np.random.default_rng(0), 4, 9).logits, jnp.float32), jnp.arange(4)
 
     def f(x: jax.Array) -> jax.Array:
-        s = logprobs(x, y, options=Options(backend=backend))
+        s = flat_calls.logprobs(x, y, backend=backend)
         return sum(jnp.sum(getattr(s, name)) for name in EXTRAS)
 
     assert not np.any(by_numpy(jax.grad(f), x))
@@ -230,7 +231,7 @@ def test_targets_outside_the_vocabulary_are_nan_where_live(backend: str) -> None
         assert getattr(stats, name)[1, 1] == 0
     assert not np.any(np.asarray(stats.is_top1)[bad])
     # A padded column is no target either.
-    assert np.isnan(logprobs(x, jnp.full((2, 3), 7), vocab_size=7, options=Options(backend=backend)).logp).all()
+    assert np.isnan(flat_calls.logprobs(x, jnp.full((2, 3), 7), vocab_size=7, backend=backend).logp).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -252,7 +253,7 @@ def test_all_dead_batch(dtype: str, backend: str) -> None:
     x, y = jnp.full((3, 4, 17), jnp.nan, DTYPES[dtype]), jnp.full((3, 4), -100)
 
     def f(x: jax.Array) -> Any:
-        s = logprobs(x, y, mask=jnp.zeros((3, 4)), options=Options(backend=backend))
+        s = flat_calls.logprobs(x, y, mask=jnp.zeros((3, 4)), backend=backend)
         return jnp.sum(s.logp + s.entropy + s.lse), s
 
     (value, stats), dx = by_numpy(jax.value_and_grad(f, has_aux=True), x)
@@ -260,9 +261,7 @@ def test_all_dead_batch(dtype: str, backend: str) -> None:
     assert all(not np.any(f64(leaf)) for leaf in jax.tree.leaves(stats))
     loss, dx = by_numpy(
         jax.value_and_grad(
-            lambda x: grpo_loss(x, y, advantages=jnp.ones(3), mask=jnp.zeros((3, 4)), options=Options(backend=backend))[
-                0
-            ]
+            lambda x: flat_calls.grpo_loss(x, y, advantages=jnp.ones(3), mask=jnp.zeros((3, 4)), backend=backend)[0]
         ),
         x,
     )
@@ -280,12 +279,12 @@ def test_forward_is_the_same_to_the_bit_with_and_without_gradient(dtype: str) ->
     a = jnp.asarray([1.0, -0.5, 0.0])
 
     def stats(x: jax.Array) -> Any:
-        s = logprobs(x, y, mask=mask, temperature=0.8, options=Options(backend="chunked"))
+        s = flat_calls.logprobs(x, y, mask=mask, temperature=0.8, backend="chunked")
         return jnp.sum(jnp.where(mask, s.logp**2 + s.entropy + s.lse, 0.0)), s
 
     def loss(x: jax.Array) -> Any:
         o = Objective(temperature=0.8, entropy_coef=0.1)
-        return grpo_loss(x, y, advantages=a, old_logp=old, mask=mask, objective=o, options=Options(backend="chunked"))
+        return flat_calls.grpo_loss(x, y, advantages=a, old_logp=old, mask=mask, objective=o, backend="chunked")
 
     for f in (stats, loss):
         value, aux = jax.jit(f)(x)
@@ -362,22 +361,12 @@ def test_check_grads(backend: str) -> None:
     mask = jnp.array([1, 1, 0, 1, 1])
 
     def f(x: jax.Array) -> Any:
-        return three(
-            logprobs(x, y, mask=mask, temperature=1.3, softcap=6.0, scale=0.7, options=Options(backend=backend))
-        )
+        return three(flat_calls.logprobs(x, y, mask=mask, temperature=1.3, softcap=6.0, scale=0.7, backend=backend))
 
     jax.test_util.check_grads(jax.jit(f), (x,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    "vocab, dtype",
-    [
-        (151643, "bf16"),
-        pytest.param(50257, "f32", marks=pytest.mark.slow),
-        pytest.param(50257, "bf16", marks=pytest.mark.slow),
-        pytest.param(151643, "f32", marks=pytest.mark.slow),
-    ],
-)
+@REAL_VOCABULARIES
 def test_real_vocabularies(vocab: int, dtype: str) -> None:
     rows = ordinary(np.random.default_rng(12), 6, vocab)
     check(jnp.asarray(rows.logits, DTYPES[dtype]), rows.targets, {}, floor_ulp=8, backends=("chunked",))
@@ -408,7 +397,7 @@ def test_token_loss_and_general_way_agree() -> None:
         return flat_calls.grpo_loss(x, y, backend="chunked", **common)[0]
 
     def general(x: jax.Array) -> jax.Array:
-        return policy_loss(logprobs(x, y, mask=mask, temperature=0.8, options=Options(backend="chunked")), **common)[0]
+        return policy_loss(flat_calls.logprobs(x, y, mask=mask, temperature=0.8, backend="chunked"), **common)[0]
 
     (v1, d1), (v2, d2) = (jax.jit(jax.value_and_grad(f))(x) for f in (one_pass, general))
     loss, truth = oracle.grpo_loss(
@@ -425,9 +414,9 @@ def test_exponentials_on_a_cpu(level: str, most: int) -> None:
     x, y = jnp.zeros((2, 3, 211)), jnp.zeros((2, 3), jnp.int32)
 
     def loss(x: jax.Array) -> jax.Array:
-        return grpo_loss(
-            x, y, advantages=jnp.ones(2), objective=Objective(level=level), options=Options(backend="chunked")
-        )[0]
+        return flat_calls.grpo_loss(x, y, advantages=jnp.ones(2), objective=Objective(level=level), backend="chunked")[
+            0
+        ]
 
     assert len(re.findall(r"f32\[6,211\] = exp ", str(jax.make_jaxpr(jax.grad(loss))(x)))) == most
 

@@ -17,12 +17,7 @@ from logitless import Objective, oracle
 from logitless.core.compat import mosaic_gpu_reason
 from numerics import STATS, cotangents, f64, three
 
-INTERPRETED = {
-    "reference": {},
-    "chunked": {},
-    "pallas_tpu": {"interpret": True},
-    "mosaic_gpu": {"interpret": True},
-}
+INTERPRETED = {"reference": {}, "chunked": {}, "pallas_tpu": {"interpret": True}, "mosaic_gpu": {"interpret": True}}
 hopper = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
 KERNELS = [  # slow: 15 to 45 seconds each in the interpreters
     pytest.param("pallas_tpu", marks=pytest.mark.slow),
@@ -85,13 +80,9 @@ def test_logits(vocab_size: int | None, backend: str) -> None:
         vocab_size=vocab_size,
     )[1]
     check(
-        call,
-        loss,
-        (x,),
-        oracle.token_stats(x, y, **known),
-        lambda g: [oracle.token_stats_vjp(x, y, *g, **known)],
+        call, loss, (x,), oracle.token_stats(x, y, **known), lambda g: [oracle.token_stats_vjp(x, y, *g, **known)],
         of_loss,
-    )
+    )  # fmt: skip
 
 
 @BACKENDS

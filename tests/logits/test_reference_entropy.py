@@ -16,7 +16,7 @@ import pytest
 
 import flat_calls
 import logitless
-from logitless import Objective, linear_logprobs, logprobs, oracle
+from logitless import Objective, oracle
 from numerics import cotangents, f64, three
 
 
@@ -25,7 +25,7 @@ def gradients(backend: str) -> Any:
     """Of the entropies' sum, by both modes where there are two; compiled once for all targets."""
 
     def entropy(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.sum(logitless.logprobs(x, y, options=logitless.Options(backend=backend)).entropy)
+        return jnp.sum(flat_calls.logprobs(x, y, backend=backend).entropy)
 
     modes = (jax.grad, jax.jacfwd) if backend == "reference" else (jax.grad,)
     return jax.jit(lambda x, y: [mode(entropy)(x, y) for mode in modes])
@@ -42,8 +42,6 @@ def test_collapsed_rows_keep_the_entropys_gradient(backend: str, target: int) ->
     for d in gradients(backend)(x, y):
         np.testing.assert_allclose(np.asarray(d, np.float64), truth, rtol=1e-5, atol=1e-6 * np.abs(truth).max())
 
-
-# -- second derivatives ------------------------------------------------------------------------------------------------
 
 STEP = 1e-5
 MODES: dict[str, Callable[..., Any]] = {
@@ -75,9 +73,7 @@ def test_second_derivatives_of_statistics(temperature: Any, mode: str) -> None:
     v, g = rng.standard_normal(x.shape).astype(np.float32), cotangents(rng, (4,))
 
     def total(x: jax.Array) -> jax.Array:
-        stats = three(
-            logprobs(x, jnp.asarray(y), temperature=temperature, options=logitless.Options(backend="reference"))
-        )
+        stats = three(flat_calls.logprobs(x, jnp.asarray(y), temperature=temperature, backend="reference"))
         return sum(jnp.sum(s * c) for s, c in zip(stats, g, strict=True))
 
     got = jax.jit(lambda x, v: MODES[mode](total, x, v))(x, v)
@@ -91,9 +87,7 @@ def test_second_derivatives_of_the_entropy_by_the_chunked_backend() -> None:
     v, g = rng.standard_normal(x.shape).astype(np.float32), rng.standard_normal(4).astype(np.float32)
 
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(
-            logprobs(x, jnp.asarray(y), temperature=0.7, options=logitless.Options(backend="chunked")).entropy * g
-        )
+        return jnp.sum(flat_calls.logprobs(x, jnp.asarray(y), temperature=0.7, backend="chunked").entropy * g)
 
     got = jax.jit(lambda x, v: MODES["grad of grad"](total, x, v))(x, v)
     t, zero = np.float32(0.7), np.zeros(4)
@@ -105,9 +99,7 @@ def test_second_derivative_by_the_temperature() -> None:
     x, y = rows()
 
     def total(t: jax.Array) -> jax.Array:
-        return jnp.sum(
-            logprobs(x, jnp.asarray(y), temperature=t, options=logitless.Options(backend="reference")).entropy
-        )
+        return jnp.sum(flat_calls.logprobs(x, jnp.asarray(y), temperature=t, backend="reference").entropy)
 
     first, second = (jax.jit(d)(jnp.float32(0.75)) for d in (jax.grad(total), jax.grad(jax.grad(total))))
     below, at, above = (oracle.token_stats(x, y, temperature=0.75 + d).entropy.sum() for d in (-1e-4, 0, 1e-4))
@@ -141,9 +133,7 @@ def test_second_derivatives_of_the_head(mode: str) -> None:
     def total(x: jax.Array) -> jax.Array:
         h, w = x[:20].reshape(4, 5), x[20:].reshape(7, 5)
         stats = three(
-            linear_logprobs(
-                h, logitless.Head(w, layout="vh"), jnp.asarray(y), options=logitless.Options(backend="reference")
-            )
+            flat_calls.linear_logprobs(h, logitless.Head(w, layout="vh"), jnp.asarray(y), backend="reference")
         )
         return sum(jnp.sum(s * c) for s, c in zip(stats, g, strict=True))
 

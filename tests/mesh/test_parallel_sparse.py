@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import flat_calls
 from interpreted import by_numpy
-from logitless import Objective, Sharding, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
+from logitless import Objective, Sharding, explain, linear_grpo_loss, metric_values, oracle
 from logitless.core.options import Options
 from logitless.head.sparse import active_columns
 from logitless.head.sparse.report import SparseReport
@@ -297,25 +297,14 @@ def test_every_cotangent_of_a_frozen_padded_head() -> None:
 
 def test_explain() -> None:
     h, w = jax.ShapeDtypeStruct((*SHAPE, HIDDEN), jnp.bfloat16), jax.ShapeDtypeStruct((VOCAB, HIDDEN), jnp.bfloat16)
-    tokens = explain(
-        linear_grpo_loss,
-        h,
-        w,
-        sharding=LAYOUTS["data and sequence"].sharding(),
-        options=Options(sparse_backward="auto"),
-    )
+    auto = Options(sparse_backward="auto")
+    tokens = explain(linear_grpo_loss, h, w, sharding=LAYOUTS["data and sequence"].sharding(), options=auto)
     assert tokens.backend == "chunked" and tokens.matmuls.startswith("1 + 2 K/V") and "2^-8" in tokens.way
-    shards = explain(linear_grpo_loss, h, w, sharding=TENSOR.sharding(), options=Options(sparse_backward="auto"))
+    shards = explain(linear_grpo_loss, h, w, sharding=TENSOR.sharding(), options=auto)
     assert shards.matmuls.startswith("2 + 3 K/V") and f"K > {VOCAB // SHARDS // 4:,}" in shards.way
 
 
 def test_the_reference_refuses_it() -> None:
-    case = calibrated()
+    case, options = calibrated(), {"sparse_backward": "auto", "backend": "reference"}
     with pytest.raises(NotImplementedError, match="sparse backward"):
-        linear_logprobs(
-            case.hidden,
-            case.lm_head,
-            case.targets,
-            sharding=TENSOR.sharding(),
-            options=Options(sparse_backward="auto", backend="reference"),
-        )
+        flat_calls.linear_logprobs(case.hidden, case.lm_head, case.targets, sharding=TENSOR.sharding(), **options)

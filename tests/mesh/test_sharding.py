@@ -55,30 +55,17 @@ class Layout:
 
 LAYOUTS = {
     "data and sequence, head replicated": Layout({"data": 4, "seq": 2}, P("data", "seq"), P(), (("all-reduce", DW),)),
-    "fsdp on the vocabulary": Layout(
-        {"fsdp": 8}, P(None, "fsdp"), P("fsdp", None), (("all-gather", DW), ("reduce-scatter", DW // 8)), explicit=True
-    ),
-    "data x fsdp, on the hidden dimension": Layout(
-        {"data": 2, "fsdp": 4},
-        P("data", "fsdp"),
-        P(None, "fsdp"),
-        (("all-gather", DW), ("reduce-scatter", DW // 4), ("all-reduce", DW // 4)),
-    ),
+    "fsdp on the vocabulary": Layout({"fsdp": 8}, P(None, "fsdp"), P("fsdp", None),
+        (("all-gather", DW), ("reduce-scatter", DW // 8)), explicit=True),
+    "data x fsdp, on the hidden dimension": Layout({"data": 2, "fsdp": 4}, P("data", "fsdp"), P(None, "fsdp"),
+        (("all-gather", DW), ("reduce-scatter", DW // 4), ("all-reduce", DW // 4))),
     "vocabulary-parallel": Layout({"tensor": 8}, P(), P("tensor", None), (("all-reduce", DH),)),
-    "data x tensor": Layout(
-        {"data": 4, "tensor": 2},
-        P("data"),
-        P("tensor", None),
-        (("all-reduce", DH // 4), ("all-reduce", DW // 2)),
-        explicit=True,
-    ),
-    "data x sequence x tensor, fsdp over data": Layout(
-        {"data": 2, "seq": 2, "tensor": 2},
-        P("data", "seq"),
+    "data x tensor": Layout({"data": 4, "tensor": 2}, P("data"), P("tensor", None),
+        (("all-reduce", DH // 4), ("all-reduce", DW // 2)), explicit=True),
+    "data x sequence x tensor, fsdp over data": Layout({"data": 2, "seq": 2, "tensor": 2}, P("data", "seq"),
         P(("tensor", "data"), None),
-        (("all-gather", DW // 2), ("reduce-scatter", DW // 4), ("all-reduce", DW // 4), ("all-reduce", DH // 4)),
-    ),
-}
+        (("all-gather", DW // 2), ("reduce-scatter", DW // 4), ("all-reduce", DW // 4), ("all-reduce", DH // 4))),
+}  # fmt: skip
 
 _BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"

@@ -110,10 +110,8 @@ def test_bfloat16_sums_leave_devices_in_float32() -> None:
     data = dict(data, hidden=data["hidden"].astype(jnp.bfloat16), lm_head=data["lm_head"].astype(jnp.bfloat16))
     exact = alone(data, TOKEN)
     rest = {k: v for k, v in data.items() if k not in ("hidden", "lm_head")}
-    for spec in (
-        Sharding(mesh({"data": 8}), tokens=P(None, "data")),
-        Sharding(mesh({"tensor": 8}), head=P("tensor", None)),
-    ):
+    by_tokens = Sharding(mesh({"data": 8}), tokens=P(None, "data"))
+    for spec in (by_tokens, Sharding(mesh({"tensor": 8}), head=P("tensor", None))):
         f = jax.value_and_grad(functools.partial(loss, objective=TOKEN, sharding=spec), argnums=(0, 1), has_aux=True)
         assert_large_sums_are_float32(f, data["hidden"], data["lm_head"], rest)
         got = run(f, data["hidden"], data["lm_head"], rest)[0]
@@ -197,7 +195,7 @@ def test_live_tokens_of_devices_differ_and_nothing_recompiles() -> None:
     assert count == 1
 
 
-@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 3, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3, 4))])
 def test_fuzz_over_meshes_and_specs(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     sizes = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]

@@ -280,17 +280,10 @@ def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
     targets = rng.integers(0, 7, (2, 3))
     logits = jnp.einsum("bth,vh->btv", hidden, head)
     p = jax.nn.softmax(logits)
-    for backend in ("reference", "chunked"):
-        of_logits = jax.grad(
-            lambda x, b=backend: jnp.sum(logitless.logprobs(x, targets, options=logitless.Options(backend=b)).lse)
-        )
-        dlogits = by_numpy(of_logits, logits)
-        np.testing.assert_allclose(dlogits, p, rtol=1e-5, atol=1e-7)
-        of_head = jax.grad(
-            lambda w, b=backend: jnp.sum(
-                logitless.linear_logprobs(hidden, w, targets, options=logitless.Options(backend=b)).lse
-            )
-        )
+    for b in ("reference", "chunked"):
+        of_logits = jax.grad(lambda x, b=b: jnp.sum(flat_calls.logprobs(x, targets, backend=b).lse))
+        np.testing.assert_allclose(by_numpy(of_logits, logits), p, rtol=1e-5, atol=1e-7)
+        of_head = jax.grad(lambda w, b=b: jnp.sum(flat_calls.linear_logprobs(hidden, w, targets, backend=b).lse))
         dhead = by_numpy(of_head, head)
         np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
 
@@ -299,22 +292,10 @@ def test_an_entropy_bonus_alone_moves_the_head() -> None:
     """Without an advantage or a KL: a sweep that skips what cannot move must not skip these tokens."""
     rng = np.random.default_rng(5)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
-    targets, advantages = rng.integers(0, 7, (2, 3)), jnp.zeros(2)
+    rest = dict(targets=rng.integers(0, 7, (2, 3)), advantages=jnp.zeros(2), objective=Objective(entropy_coef=0.1))
     gradients = [
-        by_numpy(
-            jax.grad(
-                lambda w, b=backend: logitless.linear_grpo_loss(
-                    hidden,
-                    w,
-                    targets,
-                    advantages=advantages,
-                    objective=Objective(entropy_coef=0.1),
-                    options=logitless.Options(backend=b),
-                )[0]
-            ),
-            head,
-        )
-        for backend in ("reference", "chunked")
+        by_numpy(jax.grad(lambda w, b=b: flat_calls.linear_grpo_loss(hidden, w, backend=b, **rest)[0]), head)
+        for b in ("reference", "chunked")
     ]
     assert np.abs(gradients[0]).max() > 1e-3
     np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
@@ -324,20 +305,13 @@ def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> Non
     """Grad in forward takes the gradient of a unit cotangent; the one that arrives is applied after it."""
     rng = np.random.default_rng(2)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
-    targets, advantages = rng.integers(0, 7, (2, 3)), jnp.float32([1.0, -0.5])
+    rest = dict(targets=rng.integers(0, 7, (2, 3)), advantages=jnp.float32([1.0, -0.5]), backend="chunked")
     logits = jnp.einsum("bth,vh->btv", hidden, head)
-
-    def of_logits(x: jax.Array) -> jax.Array:
-        return logitless.grpo_loss(x, targets, advantages=advantages, options=logitless.Options(backend="chunked"))[0]
-
-    def of_head(h: jax.Array, w: jax.Array) -> jax.Array:
-        return logitless.linear_grpo_loss(
-            h, w, targets, advantages=advantages, options=logitless.Options(backend="chunked")
-        )[0]
-
-    for f, primals in ((of_logits, (logits,)), (of_head, (hidden, head))):
-        once = by_numpy(jax.grad(f, tuple(range(len(primals)))), *primals)
-        thrice = by_numpy(jax.grad(lambda *a, f=f: 3.0 * f(*a), tuple(range(len(primals)))), *primals)
+    for call, primals in ((flat_calls.grpo_loss, (logits,)), (flat_calls.linear_grpo_loss, (hidden, head))):
+        by_all = tuple(range(len(primals)))
+        once, thrice = (
+            by_numpy(jax.grad(lambda *a, k=k, call=call: k * call(*a, **rest)[0], by_all), *primals) for k in (1.0, 3.0)
+        )
         for one, three in zip(once, thrice, strict=True):
             assert np.abs(one).max() > 1e-3
             np.testing.assert_allclose(three, 3.0 * one, rtol=1e-6)
@@ -360,13 +334,9 @@ def test_the_loss_is_float32_under_x64() -> None:
                     lambda x, o=o: flat_calls.grpo_loss(x, targets, objective=o, **inputs), logits
                 )
                 assert {loss.dtype, *(m.sum.dtype for m in metrics.values())} == {np.dtype("float32")}
-        for fields in (
-            {"eps_high": jnp.asarray(np.float64(0.3)), "level": "sequence", "entropy_coef": jnp.asarray(0.1)},
-        ):
-            o = Objective(beta=0.1, **fields)
-            loss, metrics = jax.eval_shape(lambda s, o=o: logitless.policy_loss(s, objective=o, **inputs), stats)
-            assert loss.dtype == jnp.float32
-            assert {m.sum.dtype for m in metrics.values()} == {np.dtype("float32")}
+        o = Objective(beta=0.1, level="sequence", eps_high=jnp.asarray(np.float64(0.3)), entropy_coef=jnp.asarray(0.1))
+        loss, metrics = jax.eval_shape(lambda s: logitless.policy_loss(s, objective=o, **inputs), stats)
+        assert {loss.dtype, *(m.sum.dtype for m in metrics.values())} == {np.dtype("float32")}
 
 
 # -- advantages -----------------------------------------------------------------------------------------------------

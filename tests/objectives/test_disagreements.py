@@ -109,11 +109,7 @@ def test_6_clip_metrics() -> None:
     mask = np.array([[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]])
     ratio = np.array([[1.1] * 6, [1.5] * 6])
     logp = np.full((2, 6), -1.0, np.float32)
-    inputs = {
-        "advantages": np.float32([1.0, 1.0]),
-        "mask": mask,
-        "old_logp": (logp - np.log(ratio)).astype(np.float32),
-    }
+    inputs = {"advantages": np.float32([1.0, 1.0]), "mask": mask, "old_logp": (logp - np.log(ratio)).astype(np.float32)}
 
     def high(o: Objective, **changes: np.ndarray) -> tuple[float, float]:
         metric = metrics_of(o, logp, logp, **inputs | changes)["clip_fraction_high"]

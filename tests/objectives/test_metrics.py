@@ -14,7 +14,7 @@ import flat_calls
 import logitless
 from interpreted import by_numpy
 from logitless import Metric, Objective, metric_values, reduce_metrics
-from loss_cases import POLICY_LEVELS, evaluate, half, metrics_of, objective_of, random_batch, token_stats
+from loss_cases import POLICY_LEVELS, evaluate, evaluate_each, half, metrics_of, objective_of, random_batch, token_stats
 
 EVERY_METRIC = {"beta": 0.1, "correction": "token", "off_policy_threshold": 0.1, "entropy_coef": 0.01}
 
@@ -254,16 +254,17 @@ def test_metrics_that_a_scan_stacked_reduce_to_those_of_the_batch() -> None:
 def test_a_mean_ratio_lies_between_the_smallest_and_the_largest() -> None:
     """At the sequence level every token of a sequence has one ratio: the mean is that ratio, and a float32 sum of it is
     not always its multiple."""
-    outside = 0
+    batches = []
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        n = int(rng.integers(3, 40))
-        logp = -rng.exponential(size=(1, n)).astype(np.float32)
-        old = (logp + 0.3 * rng.normal(size=(1, n))).astype(np.float32)
-        metrics = metrics_of(Objective(level="sequence"), logp, logp, advantages=np.ones(1, np.float32), old_logp=old)
-        values = metric_values(metrics)
+        logp = -rng.exponential(size=(1, 37)).astype(np.float32)
+        old = (logp + 0.3 * rng.normal(size=(1, 37))).astype(np.float32)
+        batches.append((logp, logp, {"advantages": np.ones(1, np.float32), "old_logp": old}))
+    outside = 0
+    for got in evaluate_each(Objective(level="sequence"), batches):
+        values = metric_values(got.metrics)
         assert values["ratio_min"] <= values["ratio"] <= values["ratio_max"]
-        mean = float(metrics["ratio"].sum) / n
+        mean = float(got.metrics["ratio"].sum) / 37
         assert values["ratio"] == pytest.approx(mean, rel=1e-6)
         outside += not values["ratio_min"] <= mean <= values["ratio_max"]
     assert outside  # there was something to do

@@ -122,8 +122,6 @@ def test_bounds_pass_a_nan_on_and_keep_their_tie_rules() -> None:
         assert jax.grad(lambda a, low=low, high=high: policy_terms.clip(a, low, high))(x) == 1.0
 
 
-# -- through the public losses --------------------------------------------------------------------------------------
-
 BACKENDS = ["reference", "chunked"]
 LEVELS: dict[str, Objective] = {
     "token": Objective(beta=0.1, correction="token", correction_mode="mask", delta=1.5, dual_clip=2.0),
@@ -175,9 +173,6 @@ def test_a_nan_or_a_bad_live_target_is_a_nan_in_every_loss() -> None:
                 assert np.isnan(np.asarray(jax.tree.leaves(grads)[0])[live]).any(), (name, what)
         for name, (loss, _) in spoilt(dead, what).items():
             assert loss == clean[name][0], (name, what)
-
-
-# -- a missing rollout value ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["clip", "vespo"])

@@ -32,24 +32,18 @@ ROWS = "clip_metrics='liger', count_rows='non_empty', "
 WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
     "trl": (Objective.preset("trl"), "aggregation='dapo', kl_bias_correction=True"),
     "liger": (Objective.preset("liger"), "clip_metrics='liger', eps_high=0.4, beta=0.04, temperature=0.9"),
-    "verl": (
-        Objective.preset("verl"),
-        f"aggregation='bnpo', cispo_bound='interval', {ROWS}dual_clip=3.0, {CLAMPED}{VERL_KL}",
-    ),
-    "verl, gmpo": (
-        Objective.preset("verl", policy="gmpo"),
-        f"policy='gmpo', aggregation='bnpo', cispo_bound='interval', {ROWS}{VERL_KL}",
-    ),
+    "verl": (Objective.preset("verl"),
+        f"aggregation='bnpo', cispo_bound='interval', {ROWS}dual_clip=3.0, {CLAMPED}{VERL_KL}"),
+    "verl, gmpo": (Objective.preset("verl", policy="gmpo"),
+        f"policy='gmpo', aggregation='bnpo', cispo_bound='interval', {ROWS}{VERL_KL}"),
     "verl, gspo-token": (
         Objective.preset("verl", level="sequence_token"),
         f"level='sequence_token', aggregation='bnpo', cispo_bound='interval', {ROWS}dual_clip=3.0, "
         f"sequence_log_ratio_max=10.0, {VERL_KL}",
     ),
     "tunix": (Objective.preset("tunix"), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
-    "tunix, gspo-token": (
-        Objective.preset("tunix", level="sequence_token"),
-        f"level='sequence_token', kl='k1', {ROWS}{CLAMPED}sequence_log_ratio_max=10.0, beta=0.04",
-    ),
+    "tunix, gspo-token": (Objective.preset("tunix", level="sequence_token"),
+        f"level='sequence_token', kl='k1', {ROWS}{CLAMPED}sequence_log_ratio_max=10.0, beta=0.04"),
     "mllm-jax": (Objective.preset("mllm-jax"), "aggregation='dapo', clip_metrics='liger', temperature_on='logp'"),
     "from_trl": (Objective.from_trl(), "aggregation='dapo'"),
     "from_trl, sapo": (Objective.from_trl(loss_type="sapo"), "policy='sapo'"),
@@ -72,7 +66,7 @@ WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
         "kl_log_ratio_clamp=20.0, kl_clamp=10.0",
     ),
     "from_tunix": (Objective.from_tunix(), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)

@@ -50,13 +50,9 @@ def test_the_table_is_true(policy: str, level: str) -> None:
 
 B, T, V, H = 2, 3, 7, 4
 ARRAYS = {
-    "old_logp": Objective.reinforce(),
-    "ref_logp": Objective(),
-    "ref_hidden": Objective(),
-    "rollout_logp": Objective(),
-    "segment_ids": Objective.dapo(),
-    "entropy_denominator": Objective(),
-}
+    "old_logp": Objective.reinforce(), "ref_logp": Objective(), "ref_hidden": Objective(), "rollout_logp": Objective(),
+    "segment_ids": Objective.dapo(), "entropy_denominator": Objective(),
+}  # fmt: skip
 """Each array with an objective that does not read it."""
 SAID = {
     "old_logp": r"policy='reinforce' has no ratio",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import logitless
+from loading import loaded
 from logitless import head
 from logitless.core.registry import BACKENDS
 
@@ -41,8 +41,6 @@ def block(name: str) -> str:
     (found,) = re.findall(rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->", PAGE, re.DOTALL)
     return found
 
-
-# -- layers ----------------------------------------------------------------------------------------------------------
 
 LAYERS = [re.split(r" {3,}", line)[0].split() for line in reversed(block("layers").strip("`\n").splitlines())]
 """From the lowest to the highest: the modules and packages of each line."""
@@ -100,9 +98,6 @@ def test_what_is_for_one_platform_stays_in_its_folder() -> None:
                 assert platform in module.split("."), f"{module}:{line} imports {target}"
 
 
-# -- what there is little of -----------------------------------------------------------------------------------------
-
-
 def test_two_custom_gradients_serve_every_backend() -> None:
     found: dict[str, int] = {}
     for module, tree in TREES.items():
@@ -148,8 +143,6 @@ def test_backends_are_named_in_the_registry() -> None:
     assert len(quoted) <= 8, "\n".join(quoted)
 
 
-# -- what an import gives and costs ----------------------------------------------------------------------------------
-
 _IMPORT = """
 import json, sys, time
 import jax, jax.numpy
@@ -192,9 +185,6 @@ def test_import_is_quick(fresh: list[dict[str, Any]]) -> None:
     assert min(r["seconds"] for r in fresh) <= 3 * ALLOWED
 
 
-# -- help ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", CALLS, ids=lambda c: c.__name__)
 def test_help_names_every_argument(call: Callable[..., Any]) -> None:
     signature, doc = inspect.signature(call), inspect.getdoc(call)
@@ -208,16 +198,9 @@ def test_help_shows_a_short_default_objective() -> None:
     assert " = Objective()," in str(inspect.signature(logitless.linear_grpo_loss))
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def walk() -> Any:
-    spec = importlib.util.spec_from_file_location("walk", ROOT / "benchmarks" / "walk.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "benchmarks" / "walk.py")
 
 
 def test_the_walk_is_as_short_as_the_page_says(walk: Any) -> None:

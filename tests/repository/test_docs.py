@@ -1,6 +1,5 @@
 """What the pages show runs, what they link to exists, and what is generated is current."""
 
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import logitless
+from loading import loaded
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -118,21 +118,13 @@ def test_links_in_the_docs_exist() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
-def loaded(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_conformance_page_is_what_the_record_says() -> None:
-    page = loaded("conformance_page", ROOT / "tests" / "conformance" / "conformance_page.py").page()
+    page = loaded(ROOT / "tests" / "conformance" / "conformance_page.py").page()
     assert (ROOT / "docs" / "conformance.md").read_text() == page, "run `make conformance`"
 
 
 def test_benchmark_page_is_current() -> None:
-    tables = loaded("tables", ROOT / "benchmarks" / "tables.py")
+    tables = loaded(ROOT / "benchmarks" / "tables.py")
     assert (ROOT / "docs" / "benchmarks.md").read_text() == tables.render(), "run `python benchmarks/tables.py`"
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/tables.py`"
     for path, content in tables.tables_gsm8k.files().items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import logitless
+from loading import loaded
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,43 +35,27 @@ def test_the_wheel_has_the_package_its_types_and_its_configurations(tmp_path: Pa
     assert not {f for f in inside if not f.startswith(ours)}
 
 
-def test_a_signal_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
-    """jax takes seconds to import; here it is a package that takes for ever."""
-    (tmp_path / "logitless").mkdir()
-    (tmp_path / "logitless" / "__init__.py").write_text(
+MODULE, _, FUNCTION = PROJECT["scripts"]["logitless"].partition(":")
+COMMAND = f"import sys; from {MODULE} import {FUNCTION}; sys.exit({FUNCTION}())"
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "code"),
+    [("logitless", ["-c", COMMAND], 130), ("jax", ["-m", "logitless", "configs"], -signal.SIGINT)],
+    ids=["command", "module"],
+)
+def test_a_signal_during_the_import_is_one_line(tmp_path: Path, package: str, arguments: list[str], code: int) -> None:
+    """jax takes seconds to import; here a package takes for ever."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(
         # A shell's background job, as which tests may run, begins with SIGINT ignored.
         "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
-    module, _, function = PROJECT["scripts"]["logitless"].partition(":")
-    code = f"import sys; from {module} import {function}; sys.exit({function}())"
-    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (130, "logitless: stopped by SIGINT\n")
-
-
-def test_a_signal_while_the_module_is_imported_is_one_line(tmp_path: Path) -> None:
-    """``python -m logitless``, with a jax that takes for ever."""
-    (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text(
-        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
-    )
-    paths = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-m", "logitless", "configs"],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "logitless: stopped by SIGINT\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "logitless: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
@@ -100,10 +84,7 @@ def test_the_gpu_extra_brings_a_jax_with_the_kernels() -> None:
 
 def test_uv_installs_from_where_pip_would() -> None:
     """Variables go before files, and what is set for uv before both; nothing else of pip's is passed on."""
-    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts/install.py")
-    assert spec and spec.loader
-    install = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(install)
+    install = loaded(ROOT / "scripts/install.py")
     listed = r"""
 global.cert='/a/b.pem'
 global.extra-index-url='\nfile:///one\nfile:///two'

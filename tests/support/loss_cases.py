@@ -33,6 +33,11 @@ POLICY_LEVELS = [
 ]
 """Every legal policy and level."""
 AGGREGATIONS = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+EVERYTHING: dict[str, Any] = dict(
+    beta=0.1, kl_bias_correction=True, correction="sequence", off_policy_threshold=0.3, top_entropy=0.75,
+    entropy_coef=0.02,
+)  # fmt: skip
+"""A KL term, a correction, both ways to drop tokens and an entropy bonus, for any policy and level."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 import flat_calls
@@ -31,6 +32,13 @@ FACTOR = 1.5
 FLOOR_ULP = 4
 EPS = float(jnp.finfo(jnp.float32).eps)
 BACKENDS = ("reference", "chunked")
+REAL_VOCABULARIES = pytest.mark.parametrize(
+    "vocab, dtype",
+    [
+        (151643, "bf16"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((50257, "f32"), (50257, "bf16"), (151643, "f32"))),
+    ],
+)
 STATS = ("logp", "entropy", "lse")
 EXTRAS = ("max_logit", "log_sum_p2", "max_logp")
 

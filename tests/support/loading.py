@@ -1,0 +1,16 @@
+"""A file of Python outside the packages, imported; no tests here."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+
+def loaded(path: Path) -> ModuleType:
+    """The module of a script, under the file's name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
