@@ -25,22 +25,22 @@ OBJECTIVE = logitless.Objective.grpo(eps_high=0.28, beta=0.01, entropy_coef=0.02
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3))
 
 
-def init(key: Array) -> dict[str, Any]:
-    """A small causal transformer."""
+def init(key: Array, hidden: int = HIDDEN) -> dict[str, Any]:
+    """A small causal transformer of this width."""
 
     def matrix(key: Array, *shape: int) -> Array:
         return jax.random.normal(key, shape) / shape[0] ** 0.5
 
     embed, place, *layers = jax.random.split(key, 2 + LAYERS)
     return {
-        "embed": jax.random.normal(embed, (toy.VOCAB, HIDDEN)) / HIDDEN**0.5,
-        "place": jax.random.normal(place, (toy.WIDTH, HIDDEN)) / HIDDEN**0.5,
+        "embed": jax.random.normal(embed, (toy.VOCAB, hidden)) / hidden**0.5,
+        "place": jax.random.normal(place, (toy.WIDTH, hidden)) / hidden**0.5,
         "layers": [
             {
-                "qkv": matrix(k[0], HIDDEN, 3 * HIDDEN),
-                "out": matrix(k[1], HIDDEN, HIDDEN),
-                "up": matrix(k[2], HIDDEN, 4 * HIDDEN),
-                "down": matrix(k[3], 4 * HIDDEN, HIDDEN),
+                "qkv": matrix(k[0], hidden, 3 * hidden),
+                "out": matrix(k[1], hidden, hidden),
+                "up": matrix(k[2], hidden, 4 * hidden),
+                "down": matrix(k[3], 4 * hidden, hidden),
             }
             for k in (jax.random.split(key, 4) for key in layers)
         ],

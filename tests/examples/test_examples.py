@@ -43,6 +43,10 @@ def test_it_learns() -> None:
     learned(example("grpo_optax").main(STEPS))
 
 
+def test_a_student_learns_from_its_teacher() -> None:
+    learned(example("distil_optax").main(STEPS, teacher_steps=40))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_nnx", "grpo_linen", "grpo_equinox", "gspo_packed", "grpo_fsdp", "grpo_lora"])
 def test_it_learns_too(name: str) -> None:
