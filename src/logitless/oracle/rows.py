@@ -38,6 +38,12 @@ class Gradients(NamedTuple):
     head: Floats | None = None
     bias: Floats | None = None
 
+    def plus(self, other: Gradients) -> Gradients:
+        """The sum of two gradients of the same model."""
+        head = None if self.head is None or other.head is None else self.head + other.head
+        bias = None if self.bias is None or other.bias is None else self.bias + other.bias
+        return Gradients(self.inputs + other.inputs, head, bias)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
