@@ -92,8 +92,8 @@ def _centred(p: Floats, d: Floats, top: NDArray[np.int64]) -> Floats:
 def row_divergence(log_p: Floats, log_q: Floats, name: DivergenceName, mix: float = 0.5) -> tuple[Floats, Floats]:
     """``(value [N], dz [N, C])`` of two distributions over ``C`` categories, given as log-probabilities.
 
-    ``dz`` is the gradient by logits whose softmax is ``p``. A category that only the second distribution of a KL leaves
-    out makes it infinite.
+    ``dz`` is the gradient by logits whose softmax is ``p``. A KL is infinite where its first distribution has mass and
+    its second has none.
     """
     if name not in ("forward_kl", "reverse_kl", "jsd"):
         raise ValueError(f"divergence={name!r} is not known; expected 'forward_kl', 'reverse_kl' or 'jsd'.")
@@ -142,7 +142,7 @@ def divergence(
     mask: ArrayLike | None = None,
     targets: ArrayLike | None = None,
 ) -> Divergence:
-    """The divergence of each token, with what one pass over both rows knows beside it.
+    """Divergence, entropies, cross entropy and the target's log-probability of each token.
 
     ``temperature`` divides both models' logits, a number or one for each token. A live token whose target is no id of
     both models has NaN in every field.

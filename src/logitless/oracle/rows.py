@@ -53,7 +53,7 @@ class Rows:
     columns: int  # ids below it take part in the softmax
     weight: Floats | None = None  # [columns, H]
     bias: Floats | None = None  # [columns]
-    head_columns: int = 0  # of the head as it was given
+    head_columns: int = 0  # columns of the given head, padding included
     head_layout: HeadLayout = "vh"
     scale: ArrayLike | None = None
     softcap: ArrayLike | None = None
