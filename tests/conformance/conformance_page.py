@@ -27,8 +27,9 @@ coefficient is float32 here; 5e-8 for veRL, which adds 1e-8 to the length of a r
 `clip_ratio/low_min` and `high_max` are compared at the
 sequence level, the only one at which this library has them.
 
-Distillation losses come from `Distillation.from_trl` and `from_liger`, and ours is the oracle in both columns: *float32*
-stands for a peer that computes in float32 (TRL's `ChunkedDivergenceFunction`, Liger's `LigerFusedLinearJSDLoss`).
+Distillation losses come from `Distillation.from_trl` and `from_liger`, and ours is the oracle in both columns:
+*float32* stands for a peer that computes in float32 (TRL's `ChunkedDivergenceFunction`, Liger's
+`LigerFusedLinearJSDLoss`).
 """
 
 

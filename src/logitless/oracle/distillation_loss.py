@@ -3,13 +3,13 @@
     l_t  = soft_weight T_t^2 divergence_t - hard_weight logp_t        T_t^2 with ``temperature_squared`` alone
     loss = sum_t factor_t l_t
 
-The divergence is at temperature ``T_t``, ``logp`` of the target at temperature one. The factors are those of the policy
-losses: REINFORCE with advantages of one has ``-factor_t`` as its gradient.
+The divergence is at temperature ``T_t``, ``logp`` of the target at temperature one. The policy losses'
+aggregation gives ``factor_t``: it is minus the gradient of REINFORCE with advantages of one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -57,22 +57,16 @@ def distillation_loss(
     if hard is not None and targets is None:
         raise ValueError(f"hard_weight={hard} needs targets.")
     factor = _factors(o, student.shape, mask, segment_ids, denominator)
-    tau = np.broadcast_to(to_float64(1.0 if o.temperature is None else o.temperature), student.shape)
-    soft = number(o.soft_weight) * (tau**2 if o.temperature_squared else np.ones(student.shape))
-    parts = dict(
-        divergence=o.divergence,
-        mix=0.5 if o.mix is None else number(o.mix),
-        temperature=tau,
-        mask=mask,
-        targets=targets,
+    tau: Floats = np.broadcast_to(to_float64(1.0 if o.temperature is None else o.temperature), student.shape)
+    soft: Floats = number(o.soft_weight) * (np.square(tau) if o.temperature_squared else np.ones(student.shape))
+    how: dict[str, Any] = dict(
+        divergence=o.divergence, mix=0.5 if o.mix is None else number(o.mix), mask=mask, targets=targets
     )
     live = factor != 0
 
-    value = np.where(live, factor * soft * divergence(student, teacher, **parts).divergence, 0.0)
-    made = divergence_vjp(student, teacher, factor * soft, **parts)
+    value = np.where(live, factor * soft * divergence(student, teacher, temperature=tau, **how).divergence, 0.0)
+    made = divergence_vjp(student, teacher, factor * soft, temperature=tau, **how)
     if hard is not None:
-        at_one = dict(parts, temperature=None)
-        value = value - np.where(live, factor * hard * divergence(student, teacher, **at_one).logp, 0.0)
-        more = divergence_vjp(student, teacher, None, g_logp=-factor * hard, **at_one)
-        made = Gradients(*(a if a is None else a + b for a, b in zip(made, more, strict=True)))
+        value -= np.where(live, factor * hard * divergence(student, teacher, **how).logp, 0.0)
+        made = made.plus(divergence_vjp(student, teacher, None, g_logp=-hard * factor, **how))
     return float(value.sum()), made

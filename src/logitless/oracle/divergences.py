@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from logitless.oracle.rows import Gradients, Rows
-from logitless.oracle.selected_tokens import distinct_ids, highest, log_mass_outside
+from logitless.oracle.selected_tokens import distinct_ids, highest, log_mass_outside, log_sum
 from logitless.oracle.token_stats import Bools, Floats, Ints, per_token, softmax_of_rows, to_float64, token_stats_vjp
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -92,8 +92,8 @@ def _centred(p: Floats, d: Floats, top: NDArray[np.int64]) -> Floats:
 def row_divergence(log_p: Floats, log_q: Floats, name: DivergenceName, mix: float = 0.5) -> tuple[Floats, Floats]:
     """``(value [N], dz [N, C])`` of two distributions over ``C`` categories, given as log-probabilities.
 
-    ``dz`` is the gradient by logits whose softmax is ``p``. A category that only the second distribution of a KL leaves
-    out makes it infinite.
+    ``dz`` is the gradient by logits whose softmax is ``p``. A KL is infinite where its first distribution has mass and
+    its second has none.
     """
     if name not in ("forward_kl", "reverse_kl", "jsd"):
         raise ValueError(f"divergence={name!r} is not known; expected 'forward_kl', 'reverse_kl' or 'jsd'.")
@@ -142,7 +142,7 @@ def divergence(
     mask: ArrayLike | None = None,
     targets: ArrayLike | None = None,
 ) -> Divergence:
-    """The divergence of each token, with what one pass over both rows knows beside it.
+    """Divergence, entropies, cross entropy and the target's log-probability of each token.
 
     ``temperature`` divides both models' logits, a number or one for each token. A live token whose target is no id of
     both models has NaN in every field.
@@ -211,15 +211,11 @@ def _gathered(log_p: Floats, ids: Ints) -> Floats:
     return np.where(ids < 0, -np.inf, np.take_along_axis(log_p, np.maximum(ids, 0), axis=1))
 
 
-def _log_sum(log_a: Floats) -> Floats:
-    return np.logaddexp.reduce(log_a, axis=1, initial=-np.inf)
-
-
 def _categories(log_p: Floats, log_rest: Floats, outside: Outside) -> Floats:
     """Log-probabilities of the categories that are compared: the ids and the rest, or the ids renormalised."""
     if outside == "tail":
         return np.concatenate([log_p, log_rest[:, None]], axis=1)
-    total = _log_sum(log_p)[:, None]
+    total = log_sum(log_p)[:, None]
     return np.where(total == -np.inf, -np.inf, log_p - np.where(total == -np.inf, 0.0, total))
 
 
@@ -237,7 +233,7 @@ def _given(
     if log_rest is not None:
         return chosen, log_q, to_float64(log_rest).reshape(-1)
     with np.errstate(divide="ignore"):
-        return chosen, log_q, np.log(np.maximum(-np.expm1(_log_sum(log_q)), 0.0))
+        return chosen, log_q, np.log(np.maximum(-np.expm1(log_sum(log_q)), 0.0))
 
 
 def sparse_divergence(
@@ -276,12 +272,12 @@ def sparse_divergence(
             value = row_divergence(p, q, divergence, mix)[0]
         empty = (chosen[i] < 0).all(axis=1)
         count = (here >= 0).sum(axis=1)
-        likeliest = highest(z, int(count.max(initial=0)))
+        likeliest = highest(z, int(np.max(count, initial=0)))
         own = [len(np.intersect1d(a[a >= 0], b[:n])) for a, b, n in zip(here, likeliest, count, strict=True)]
         values: dict[str, Any] = {
             "divergence": np.where(empty, 0.0, value),
-            "student_mass": np.exp(_log_sum(at)),
-            "teacher_mass": np.exp(_log_sum(log_q[i])),
+            "student_mass": np.exp(log_sum(at)),
+            "teacher_mass": np.exp(log_sum(log_q[i])),
             "overlap": np.array(own) / np.maximum(count, 1),
         }
         for name, numbers in values.items():

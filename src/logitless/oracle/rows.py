@@ -38,6 +38,12 @@ class Gradients(NamedTuple):
     head: Floats | None = None
     bias: Floats | None = None
 
+    def plus(self, other: Gradients) -> Gradients:
+        """The sum of two gradients of the same model."""
+        head = None if self.head is None or other.head is None else self.head + other.head
+        bias = None if self.bias is None or other.bias is None else self.bias + other.bias
+        return Gradients(self.inputs + other.inputs, head, bias)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -47,7 +53,7 @@ class Rows:
     columns: int  # ids below it take part in the softmax
     weight: Floats | None = None  # [columns, H]
     bias: Floats | None = None  # [columns]
-    head_columns: int = 0  # of the head as it was given
+    head_columns: int = 0  # columns of the given head, padding included
     head_layout: HeadLayout = "vh"
     scale: ArrayLike | None = None
     softcap: ArrayLike | None = None

@@ -58,7 +58,7 @@ def distinct_ids(ids: ArrayLike, rows: Rows) -> Ints:
     if given.shape[:-1] != rows.shape:
         raise ValueError(f"ids {list(given.shape)} are not [..., K] with tokens {list(rows.shape)}.")
     if (given < -1).any():
-        raise ValueError(f"ids has {given.min()}; expected ids of the vocabulary, and -1 for none.")
+        raise ValueError(f"ids has {np.min(given)}; expected ids of the vocabulary, and -1 for none.")
     flat = given.reshape(-1, given.shape[-1])
     ordered = np.sort(flat, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -68,12 +68,20 @@ def distinct_ids(ids: ArrayLike, rows: Rows) -> Ints:
     return flat
 
 
+def log_sum(log_a: Floats) -> Floats:
+    """``log sum exp`` of each row; ``-inf`` for a row of ``-inf``."""
+    top = np.max(log_a, axis=1, initial=-np.inf)
+    shift = np.where(top == -np.inf, 0.0, top)
+    with np.errstate(divide="ignore"):
+        return np.asarray(shift + np.log(np.exp(log_a - shift[:, None]).sum(axis=1)))
+
+
 def log_mass_outside(log_p: Floats, ids: Ints) -> tuple[Bools, Floats]:
     """Which columns lie outside the ids of their row, and the log of their mass."""
     outside = np.ones(log_p.shape, bool)
     row, k = np.nonzero(ids >= 0)
     outside[row, ids[row, k]] = False
-    return outside, np.logaddexp.reduce(np.where(outside, log_p, -np.inf), axis=1, initial=-np.inf)
+    return outside, log_sum(np.where(outside, log_p, -np.inf))
 
 
 def highest(z: Floats, k: int) -> Ints:

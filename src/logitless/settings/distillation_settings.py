@@ -40,7 +40,7 @@ GKD = Library(
     "Distillation.from_trl",
     loss={"beta": 0.5},
     other=_TRAINER
-    | frozenset(  # those of supervised fine-tuning too, whose loss GKD replaces
+    | frozenset(  # and the settings of supervised fine-tuning, whose loss GKD replaces
         """temperature lmbda max_new_tokens seq_kd loss_type chat_template_path dataset_text_field
         dataset_kwargs dataset_num_proc eos_token pad_token max_length packing packing_strategy
         padding_free eval_packing completion_only_loss assistant_only_loss activation_offloading
