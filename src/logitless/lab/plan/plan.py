@@ -228,7 +228,7 @@ def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: 
         p, compiled=True, source=f"compiled for {devices[0].device_kind} in {found.seconds:.1f} s",
         arguments=found.argument_bytes, outputs=found.output_bytes, temporaries=found.temporary_bytes,
         peak=found.peak_bytes,
-        collectives=() if place is None else tuple(collectives_of(found.executable.as_text())),
+        collectives=() if place is None else tuple(collectives_of(found.text)),
     )  # fmt: skip
 
 

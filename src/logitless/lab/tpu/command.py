@@ -20,7 +20,6 @@ from logitless.lab.tpu import aot, cycles
 MIB = 2**20
 MOST_CYCLES = 6e6
 """The simulator takes about 1.5 GB for a million."""
-TIMEOUT_S = 1800
 
 
 class UsageError(Exception):
@@ -113,16 +112,8 @@ def _axes(text: str, topology: str, arguments: dict[str, Any]) -> dict[str, int]
 
 def _compile(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: libtpu reads its settings from the environment once, when it is loaded."""
-    command = [sys.executable, "-m", "logitless.lab.tpu.loss_program", topology, json.dumps(arguments)]
-    environment = child.environment(aot.ENVIRONMENT)
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return dict(error=f"stopped after {TIMEOUT_S} s")
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        return dict(error=f"the compiler ended with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    command = ["-m", "logitless.lab.tpu.loss_program", topology, json.dumps(arguments)]
+    return child.last_line(command, aot.ENVIRONMENT)
 
 
 def _show(form: str, row: dict[str, Any]) -> str:
