@@ -279,7 +279,7 @@ def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> Ite
 
 def training(found: Found) -> Section:
     """Curves of A/B runs and of single runs, with the agreement of the arms."""
-    from logitless.train.ab_text import ROWS
+    from logitless.train import ab_text
 
     s = Section(
         "Training",
@@ -300,7 +300,7 @@ def training(found: Found) -> Section:
         told = {arm: {k: v for k, v in (a.get("summary") or {}).items() if is_number(v)} for arm, a in runs.items()}
         summary = [
             {"": label, **{arm: format(a[key] / unit, form) for arm, a in told.items() if key in a}}
-            for label, key, unit, form in (*SUMMARY, *ROWS)
+            for label, key, unit, form in (*SUMMARY, *ab_text.told(told))
             if alone or not key.startswith("time/")
         ]
         judged = {arm: a | {"agree": AGREES[_agrees(a)]} for arm, a in _agreements(r).items() if a}
