@@ -15,26 +15,13 @@ tiles that the full shape gets. Cycles are linear in the steps from two on (a lo
     total     = outer tiles (inner steps * per step + per tile)
     time      = max(total / 1.75 GHz, HBM bytes / 1.64 TB/s)            the simulator's DMAs are too fast
 
-with inner steps counted in fractions of a tile for the static vocabulary tail. Three tiles and not four, since the
-simulator takes 9 GB for four steps of dhead and more than 16 for the direction's, and ends without a profile where it
-is not given more. The XLA
-operations around the forward kernel and the kernel that makes dH of the targets' rows and its terms are simulated at
-one token tile and scaled by tokens, and so is what dW's sweep finds in order: the tokens' ranks, their hidden states
-and their numbers (``order``).
-For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
-was simulated without that at the same cycles per step as [V, H] (in an older form: 72077 against 72120), and the
-column kernel beside it reads the head once, 0.8 ms.
-With ``kept`` behind the layout all tokens' exponentials are kept (``memory_budget=``). The simulator takes no branch on
-what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced by a constant; its cycles per tile are
-those without ``kept``. At H=1536 and H=896 it does not get through a forward sweep that keeps (a copy that it finds no
-start of), and the one that does not is taken: at H=4096 they differ by 0.1 %. ``estimated_ms`` mixes the two by
-tokens: those that have room in dW's place, and all of them.
-``dense`` is the strong dense form (lab/tools/baselines.py), plain XLA, with logits of the dtype behind it: all
-operations of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler
-counts for the program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other
-way round, which flatters it.
-The vocabulary is swept over part of a head that is too large for VMEM, so that it is read from HBM as in the real
-program. ``compile`` compiles the whole programs and records their HBM beside the times.
+with inner steps counted in fractions of a tile for the static vocabulary tail. What XLA does around the kernels, and
+what dW's sweep finds in order first (``order``), is simulated at one token tile and scaled by tokens. Of a [H, V]
+head only dhead is simulated. ``kept`` behind the layout: exponentials of all tokens are kept (``memory_budget=``);
+the simulator takes no branch on what it reads, so that ``kept.has_gradient`` is replaced by a constant. ``dense`` is
+the strong dense form, plain XLA, with logits of the dtype behind it: cycles per column at 1024 tokens, and the bytes
+that the compiler counts at the full shape. ``compile`` compiles the whole programs and records their HBM beside the
+times.
 An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
 """
 

@@ -113,7 +113,7 @@ def test_a_command_without_standard_streams(arguments: str, code: int, monkeypat
 def test_an_interrupted_demo_says_what_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demo has no ``--resume``; the A/B that it runs has. Before it comes what the losses need, which is verified."""
+    """The demo has no ``--resume``; the A/B that it runs has. Before it comes what the losses need, verified."""
     from logitless.lab.bench import microbench
     from logitless.train import ab
 

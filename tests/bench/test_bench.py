@@ -37,6 +37,7 @@ def test_runs_records_and_compares(
         assert row["bench/step_s_mean"] == pytest.approx(row["mean_ms"] / 1e3)
         assert set(row["mem/compiler"]) >= {"arguments", "outputs", "temporaries", "peak"}
         assert row["environment"]["platform"] == "cpu"
+        assert list(row["compile_s"]) == ["trace", "lower", "compile"] and sum(row["compile_s"].values()) > 0
     losses = [row["loss"] for row in record["arms"].values()]
     assert max(losses) - min(losses) < 1e-5 and record["verify"]["passed"]
     assert "default: dhidden difference" in record["verify"]["gates"]

@@ -23,9 +23,8 @@ def table(record: dict[str, Any]) -> str:
             lines.append(wrapped([f"  {name:28s}", *row["error"].split()], 6, " "))
             continue
         said = [f"  {name:28s} {row['median_ms']:10.2f} ms"]
-        said += [
-            f"{k} {mib(row[key])}" for k, key in (("plan", "mem/compiler"), ("seen", "mem/device")) if row.get(key)
-        ]
+        memory = {"plan": row.get("mem/compiler"), "seen": row.get("mem/device")}
+        said += [f"{k} {m['temporaries'] / 2**20:,.1f} MiB" for k, m in memory.items() if m]
         said += [f"{ratios.shown(next(iter(x.values())))} of {other}" for other, x in row.get("ratios", {}).items()]
         if row.get("clock") == "device_ms":
             said.append(f"wall {row['wall_ms']:.2f}")
@@ -41,10 +40,8 @@ def table(record: dict[str, Any]) -> str:
     if "verify" not in record:
         lines.append("  not verified")
     if (logits := 4 * c["tokens"] * c["vocab"]) < SMALL:
-        words = (
-            f"too small a shape to judge by: its logits are {logits / 2**20:.1f} MiB; --config cpu_head has a real one"
-        )
-        lines.append(wrapped(["  " + words.split()[0], *words.split()[1:]], 2, " "))
+        lines.append(f"  too small a shape to show what the library is for: {logits / 2**20:.1f} MiB of logits")
+        lines.append("  (one that is not: logitless bench --config cpu_head)")
     return "\n".join(lines)
 
 

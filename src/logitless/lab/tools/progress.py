@@ -42,16 +42,17 @@ class Progress:
             return
         try:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
             from rich.table import Column
         except ImportError:
             return
         # What gives way on a narrow terminal is the end of the text, and no number.
+        whole = Column(no_wrap=True)
+        left = TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=whole)
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-        counts = (BarColumn(10), MofNCompleteColumn(Column(no_wrap=True)))
-        times = (TimeElapsedColumn(Column(no_wrap=True)), TimeRemainingColumn(table_column=Column(no_wrap=True)))
-        self._bar = Bar(*counts, times[0], TextColumn("<"), times[1], text, console=Console(stderr=True), expand=True)
+        columns = BarColumn(10), MofNCompleteColumn(table_column=whole), left, text
+        self._bar = Bar(*columns, console=Console(stderr=True), expand=True)
         self._task = self._bar.add_task("", total=total, completed=done)
 
     @property

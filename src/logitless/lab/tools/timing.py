@@ -107,6 +107,20 @@ def summary(times: list[float]) -> dict[str, float]:
     )
 
 
+def compile_in_steps(f: Any, *args: Any) -> tuple[Any, dict[str, float]]:
+    """A jitted function compiled for ``args``, and the seconds of tracing, lowering and compiling."""
+    times = [time.perf_counter()]
+    traced = f.trace(*args)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    return compiled, {
+        k: round(b - a, 3) for k, a, b in zip(("trace", "lower", "compile"), times, times[1:], strict=False)
+    }
+
+
 def compiled_memory(compiled: Any) -> dict[str, int]:
     """What the compiler plans to allocate, in bytes."""
     m = compiled.memory_analysis()
