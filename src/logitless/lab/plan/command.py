@@ -57,23 +57,22 @@ def _share_help(what: str, default: float) -> str:
 
 def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """Each ``key=value`` as the option of that name."""
-    options = argparse.ArgumentParser(prog="logitless plan", exit_on_error=False)
-    add_arguments(options)
-    known = {k: isinstance(v, bool) for k, v in vars(options.parse_args([])).items() if k != "overrides"}
+    parser = argparse.ArgumentParser(prog="logitless plan", exit_on_error=False)
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
     for text in args.overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"{text!r} is no option; expected --name value, or key=value")
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+        if key not in defaults or key == "overrides":
+            close = difflib.get_close_matches(key, defaults, n=1)
             raise ValueError(f"{key} is not known{f'; did you mean {close[0]}?' if close else ''}")
-        if known[key]:
-            if value not in ("true", "false"):
-                raise ValueError(f"{text}, expected {key}=true or {key}=false")
-            setattr(args, key, value == "true")
-            continue
+        switch = isinstance(defaults[key], bool)
+        if switch and value not in ("true", "false"):
+            raise ValueError(f"{text}, expected {key}=true or {key}=false")
+        option = f"--{key.replace('_', '-')}"
         try:
-            options.parse_args([f"--{key.replace('_', '-')}={value}"], namespace=args)
+            parser.parse_args([option] * (value == "true") if switch else [f"{option}={value}"], namespace=args)
         except argparse.ArgumentError as error:
             raise ValueError(f"{text}: {error.message}") from None
     return args
