@@ -29,8 +29,8 @@ def hidden_and_head(
     try:
         if model in PRESETS:
             config = preset(model)
-            sizes = dict(num_layers=layers or config.num_layers, vocab_size=vocab or config.vocab_size)
-            config = dataclasses.replace(config, **sizes)
+            sizes = layers or config.num_layers, vocab or config.vocab_size
+            config = dataclasses.replace(config, num_layers=sizes[0], vocab_size=sizes[1])
             params = models.init(config, jax.random.key(seed))
         elif Path(model).exists() or hub.is_id(model):
             config, params = _cut(*load_model(model), layers, vocab)

@@ -192,7 +192,7 @@ def _charts_of(record: Record) -> list[Chart]:
 
     def parts(row: Record) -> dict[str, float] | None:
         m = row.get("mem/device" if seen else "mem/compiler")
-        inputs = m and (m.get("inputs") or m.get("arguments") or 0)
+        inputs = (m or {}).get("inputs") or (m or {}).get("arguments") or 0
         return m and {"inputs": inputs / MIB, "outputs": m["outputs"] / MIB, "temporaries": m["temporaries"] / MIB}
 
     time = _bars(record["arms"], lambda row: {"median": row["median_ms"]})
@@ -224,11 +224,13 @@ def _along(records: list[Record], key: str, title: str, x: str, unit: str, note:
         drop = {key, *_HOW_MEASURED, *(["hidden"] if r["config"]["level"] != "head" else [])}
         groups.setdefault(repr(sorted((k, repr(v)) for k, v in r["config"].items() if k not in drop)), []).append(r)
     for group in groups.values():
-        points, full = {}, {}
+        points: Points = {}
+        full: dict[str, list[str]] = {}
         ordered = sorted(group, key=lambda r: r["config"][key])
         for arm in dict.fromkeys(arm for r in ordered for arm in r["arms"]):
             rows = [(r["config"][key], r["arms"].get(arm, {"error": ""})) for r in ordered]
-            points[arm] = [(at, y) for at, row in rows if "error" not in row and is_number(y := value(row))]
+            told = [(at, value(row)) for at, row in rows if "error" not in row]
+            points[arm] = [(at, y) for at, y in told if y is not None and is_number(y)]
             full[arm] = [f"{at:,}" for at, row in rows if row.get("error", "").startswith(OUT_OF_MEMORY)]
         shown = {a + (f" ({OUT_OF_MEMORY} at {', '.join(full[a])})" if full[a] else ""): p for a, p in points.items()}
         if any(len({at for at, _ in p}) > 1 for p in shown.values()):
