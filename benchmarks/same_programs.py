@@ -105,17 +105,23 @@ def program(c: Case) -> Any:
 
     import logitless
 
-    head, options = c["level"] == "head", c["options"]
+    head, how = c["level"] == "head", dict(c["options"])
     objective = logitless.Objective().replace(**c["objective"])
-    layout = dict(head_layout="vh") if head else {}
+    if hasattr(logitless, "Options"):  # older commits have flat keywords
+        how = dict(options=logitless.Options(**how))
+    elif head:
+        how["head_layout"] = "vh"
+
+    def call(name: str, x: Any, *rest: Any, **more: Any) -> Any:
+        if head and hasattr(logitless, "Head"):
+            x = (x[0], logitless.Head(x[1], layout="vh"))
+        return getattr(logitless, f"linear_{name}" if head else name)(*x, *rest, **more, **how)
 
     def logprobs(x: Any, rest: Any) -> Any:
-        f: Any = logitless.linear_logprobs if head else logitless.logprobs
-        return f(*x, rest["targets"], mask=rest["mask"], **layout, **options)
+        return call("logprobs", x, rest["targets"], mask=rest["mask"])
 
     def loss(x: Any, rest: Any) -> Any:
-        f: Any = logitless.linear_grpo_loss if head else logitless.grpo_loss
-        return f(*x, objective=objective, **rest, **layout, **options)[0]
+        return call("grpo_loss", x, objective=objective, **rest)[0]
 
     def gradients(x: Any, rest: Any) -> Any:
         moved, fixed = (x[:1], x[1:]) if c["frozen_head"] else (x, ())

@@ -54,16 +54,16 @@ TRAINED = {
     "abc": "Training, the same with three losses: dense, fused exact, fused sparse",
 }
 TRAINED_ROWS = (
-    ("steps", "steps", 1),
-    ("train/reward_first10", "sampled reward, first 10 steps", 1),
-    ("train/reward_last10", "sampled reward, last 10 steps", 1),
-    ("eval/last", "held-out reward at the end", 1),
-    ("time/train/step_avg_last10_s", "step, mean of the last 10 (s)", 1),
-    ("time/update_s/last10", "update phase, last 10 (s)", 1),
-    ("memory/device_peak_bytes", "device peak (GiB)", 2**30),
-    ("train/kl_last10", "KL, last 10 steps", 1),
-    ("train/left_out_mass_last10", "left-out mass, last 10 steps", 1),
-    ("train/left_out_mass_max", "left-out mass of a token, largest", 1),
+    ("steps", "steps", 1, ".4g"),
+    ("sampled reward, first 10 steps", "train/reward_first10", 1, ".4g"),
+    ("sampled reward, last 10 steps", "train/reward_last10", 1, ".4g"),
+    ("held-out reward at the end", "eval/last", 1, ".4g"),
+    ("step, mean of the last 10 (s)", "time/train/step_avg_last10_s", 1, ".4g"),
+    ("update phase, last 10 (s)", "time/update_s/last10", 1, ".4g"),
+    ("device peak (GiB)", "memory/device_peak_bytes", 2**30, ".4g"),
+    ("KL, last 10 steps", "train/kl_last10", 1, ".4g"),
+    ("left-out mass, last 10 steps", "train/left_out_mass_last10", 1, ".4g"),
+    ("left-out mass of a token, largest", "train/left_out_mass_max", 1, ".4g"),
 )
 
 
@@ -143,12 +143,7 @@ def training_tables() -> list[str]:
         tests = [agreement["test"]] if "test" in agreement else [f"{k}: {own['test']}" for k, own in agreement.items()]
         out += [f"## {title}", "", f"`benchmarks/results/train_h200_{case}.json`; {'; '.join(tests)}.", ""]
         out += [f"    python benchmarks/train_h200.py {case.split('_')[-1]} --out results", ""]
-        cells = []
-        for key, label, scale in TRAINED_ROWS:
-            values = [a["summary"].get(key) for a in arms.values()]
-            if any(v is not None for v in values):
-                cells.append([label, *("" if v is None else f"{v / scale:.4g}" for v in values)])
-        out += markdown(["", *(f"{k} ({a['summary']['loss_backend']})" for k, a in arms.items())], cells)
+        out += tables_gsm8k.table({name: a["summary"] for name, a in arms.items()}, TRAINED_ROWS)
     return out
 
 

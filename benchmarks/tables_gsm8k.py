@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +81,19 @@ def numbers(arm: Record) -> Record:
     return {**arm["summary"], **held_out, **means}
 
 
-def table(result: Record) -> list[str]:
-    """One column for each arm; rows that no arm has are left out."""
-    arms = {name: numbers(arm) for name, arm in arms_of(result).items()}
-    heads = [f"{name} ({n['loss_backend']})" for name, n in arms.items()]
-    rows = []
-    for label, key, unit, form in ROWS:
+def table(arms: dict[str, Record], rows: Sequence[tuple[str, str, float, str]] = ROWS) -> list[str]:
+    """One column for each arm's numbers; rows that no arm has are left out."""
+    cells = []
+    for label, key, unit, form in rows:
         values = [n.get(key) for n in arms.values()]
         if any(v is not None for v in values):
-            spec, _, suffix = form.partition(" ")
-            cells = ("" if v is None else format(v / unit, spec) + (f" {suffix}" if suffix else "") for v in values)
-            rows.append([label, *cells])
-    return markdown(["", *heads], rows)[:-1]
+            spec, space, suffix = form.partition(" ")
+            cells.append([label, *("" if v is None else format(v / unit, spec) + space + suffix for v in values)])
+    return markdown(["", *(f"{name} ({n['loss_backend']})" for name, n in arms.items())], cells)
+
+
+def _learned(result: Record) -> str:
+    return "\n".join(table({name: numbers(arm) for name, arm in arms_of(result).items()})).rstrip()
 
 
 def verdicts(result: Record) -> list[str]:
@@ -156,7 +157,7 @@ def unlike_shipped(result: Record) -> list[str]:
 def section(result: Record, plots_at: str) -> str:
     """Setting, curves, table and verdict, with images at ``plots_at``."""
     images = [f"![{name.removesuffix('.svg')}]({plots_at}/{name})" for name in plots(result)]
-    text = [_setting(result), *images, "\n".join(table(result)), "\n".join(verdicts(result)), *_sample(result)]
+    text = [_setting(result), *images, _learned(result), "\n".join(verdicts(result)), *_sample(result)]
     return "\n\n".join(text) + "\n"
 
 
@@ -239,18 +240,13 @@ def _memory() -> list[str]:
     peak, found = read("train_gsm8k_peak.json"), read("train_gsm8k_sizes.json")
     if peak is None or found is None:
         return []
-    c = peak["config"]["train"]
+    c, sizes = peak["config"]["train"], {name: arm["peak_bytes"] for name, arm in peak["arms"].items()}
+    rows = [[name, f"{size / 2**30:.1f}", f"{peak['ratios'][name]:.2f}"] for name, size in sizes.items()]
     return [
         f"What the allocator held at most in three steps of each arm (random weights of the same shapes, with a tied "
         f"head; packed micro-batches of {c['microbatch']} x {c['pack_length']:,} tokens; aimed at 0.75 of dense):",
         "",
-        *markdown(
-            ["arm", "peak, GiB", "of dense"],
-            [
-                [name, f"{arm['peak_bytes'] / 2**30:.1f}", f"{peak['ratios'][name]:.2f}"]
-                for name, arm in peak["arms"].items()
-            ],
-        ),
+        *markdown(["arm", "peak, GiB", "of dense"], rows),
         "    python benchmarks/train_gsm8k.py peak --out benchmarks/results",
         "",
         *_largest(found),
@@ -266,11 +262,9 @@ def _largest(found: Record) -> list[str]:
         "by bisection, until the next size is 8 rows, 128 tokens or a sixteenth away; each size is two steps of the "
         "arm with random weights, in a process of its own that may take 95 % of the device.",
         "",
-        "| | by plan | ran | its peak, GiB | did not fit |",
-        "|---|---|---|---|---|",
     ]
     units = {"context": "completion tokens of 16 rows", "batch": "rows of 512 completion tokens"}
-    said, ran = [], {}
+    said, ran, rows = [], {}, []
     for arm, what in SIZES:
         row, run = found["sizes"][f"{arm} {what}"], read(f"train_gsm8k_largest_{arm}_{what}.json")
         planned = f"{row['fits']:,}"
@@ -284,7 +278,7 @@ def _largest(found: Record) -> list[str]:
             cells = [f"{run['fits']:,}", f"{peak / 2**30:.1f}", too_large]
             if row["fits"] > run["fits"]:
                 said.append(f"{row['fits']:,} {units[what]} ({arm}) fit by plan and did not run.")
-        out.append(f"| {arm}, {units[what]} | {planned} | {' | '.join(cells)} |")
+        rows.append([f"{arm}, {units[what]}", planned, *cells])
     if len(ran) == len(SIZES):
         context, batch = (ran["fused", what] / ran["dense", what] for what in units)
         said.append(f"The fused loss has room for {context:.1f} times the context and {batch:.1f} times the batch.")
@@ -293,7 +287,8 @@ def _largest(found: Record) -> list[str]:
         for (arm, what), begin in SIZES.items()
     ]
     sizes = f"    python benchmarks/train_gsm8k.py sizes --out benchmarks/results --memory {found['limit_bytes']}"
-    return [*out, "", *([" ".join(said), ""] if said else []), sizes, *commands, ""]
+    out += markdown(["", "by plan", "ran", "its peak, GiB", "did not fit"], rows)
+    return [*out, *([" ".join(said), ""] if said else []), sizes, *commands, ""]
 
 
 def _start_up() -> list[str]:
@@ -310,14 +305,19 @@ def _start_up() -> list[str]:
         "",
         "    python benchmarks/startup.py --weights FILE.gguf data.path=GSM8K_FOLDER",
         "",
-        "| | in all | at most | imports | device | data, tokenizer | loading | compiling |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, bar in result["bars"].items():
-        run = result["runs"][name]
-        parts = " | ".join(f"{run[k]:.1f}" for k in ("imports_s", "device_s", "task_s", "load_s", "compile_s"))
-        out.append(f"| {name} | {bar['value']:.1f} | {bar['at_most']:.0f} | {parts} |")
-    return [*out, ""]
+    parts = {"imports": "imports_s", "device": "device_s", "data, tokenizer": "task_s", "loading": "load_s"}
+    parts |= {"compiling": "compile_s"}
+    rows = [
+        [
+            name,
+            f"{bar['value']:.1f}",
+            f"{bar['at_most']:.0f}",
+            *(f"{result['runs'][name][k]:.1f}" for k in parts.values()),
+        ]
+        for name, bar in result["bars"].items()
+    ]
+    return [*out, *markdown(["", "in all", "at most", *parts], rows)]
 
 
 def readme_part() -> str:
@@ -326,7 +326,7 @@ def readme_part() -> str:
     if result is None:
         return ""
     image = "![sampled reward](docs/plots/gsm8k-reward.svg)"
-    return "\n\n".join([_setting(result), image, "\n".join(table(result)), verdicts(result)[-1][2:]]) + "\n"
+    return "\n\n".join([_setting(result), image, _learned(result), verdicts(result)[-1][2:]]) + "\n"
 
 
 def files() -> dict[Path, str]:

@@ -15,26 +15,13 @@ tiles that the full shape gets. Cycles are linear in the steps from two on (a lo
     total     = outer tiles (inner steps * per step + per tile)
     time      = max(total / 1.75 GHz, HBM bytes / 1.64 TB/s)            the simulator's DMAs are too fast
 
-with inner steps counted in fractions of a tile for the static vocabulary tail. Three tiles and not four, since the
-simulator takes 9 GB for four steps of dhead and more than 16 for the direction's, and ends without a profile where it
-is not given more. The XLA
-operations around the forward kernel and the kernel that makes dH of the targets' rows and its terms are simulated at
-one token tile and scaled by tokens, and so is what dW's sweep finds in order: the tokens' ranks, their hidden states
-and their numbers (``order``).
-For a [H, V] head only dhead is simulated: the simulator does not get through the sort by targets. Its forward kernel
-was simulated without that at the same cycles per step as [V, H] (in an older form: 72077 against 72120), and the
-column kernel beside it reads the head once, 0.8 ms.
-With ``kept`` behind the layout all tokens' exponentials are kept (``memory_budget=``). The simulator takes no branch on
-what it reads: dW is simulated with the word of ``kept.has_gradient`` replaced by a constant; its cycles per tile are
-those without ``kept``. At H=1536 and H=896 it does not get through a forward sweep that keeps (a copy that it finds no
-start of), and the one that does not is taken: at H=4096 they differ by 0.1 %. ``estimated_ms`` mixes the two by
-tokens: those that have room in dW's place, and all of them.
-``dense`` is the strong dense form (lab/tools/baselines.py), plain XLA, with logits of the dtype behind it: all
-operations of its program at 1024 tokens, cycles per column from two vocabularies, and the bytes that the compiler
-counts for the program at the full shape. Its passes over the logits are taken to hide behind its matmuls or the other
-way round, which flatters it.
-The vocabulary is swept over part of a head that is too large for VMEM, so that it is read from HBM as in the real
-program. ``compile`` compiles the whole programs and records their HBM beside the times.
+with inner steps counted in fractions of a tile for the static vocabulary tail. What XLA does around the kernels, and
+what dW's sweep finds in order first (``order``), is simulated at one token tile and scaled by tokens. Of a [H, V]
+head only dhead is simulated. ``kept`` behind the layout: exponentials of all tokens are kept (``memory_budget=``);
+the simulator takes no branch on what it reads, so that ``kept.has_gradient`` is replaced by a constant. ``dense`` is
+the strong dense form, plain XLA, with logits of the dtype behind it: cycles per column at 1024 tokens, and the bytes
+that the compiler counts at the full shape. ``compile`` compiles the whole programs and records their HBM beside the
+times.
 An estimate, 5 to 35 % optimistic where it could be compared with published times; never a measurement.
 """
 
@@ -42,17 +29,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from logitless import Objective, linear_grpo_loss
-from logitless.core.options import Options
 from logitless.core.problem import Call, HeadArrays, Linear, Problem
 from logitless.core.row_passes import rows_in_parts
 from logitless.core.stats import StatCotangents, TokenStats
@@ -63,8 +46,8 @@ from logitless.head.pallas_tpu.backend import front
 from logitless.head.pallas_tpu.dweight import coefficients
 from logitless.head.pallas_tpu.kept_exponentials import Kept
 from logitless.head.pallas_tpu.tiles import BLOCK, MIB, Tiles, choose
-from logitless.lab.tools.baselines import strong_head_logp
-from logitless.lab.tpu import aot, cycles
+from logitless.lab.tools import child, result_files
+from logitless.lab.tpu import aot, cycles, loss_program
 
 V = 151936
 SHAPES = {"": (8192, 4096), "H=1536": (8192, 1536), "H=896": (32768, 896)}
@@ -83,7 +66,7 @@ def program(
     """``(f, args)`` for one kernel over ``n`` tokens and ``swept`` of ``columns`` vocabulary columns;
     exponentials of ``kept`` tokens are kept."""
     if kernel == "dense":
-        return dense(layout, n, hidden, columns)
+        return loss_program.program("dense", "head", n, hidden, columns, logits_dtype=layout)
     t = Tiles(*tiles)
     call = Call("estimate", columns if kernel == "dhead" else swept)
 
@@ -117,52 +100,33 @@ def program(
     )
 
 
-def dense(dtype: str, n: int, hidden: int, columns: int) -> tuple[Any, tuple[Any, ...]]:
-    """``(f, args)``: loss, dH and dW by the strong dense form."""
-
-    def f(h: Any, w: Any, y: Any, row: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            return -jnp.sum(row * strong_head_logp(h, w, y, jnp.dtype(dtype)))
-
-        return jax.value_and_grad(loss, (0, 1))(h, w)
-
-    s = jax.ShapeDtypeStruct
-    rows = (s((n, hidden), jnp.bfloat16), s((columns, hidden), jnp.bfloat16))
-    return f, (*rows, s((n,), jnp.int32), s((n,), jnp.float32))
-
-
 def dense_estimate(case: str) -> dict[str, Any]:
     """Estimated time of the strong dense form at a full shape, and its HBM."""
     what, _, shape = case.partition("@")
     dtype, (n, hidden), few = what.split(":")[1], SHAPES[shape], 1024
-    total = {
-        v: sum(
-            cycles.simulate(
-                f"{HERE}:program",
-                {"kernel": "dense", "layout": dtype, "n": few, "swept": v, "columns": v, "tiles": [], "hidden": hidden},
-                partial=True,
-            ).values()
-        )
-        for v in (4096, 8192)
-    }
-    per_column = (total[8192] - total[4096]) / 4096
-    done = aot.compile_for(cycles.V6E.topology, *dense(dtype, n, hidden, V)[:1], *dense(dtype, n, hidden, V)[1])
-    cost: Any = done.executable.cost_analysis()
-    moved = cost["bytes accessed"]
-    whole = n / few * V * per_column
-    seconds = cycles.seconds(cycles.V6E, whole, moved)
+
+    def cycles_of(vocab: int) -> int:
+        sizes = {"n": few, "swept": vocab, "columns": vocab, "tiles": [], "hidden": hidden}
+        arguments = {"kernel": "dense", "layout": dtype, **sizes}
+        return sum(cycles.simulate(f"{HERE}:program", arguments, partial=True).values())
+
+    per_column = (cycles_of(8192) - cycles_of(4096)) / 4096
+    f, args = loss_program.program("dense", "head", n, hidden, V, logits_dtype=dtype)
+    done = aot.compile_for(cycles.V6E.topology, f, *args)
+    moved = done.executable.cost_analysis()["bytes accessed"]
+    found = {"cycles_per_column_of_1024_tokens": per_column, "peak_bytes": done.peak_bytes}
+    return {**row(case, n / few * V * per_column, moved, 3), **found}
+
+
+def row(case: str, total: float, moved: float, matmuls: int) -> dict[str, Any]:
+    """A case of the record, from its cycles, its bytes and its matmuls."""
+    n, hidden = SHAPES[case.partition("@")[2]]
+    seconds = cycles.seconds(cycles.V6E, total, moved)
     return {
-        "case": case,
-        "tokens": n,
-        "hidden": hidden,
-        "libtpu": aot.versions()["libtpu"],
-        "cycles_per_column_of_1024_tokens": per_column,
-        "hbm_bytes": moved,
-        "peak_bytes": done.peak_bytes,
-        "matmuls": 3,
-        "estimated_ms": round(1e3 * seconds, 2),
-        "share_of_918_tflops": round(3 * 2 * n * hidden * V / seconds / 918e12, 3),
-    }
+        "case": case, "tokens": n, "hidden": hidden, "libtpu": aot.versions()["libtpu"], "hbm_bytes": moved,
+        "matmuls": matmuls, "estimated_ms": round(1e3 * seconds, 2),
+        "share_of_918_tflops": round(matmuls * 2 * n * hidden * V / seconds / 918e12, 3),
+    }  # fmt: skip
 
 
 def kernel_cycles(**arguments: Any) -> tuple[int, int]:
@@ -215,22 +179,8 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
     moved += n * V * 2 if kept else 0
     total = outer * (inner * per_step + per_tile) + outside
     matmuls = 1 if kernel == "token_stats" or (kernel == "dhead" and kept) else 2
-    seconds = cycles.seconds(cycles.V6E, total, moved)
-    return {
-        "case": case,
-        "tokens": n,
-        "hidden": hidden,
-        "libtpu": aot.versions()["libtpu"],
-        "token_tile": t.tokens,
-        "vocab_tile": t.vocab,
-        "cycles_per_step": per_step,
-        "cycles_per_tile": per_tile,
-        "cycles_outside_kernel": outside,
-        "hbm_bytes": moved,
-        "matmuls": matmuls,
-        "estimated_ms": round(1e3 * seconds, 2),
-        "share_of_918_tflops": round(matmuls * 2 * n * hidden * V / seconds / 918e12, 3),
-    }
+    found = {"token_tile": t.tokens, "vocab_tile": t.vocab, "cycles_per_step": per_step, "cycles_per_tile": per_tile}
+    return {**row(case, total, moved, matmuls), **found, "cycles_outside_kernel": outside}
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -267,68 +217,22 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def compiled(shape: str, budget: int | None) -> dict[str, Any]:
-    """HBM of a whole program, loss, dH and dW, in this process."""
+    """HBM of a whole program, loss, dH and dW, from a process of its own."""
     n, hidden = SHAPES[shape]
-
-    def f(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(
-                h,
-                w,
-                y,
-                advantages=a,
-                old_logp=old,
-                objective=Objective(aggregation="dapo"),
-                options=Options(memory_budget=budget),
-            )[0]
-
-        return jax.value_and_grad(loss, (0, 1))(h, w)
-
-    s = jax.ShapeDtypeStruct
-    rows = (s((1, n, hidden), jnp.bfloat16), s((V, hidden), jnp.bfloat16), s((1, n), jnp.int32))
-    start = time.process_time()
-    done = aot.compile_for(cycles.V6E.topology, f, *rows, s((1,), jnp.float32), s((1, n), jnp.float32))
-    memory: Any = done.executable.memory_analysis()
-    return {
-        "peak_bytes": done.peak_bytes,
-        "allocated_bytes": done.argument_bytes + done.output_bytes - done.alias_bytes + memory.temp_size_in_bytes,
-        "code_bytes": memory.generated_code_size_in_bytes,
-        "compile_cpu_s": round(time.process_time() - start, 1),  # of all threads
-        "libtpu": aot.versions()["libtpu"],
-    }
+    arguments = dict(form="fused", level="head", n=n, hidden=hidden, vocab=V, memory_budget=budget)
+    command = ["-m", "logitless.lab.tpu.loss_program", cycles.V6E.topology, json.dumps(arguments)]
+    return {**child.last_line(command, aot.ENVIRONMENT), "libtpu": aot.versions()["libtpu"]}
 
 
-CASES = [
-    "token_stats:vh",
-    "token_stats_and_direction:vh",
-    "dhead:vh",
-    "token_stats_and_direction:vh:kept",
-    "dhead:vh:kept",
-    "dhead:hv",
-    "dense:bfloat16",
-    "dense:float32",
-    "compile",
-    *(
-        f"{case}@{shape}"
-        for shape in ("H=1536", "H=896")
-        for case in (
-            "token_stats:vh",
-            "token_stats_and_direction:vh",
-            "dhead:vh",
-            "dense:bfloat16",
-            "dense:float32",
-            "compile",
-        )
-    ),
-    *(f"{case}@H=1536" for case in ("token_stats_and_direction:vh:kept", "dhead:vh:kept")),
-]
+BOTH, DENSE = ("token_stats_and_direction:vh", "dhead:vh"), ("dense:bfloat16", "dense:float32", "compile")
+KEPT = tuple(f"{case}:kept" for case in BOTH)
+EVERYWHERE = ("token_stats:vh", *BOTH, *DENSE)
+CASES = [*EVERYWHERE, *KEPT, "dhead:hv", *(f"{case}@H=1536" for case in (*EVERYWHERE, *KEPT))]
+CASES += [f"{case}@H=896" for case in EVERYWHERE]
 
 
 def main() -> None:
     """Write the record; only the cases that are named on the command line, if any are."""
-    if sys.argv[1:2] == ["--compile"]:
-        print("\n" + json.dumps(compiled(sys.argv[2], json.loads(sys.argv[3]))))
-        return
     old = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     rows = {r["case"]: r for r in old.get("kernels", []) if "case" in r}
     programs = old.get("compiled", {})
@@ -336,22 +240,17 @@ def main() -> None:
         if case.startswith("compile"):
             shape = case.partition("@")[2]
             for name, budget in BUDGETS.items():
-                command = [sys.executable, HERE, "--compile", shape, json.dumps(budget)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
-                programs[f"{name}, {shape}".rstrip(", ")] = json.loads(done.stdout.splitlines()[-1])
+                programs[f"{name}, {shape}".rstrip(", ")] = compiled(shape, budget)
         else:
             rows[case] = estimate(case, rows)
             print(json.dumps(rows[case]), flush=True)
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         record = {
             "what": "ESTIMATE by the compiler's cycle simulator, not a measurement",
             "method": "benchmarks/tpu_head_estimate.py",
             "chip": "v6e, one chip",
             "shape": {"tokens": SHAPES[""][0], "hidden": SHAPES[""][1], "vocab": V, "dtype": "bfloat16"},
             "versions": aot.versions(),
-            "commit": commit or None,
+            "commit": result_files.provenance()["commit"] or None,
             "estimated_ms": summary(rows),
             "compiled": programs,
             "kernels": list(rows.values()),

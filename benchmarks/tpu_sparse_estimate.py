@@ -44,8 +44,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless import Objective, linear_grpo_loss
-from logitless.core.options import Options
 from logitless.core.problem import Call, HeadArrays, Linear, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
@@ -57,6 +55,7 @@ from logitless.head.pallas_tpu.sparse_backward import CHUNK, GROUP, HARD_TOKENS,
 from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
 from logitless.head.sparse.column_gather import Known
 from logitless.lab.bench import realistic
+from logitless.lab.tools import child
 from logitless.lab.tpu import aot, cycles
 
 N, H, V = 8192, 4096, 151936
@@ -142,45 +141,10 @@ def columns(policy: str) -> dict[str, Any]:
 
 
 def compiled(mode: str) -> dict[str, Any]:
-    """The whole program for one chip, in this process."""
-
-    def f(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            return linear_grpo_loss(
-                h,
-                w,
-                y,
-                advantages=a,
-                old_logp=old,
-                objective=Objective(aggregation="dapo"),
-                options=Options(sparse_backward=mode),
-            )[0]
-
-        return jax.value_and_grad(loss, (0, 1))(h, w)
-
-    s = jax.ShapeDtypeStruct
-    args = (
-        s((1, N, H), jnp.bfloat16),
-        s((V, H), jnp.bfloat16),
-        s((1, N), jnp.int32),
-        s((1,), jnp.float32),
-        s((1, N), jnp.float32),
-    )
-    start = time.process_time()
-    done = aot.compile_for(cycles.V6E.topology, f, *args)
-    cpu_s = time.process_time() - start
-    text = done.executable.as_text()
-    return {
-        "peak_bytes": done.peak_bytes,
-        "argument_bytes": done.argument_bytes,
-        "output_bytes": done.output_bytes,
-        "kernels": text.count('custom_call_target="tpu_custom_call"'),
-        "logits_in_program": any(f"[{shape}]" in text for shape in (f"{N},{V}", f"{V},{N}", f"1,{N},{V}")),
-        "code_bytes": done.executable.memory_analysis().generated_code_size_in_bytes,
-        "compile_s": round(done.seconds),
-        "compile_cpu_s": round(cpu_s, 1),  # of all threads
-        "libtpu": aot.versions()["libtpu"],
-    }
+    """The whole program for one chip, from a process of its own."""
+    arguments = dict(form="fused", level="head", n=N, hidden=H, vocab=V, sparse_backward=mode)
+    command = ["-m", "logitless.lab.tpu.loss_program", cycles.V6E.topology, json.dumps(arguments)]
+    return {**child.last_line(command, aot.ENVIRONMENT), "libtpu": aot.versions()["libtpu"]}
 
 
 # -- simulate ----------------------------------------------------------------------------------------------------------
@@ -374,9 +338,7 @@ def main() -> None:
         elif part == "compile":
             record["compiled"] = {}
             for name, mode in (("exact", "off"), ("sparse", "auto")):
-                command = [sys.executable, str(HERE), "--compile", mode]
-                done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
-                record["compiled"][name] = json.loads(done.stdout.splitlines()[-1])
+                record["compiled"][name] = compiled(mode)
         elif part in ("simulate", *SIMULATED):
             for name in SIMULATED if part == "simulate" else [part]:
                 found = {**SIMULATED[name](), "libtpu": aot.versions()["libtpu"]}

@@ -14,8 +14,6 @@ kernels ask of VMEM must leave XLA enough for everything around them: that is wh
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import Objective, Sharding, linear_grpo_loss
 from logitless.core.options import Head, Options
-from logitless.lab.tools import baselines
+from logitless.lab.tools import baselines, child
 from logitless.lab.tpu import aot
 from logitless.train.architectures import preset
 from logitless.train.model import hidden_states, lm_head, param_shapes, positions_of
@@ -91,14 +89,8 @@ def program(form: str, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         given["objective"] = Objective(aggregation="dapo")
         if form == "dense":
             return baselines.head_loss("strong", hidden, head, batch["targets"], logits_dtype="float32", **given)
-        return linear_grpo_loss(
-            hidden,
-            Head(head, layout="vh"),
-            batch["targets"],
-            options=Options(backend="pallas_tpu"),
-            sharding=sharding,
-            **given,
-        )[0]
+        given |= dict(options=Options(backend="pallas_tpu"), sharding=sharding)
+        return linear_grpo_loss(hidden, Head(head, layout="vh"), batch["targets"], **given)[0]
 
     def kept(tree: Any) -> Any:
         return jax.tree.map(lambda x, s: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)), tree, specs)
@@ -122,25 +114,7 @@ def compile_one(name: str, form: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         words = str(error).strip().splitlines()
         return {"error": next((w for w in words if "Used" in w or "xceeded" in w), words[0])[:300]}
-    text = done.executable.as_text()
-    memory: Any = done.executable.memory_analysis()
-    return {
-        "peak_bytes": done.peak_bytes,
-        "argument_bytes": done.argument_bytes,
-        "alias_bytes": done.alias_bytes,
-        "kernels": text.count('custom_call_target="tpu_custom_call"'),
-        "code_bytes": memory.generated_code_size_in_bytes,
-        "seconds": round(done.seconds, 1),
-    }
-
-
-def in_a_process(name: str, form: str) -> dict[str, Any]:
-    command = [sys.executable, str(HERE), "--one", name, form]
-    environment = dict(os.environ, **aot.ENVIRONMENT)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip()[-300:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.record()
 
 
 def main(names: list[str]) -> None:
@@ -158,7 +132,7 @@ def main(names: list[str]) -> None:
     for name in names or SLICES:
         slices[name] = {"topology": SLICES[name][0], "chips": SLICES[name][1]}
         for form in FORMS:
-            slices[name][form] = in_a_process(name, form)
+            slices[name][form] = child.last_line([str(HERE), "--one", name, form], aot.ENVIRONMENT, 3000)
             print(name, form, slices[name][form], flush=True)
             record["slices"] = {k: slices[k] for k in SLICES if k in slices}
             RESULT.write_text(json.dumps(record, indent=1) + "\n")

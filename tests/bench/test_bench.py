@@ -37,6 +37,7 @@ def test_runs_records_and_compares(
         assert row["bench/step_s_mean"] == pytest.approx(row["mean_ms"] / 1e3)
         assert set(row["mem/compiler"]) >= {"arguments", "outputs", "temporaries", "peak"}
         assert row["environment"]["platform"] == "cpu"
+        assert list(row["compile_s"]) == ["trace", "lower", "compile"] and sum(row["compile_s"].values()) > 0
     losses = [row["loss"] for row in record["arms"].values()]
     assert max(losses) - min(losses) < 1e-5 and record["verify"]["passed"]
     assert "default: dhidden difference" in record["verify"]["gates"]
@@ -113,9 +114,6 @@ def test_a_sparse_backward_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert 0 < row["left_out_mass_max"] <= 2.0**-8 and "left_out_mass" not in record["arms"]["default"]
     assert set(blank_report(1).metrics(8192)) <= set(row)
     assert record["arms"]["default"]["loss"] == pytest.approx(record["arms"]["strong"]["loss"], abs=1e-3)
-    for bad in ("kernel.sparse_backward=often", "inputs=rare"):
-        with pytest.raises(ConfigError, match=bad.split("=", 1)[0]):
-            microbench.run(load(BenchConfig, None, [*args, bad]))
 
 
 def test_real_states_come_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,24 +272,6 @@ def test_a_check_of_a_suite_that_fails_fails_it(monkeypatch: pytest.MonkeyPatch,
     assert "runs on a GPU" in (tmp_path / "x.json").read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--suite", "tpu"], "suite 'tpu' is not known; expected one of cpu, h200, gpu-head, gpu-sparse, gpu-logits"),
-        (["--suite", "cpu", "tokens=1"], "with --suite, expected one of rounds, repeats"),
-        (["--suite", "cpu", "peaks=1"], "expected true or false"),
-        (["--suite", "cpu", "rounds=few"], "expected a whole number"),
-        (["--suite", "cpu", "--config", "x.yaml"], "takes no configuration"),
-        (["--suite", "cpu", "--only", "nothing"], "no case with 'nothing' in its name"),
-        (["--suite", "cpu", "--out", "/dev/null/x.json"], "cannot be written"),
-        (["--out", "x.json"], "are for --suite"),
-    ],
-)
-def test_bad_use_of_suites_exits_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_every_case_of_every_suite_can_be_run() -> None:
     known = suites.suites()
     assert set(known) == {"cpu", "h200", "gpu-head", "gpu-sparse", "gpu-logits"}
@@ -339,27 +319,6 @@ def test_host_arrays_are_what_the_baselines_expect() -> None:
     h, w = shapes.host_arrays("head", 64, 256, 300, np.float32, np.random.default_rng(0), 4)
     assert (h.reshape(64, 256) @ w.T).std() == pytest.approx(3.0, rel=0.1)
     assert len(np.unique(w[:, 0])) > 290  # rows are different ones
-
-
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("kernel.enbled=true", "Did you mean 'kernel.enabled'"),
-        ("model=qwen3", "model: 'qwen3', expected one of"),
-        ("baselines=[nave]", "baselines: 'nave'"),
-        ("baselines=[strong/f8]", "baselines: 'strong/f8'"),
-        ("logits_dtype=float16", "logits_dtype: 'float16'"),
-        ("tokens=17", "17 do not split into 2 rows"),
-        ("batch_kind=x", "batch_kind: 'x'"),
-        ("rounds=0", "rounds: 0, expected at least 1"),
-        ("arms.x.of=kernels", "arms.x.of: 'kernels', expected copy or one of naive, strong, default"),
-        ("arms.x.optins=1", "arms.x: 'optins' is not known"),
-        ("gates.x=[time,default,best,1.0]", "names the arm 'best'"),
-    ],
-)
-def test_bad_configuration_is_exit_code_2(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", *TINY, override]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_compare_is_b_over_a(tmp_path: Path) -> None:

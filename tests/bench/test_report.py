@@ -158,24 +158,32 @@ def test_every_result_of_the_repository_is_taken(tmp_path: Path) -> None:
     assert all(f"results/{p.name}</code>" in text for p in results.iterdir())
 
 
+def cells(text: str) -> dict[str, str]:
+    """Of tables with two columns: what stands in the second, by the first."""
+    return dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td></tr>", text))
+
+
 def test_a_kind_of_another_script_is_no_benchmark(tmp_path: Path) -> None:
     """A training peak has arms and a configuration, as a benchmark has; it is told by its kind."""
-    record = dict(kind="train_peak", arms=dict(dense=dict(peak_bytes=3)), config=dict(name="run"))
+    record = dict(kind="train_peak", arms=dict(dense=dict(peak_bytes=3 * 2**20)), config=dict(name="run"))
     (tmp_path / "peak.json").write_text(json.dumps(record | dict(environment=dict(device="chip", jax="0"))))
     assert report.write([tmp_path], tmp_path / "page.html") == 0
     text = (tmp_path / "page.html").read_text()
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", text) == ["Other records"]
-    assert "<td>arms: dense: peak_bytes</td><td>3</td>" in text
+    assert cells(text)["arms: dense: peak (MiB)"] == "3.00"
 
 
 def test_records_of_other_scripts_are_shown_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps({"environment": {"device": "d", "jax": "0"}, "shapes": {"8,4": {"ms": 4.0, "calls": 7}},
-                                "curve": list(range(9)), "long": {str(i): i for i in range(300)}}))  # fmt: skip
+    record = {"environment": {"device": "d", "jax": "0"}, "shapes": {"8,4": {"ms": 4.0, "calls": 7}}}
+    record |= {"curve": list(range(9)), "a_step_ms": 2.5, "nothing": None, "long": {str(i): i for i in range(300)}}
+    path.write_text(json.dumps(record))
     assert report.write([path], tmp_path / "page.html") == 0
     text = (tmp_path / "page.html").read_text()
-    assert "<td>shapes: 8,4: ms</td><td>4.00</td>" in text and "<td>shapes: 8,4: calls</td><td>7</td>" in text
-    assert "<td>9 values, 0 to 8</td>" in text and "and 105 more, in the file" in text
+    found = cells(text)
+    assert found["shapes: 8,4: ms"] == "4.00" and found["shapes: 8,4: calls"] == "7"
+    assert found["a step (ms)"] == "2.50" and "nothing" not in found, "units in words, and no blank rows"
+    assert found["curve"] == "9 values, 0 to 8" and found["and 106 more"] == "in the file"
 
 
 def test_arms_of_one_chart_have_their_own_colours() -> None:

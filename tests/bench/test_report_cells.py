@@ -64,7 +64,7 @@ def test_benchmarks(tmp_path: Path) -> None:
         ["case", "default", "strong", "device", "0.500", "0.450 to 0.550", "faster"],
         ["case", "default", "strong", "a call", "0.980", "0.900 to 1.070", "no difference"],
     ]
-    assert list(found["Ratios"][0]) == ["case", "arm", "to", "clock", "ratio", "95 % interval", ""]
+    assert list(found["Ratios"][0]) == ["case", "arm", "to", "clock", "ratio", "95 % interval", "verdict"]
     assert [list(r.values()) for r in found["Bars"]] == [
         ["case", "time / strong", "0.810", "0.800 to 0.820", "0.7", "FAIL"],
         ["case", "memory / strong", "0.300", "", "0.4", "PASS"],
@@ -165,11 +165,11 @@ def test_training(tmp_path: Path) -> None:
     assert found["Step time by step: run (seconds)"][0] == {"step": "10", "reference": "7.00", "chunked": "14.0"}
     assert found["Update time by step: run (seconds)"][0] == {"step": "10", "reference": "5.00", "chunked": "10.0"}
     assert found["run: summary"] == [
-        {"": "eval/last", "reference": "0.250", "chunked": "0.500"},
-        {"": "time/train/step_avg_last10_s", "reference": "7.00", "chunked": "14.0"},
+        {"": "held-out reward at the end", "reference": "0.250", "chunked": "0.500"},
+        {"": "step, mean of the last 10 (s)", "reference": "7.000", "chunked": "14.000"},
     ]
     assert [list(r.values()) for r in found["run: agreement of the arms"]] == [
-        ["agree", "True"], ["largest_difference", "0.125"]
+        ["agree", "yes"], ["largest difference", "0.125"]
     ]  # fmt: skip
 
 
@@ -177,7 +177,8 @@ def test_times_of_arms_that_ran_at_the_same_time_are_not_compared(tmp_path: Path
     tree = page(tmp_path, ab_record(parallel=True))
     found = tables(tree)
     assert "Reward by step: run (mean reward of the step's completions)" in found
-    assert not [k for k in found if "time" in k.lower()] and [r[""] for r in found["run: summary"]] == ["eval/last"]
+    assert not [k for k in found if "time" in k.lower()]
+    assert [r[""] for r in found["run: summary"]] == ["held-out reward at the end"]
     assert "ran at the same time: nothing is said about their speed" in paragraphs(tree)
 
 
@@ -280,7 +281,7 @@ def test_a_verdict_on_time_follows_from_the_interval(
     tree = page(tmp_path, record)
     (tile,) = [t for t in verdict(tree) if t[0] == "Time"]
     assert (tile[1], tile[3]) == (said, mark)
-    assert [r[""] for r in tables(tree)["Ratios"]] == [ratios.verdict(low, high)]
+    assert [r["verdict"] for r in tables(tree)["Ratios"]] == [ratios.verdict(low, high)]
     assert (said in ratios.shown(found)) == (said in (ratios.NONE, ratios.UNSURE))
 
 

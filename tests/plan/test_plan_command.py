@@ -53,34 +53,6 @@ def test_options_are_written_either_way(capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "qwen9"], "--model 'qwen9' is not known"),
-        (["--hidden", "4"], "give --model, or --hidden and --vocab"),
-        (["--model", "qwen2.5-7b", "--hidden", "4"], "not both"),
-        (["--model", "qwen2.5-7b", "--chip", "v6"], "Did you mean 'v6e'"),
-        (["--model", "qwen2.5-7b", "--mesh", "data=8"], "need --chip"),
-        (["--model", "qwen2.5-7b", "--chip", "v6e", "--mesh", "data=7"], "8192 tokens do not split over"),
-        (["--model", "qwen2.5-7b", "--chip", "v6e", "--mesh", "tensor=7"], "does not split over tensor"),
-        (["--model", "qwen2.5-7b", "lora_rank=0"], "lora_rank=0, expected a positive"),
-        (["--model", "qwen2.5-7b", "--tokens", "0"], "--tokens 0, expected at least 1"),
-        (["--model", "qwen2.5-7b", "--memory-budget", "10"], "memory_budget=10 bytes is less"),
-        (["--model", "qwen2.5-7b", "--backend", "pallas_tpu"], "runs on a TPU"),
-        (["--model", "qwen2.5-7b", "--chip", "v6e", "--reserve-gb", "-1"], "expected at least 0"),
-        (["--model", "qwen2.5-7b", "sparse_bckward=auto"], "did you mean sparse_backward?"),
-        (["--model", "qwen2.5-7b", "auto"], "'auto' is no option; expected --name value, or key=value"),
-        (["--model", "qwen2.5-7b", "tokens=many"], "tokens=many: invalid int value: 'many'"),
-        (["--model", "qwen2.5-7b", "frozen_head=1"], "frozen_head=1, expected frozen_head=true or"),
-        (["--model", "qwen2.5-7b", "active_columns=0.1"], "give sparse_backward='auto' with it"),
-    ],
-)
-def test_bad_usage_exits_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and not captured.out
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("dta=8", "'dta' is not an axis"),

@@ -58,26 +58,6 @@ def test_without_libtpu_it_says_what_to_install(
         assert "pip install 'logitless[tpu]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["compile"], "give --model"),
-        (["compile", "--model", "x"], "--model 'x' is not known"),
-        (["compile", "--model", "qwen2.5-7b", "--vocab", "3"], "not both"),
-        (["compile", "--topology", "8 chips", *SMALL], "expected a slice such as v6e:2x4"),
-        (["compile", "--hidden", "128", "--vocab", "0"], "--vocab 0, expected at least 1"),
-        (["cycles", "--model", "qwen2.5-72b", "--tokens", "1024"], "million cycles"),
-        (["cycles", "--topology", "v5e:2x4", *SMALL], "known for v6e:2x4 only"),
-    ],
-)
-def test_bad_usage_exits_2(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(aot, "missing", lambda: None)
-    assert cli.main(["tpu", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_way_is_needed() -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["tpu"])

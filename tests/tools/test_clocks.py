@@ -53,7 +53,6 @@ def test_a_turn_warms_up_and_has_every_clock(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timing, "profile", lambda f, *args, repeats: profile if (args, repeats) == ((1,), 2) else {})
     again = timing.turn(machine.f, 1, repeats=2, warmup=0)
     assert {k: again[k] for k in profile} == profile and set(again) == {*found, *profile}
-    assert timing.device_times(machine.f, 1, repeats=2) == [9.0, 9.5]
 
 
 @pytest.mark.parametrize("repeats", [1, 2])

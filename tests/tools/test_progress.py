@@ -29,7 +29,7 @@ BAR = "\u2501"
 
 @contextlib.contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Standard error on a pseudo-terminal of 120 columns; what was written to it is in the list afterwards."""
+    """Standard error on a pseudo-terminal of 80 columns; what was written to it is in the list afterwards."""
     pytest.importorskip("rich")
     master, slave = os.openpty()
     written: list[bytes] = []
@@ -42,7 +42,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     reader = threading.Thread(target=read)
     reader.start()
     seen: list[str] = []
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with open(slave, "w") as stderr, monkeypatch.context() as m:
         m.setattr(sys, "stderr", stderr)

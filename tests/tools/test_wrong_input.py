@@ -22,6 +22,9 @@ WRONG = {
         --quick --seed 99999999999999999999     -> --seed 99999999999999999999, expected at most 4294967295
         --out FILE                              -> FILE: is a file, expected a folder
         --out FILE/x                            -> FILE: is a file, expected a folder
+        --tokens 0                              -> --tokens 0, expected at least 8
+        --hidden 2                              -> --hidden 2, expected at least 8
+        --seed -1                               -> --seed -1, expected at least 0
     """,
     "gradcheck": """
         --config nope                           -> nope: no such configuration file; `logitless configs` lists
@@ -35,7 +38,7 @@ WRONG = {
         backend=cuda                            -> backend: 'cuda', expected one of auto, reference, chunked
         backend=mosaic_gpu                      -> backend: mosaic_gpu runs on a GPU, but the default device here is a
         bwd_impl=cuda                           -> bwd_impl: 'cuda', expected one of pallas, jax
-        level=foo                               -> level: 'foo', expected one of logits, head
+        level=foo                               -> level: 'foo', expected one of head, logits
         seed=-1                                 -> seed: -1, expected 0 to 4294967295
         layers=-1                               -> layers: -1, expected at least 0
         timeout_s=0                             -> timeout_s: 0, expected at least 1
@@ -53,6 +56,17 @@ WRONG = {
         wandb_mode=online                       -> wandb_mode: online needs wandb: pip install 'logitless[wandb]'
         =                                       -> override '='
         a                                       -> override 'a': expected key=value
+        sed=1                                   -> Did you mean 'seed'
+        seed=one                                -> 'seed'
+        backend=chunkd                          -> Did you mean 'chunked'
+        preset=trll                             -> Did you mean 'trl'
+        objective.polcy=clip                    -> Did you mean 'policy'
+        tokens=0                                -> tokens: 0, expected at least 1
+        model=tiny                              -> needs inputs=model
+        vocab_size=61 vocab=60                  -> vocab_size: 61, expected 0 (all) to 60
+        call=logp                               -> call: 'logp', expected one of loss, logprobs
+        level=logits inputs=realistic           -> are for level=head
+        level=logits sparse_backward=auto       -> are for level=head
     """,
     "bench": """
         --config nope                           -> nope: no such configuration file
@@ -72,20 +86,30 @@ WRONG = {
         tokens=0                                -> tokens: 0, expected at least 1
         rows=0                                  -> rows: 0, expected at least 1
         rows=7                                  -> tokens: 1024 do not split into 7 rows
-        level=foo                               -> level: 'foo', expected logits or head
+        level=foo                               -> level: 'foo', expected one of head, logits
         dtype=int3                              -> dtype: 'int3', expected one of float32
         logits_dtype=int3                       -> logits_dtype: 'int3', expected one of
         head_grad_dtype=int3                    -> head_grad_dtype: 'int3', expected one of
         rounds=0                                -> rounds: 0, expected at least 1
         timeout_s=0                             -> timeout_s: 0, expected at least 1
-        live=2                                  -> live: 2, expected a share of the tokens in (0, 1]
+        live=2                                  -> live: 2.0, expected a number in (0, 1]
         model=nope                              -> model: 'nope', expected one of qwen2.5-0.5b
         kernel.backend=cuda                     -> kernel.backend: 'cuda', expected one of nothing, reference, chunked
         baselines=[foo]                         -> baselines: 'foo', expected some of naive, strong
-        batch_kind=foo                          -> batch_kind: 'foo', expected uniform or rl
+        batch_kind=foo                          -> batch_kind: 'foo', expected one of uniform, rl
         inputs=foo                              -> inputs: 'foo', expected one of flat, realistic, on_policy, real
         gates=3                                 -> 'gates'
         wandb_mode=online                       -> pip install 'logitless[wandb]'
+        kernel.enbled=true                      -> Did you mean 'kernel.enabled'
+        baselines=[strong/f8]                   -> baselines: 'strong/f8'
+        logits_dtype=float16                    -> logits_dtype: 'float16'
+        arms.x.of=kernels                       -> arms.x.of: 'kernels', expected copy or one of naive, strong, default
+        arms.x.optins=1                         -> arms.x: 'optins' is not known
+        gates.x=[time,default,best,1.0]         -> names the arm 'best'
+        kernel.sparse_backward=often            -> kernel.sparse_backward
+        --suite cpu peaks=1                     -> expected true or false
+        --suite cpu --out /dev/null/x.json      -> cannot be written
+        inputs=real                             -> states
     """,
     "plan": f"""
         --model nope                            -> --model 'nope' is not known
@@ -108,6 +132,16 @@ WRONG = {
         {MODEL} foo=1                           -> foo is not known
         {MODEL} foo                             -> 'foo' is no option
         {MODEL} --out FOLDER                    -> FOLDER: is a folder
+        {MODEL} --chip v6                       -> Did you mean 'v6e'
+        {MODEL} --chip v6e --mesh tensor=7      -> does not split over tensor
+        {MODEL} lora_rank=0                     -> lora_rank=0, expected a positive
+        {MODEL} --memory-budget 10              -> memory_budget=10 bytes is less
+        {MODEL} --backend pallas_tpu            -> runs on a TPU
+        {MODEL} --chip v6e --reserve-gb -1      -> expected at least 0
+        {MODEL} sparse_bckward=auto             -> did you mean sparse_backward?
+        {MODEL} tokens=many                     -> tokens=many: invalid int value: 'many'
+        {MODEL} frozen_head=1                   -> frozen_head=1, expected frozen_head=true or
+        {MODEL} active_columns=0.1              -> give sparse_backward='auto' with it
     """,
     "tpu": f"""
         compile                                 -> give --model, or --hidden and --vocab
@@ -127,6 +161,10 @@ WRONG = {
         cycles {MODEL} --tokens 99999           -> Give fewer --tokens or a smaller --vocab
         cycles {SHAPE} --topology v5e:2x4       -> clock and bandwidth are known for v6e:2x4 only
         cycles {SHAPE} --for-tokens -1          -> --for-tokens -1, expected at least 1
+        compile --topology '8 chips' {SHAPE}    -> expected a slice such as v6e:2x4
+        compile {MODEL} --vocab 3               -> not both
+        cycles --model qwen2.5-72b --tokens 1024 -> million cycles
+        compile --hidden 128 --vocab 0          -> --vocab 0, expected at least 1
     """,
     "report": """
         nope                                    -> nope: no such file

@@ -1,9 +1,9 @@
 """``logitless demo``: a model learns to add twice, with the dense loss and with the chunked one, side by side.
 
-Both arms start from the same warm start and see the same problems. They run at the same time, so no time of theirs is
-compared; whether they agree is decided by a replay of the first steps (docs/training.md), and what each loss needs is
-measured alone, at a real vocabulary. It all ends up on one page. ``--quick`` compares loss and gradients of one batch
-instead, in seconds.
+First what each loss needs at a real vocabulary, verified and measured alone: sixteen characters make no logits to speak
+of. Then both arms, from the same warm start on the same problems. They run at the same time, so no time of theirs is
+compared; whether they agree is decided by a replay of the first steps (docs/training.md). It all ends up on one page.
+``--quick`` compares loss and gradients of one batch instead, in seconds.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ def free_folder(folder: Path) -> Path:
 
 
 def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ...] = ()) -> int:
-    """The tiny run's A/B, time and memory of both losses at a real vocabulary, and a page; 1 if they disagree."""
+    """Memory and time of both losses at a real vocabulary, verified; the tiny run's A/B; a page; 1 if they disagree."""
     from logitless.lab.bench import case, microbench, report, text_table
     from logitless.train import ab
     from logitless.train.config import load
 
     begin = time.perf_counter()
-    print(f"Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one. About three minutes.")
+    print("1. What the two losses need at a real vocabulary: 512 tokens, V = 151,936 (Qwen2.5's).", flush=True)
+    c = case.BenchConfig(
+        name="loss_memory", baselines=["strong"], tokens=512, hidden=64, vocab=151936, dtype="float32", repeats=1,
+        rounds=3,
+    )  # fmt: skip
+    measured = microbench.run(c, say=lambda text: print(f"  ... {text}", flush=True))
+    print(text_table.table(measured))
+
+    print(f"\n2. Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one.", flush=True)
     settings = [f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true"]
     settings += [f"ab.replay_steps={min(steps, REPLAYED)}"]
     result = ab.run(load(None, [*settings, *overrides]), say=lambda text: print(f"  {text}", flush=True))
     print(ab.table(result))
     print(ab.curve(result))
-
-    # Sixteen characters make no logits to speak of; what the two losses need shows at a real vocabulary.
-    c = case.BenchConfig(
-        name="loss_memory", baselines=["strong"], tokens=2048, hidden=256, vocab=32000, dtype="float32", verify=False,
-        repeats=1, rounds=3,
-    )  # fmt: skip
-    measured = microbench.run(c)
     (folder / "loss_memory.json").write_text(json.dumps(measured) + "\n")
-    print(f"\nThe dense loss and the library's at a real vocabulary:\n{text_table.table(measured)}")
 
     page = folder / "report.html"
     report.write([folder / "ab.json", folder / "loss_memory.json"], page)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+
+from logitless.lab.tools.text import WIDTH
 
 KINDS = {"train": "train and ab", "bench": "bench", "gradcheck": "gradcheck"}
 """Folder of configurations -> the commands that take them."""
@@ -43,5 +46,6 @@ def listing() -> str:
         for name, path in names(kind).items():
             first = path.read_text().partition("\n")[0]
             about = first.lstrip("# ").partition(". ")[0].rstrip(".:") if first.startswith("#") else ""
-            lines.append(f"  {name:56s} {about}".rstrip())
+            lines.append(f"  {name}")
+            lines += textwrap.wrap(about, WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -22,6 +22,17 @@ ROWS = (
 """Label, key of the summary, unit and format of the table's rows."""
 
 
+def told(summaries: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str]]:
+    """The rows that some arm has. Memory that all arms share within 1 % is the model's and not the loss's: no row."""
+
+    def says(key: str) -> bool:
+        values = [s[key] for s in summaries.values() if s.get(key) is not None]
+        alike = key.startswith("memory/") and len(values) > 1 and max(values) < 1.01 * min(values)
+        return bool(values) and not alike
+
+    return [row for row in ROWS if says(row[1])]
+
+
 def table(result: dict[str, Any]) -> str:
     """The comparison as text."""
     summaries = {name: arm["summary"] for name, arm in result["arms"].items()}
@@ -31,10 +42,8 @@ def table(result: dict[str, Any]) -> str:
     widths = [max(len(h) + 2, 14) for h in heads]
     lines = [f"{result['name']:36s}" + "".join(f"{h:>{w}s}" for h, w in zip(heads, widths, strict=True))]
     lines[0] += "".join(f"{m:>{len(m) + 2}s}" for m in marks)
-    for label, key, unit, form in ROWS:
+    for label, key, unit, form in told(summaries):
         values = [s.get(key) for s in summaries.values()]
-        if all(v is None for v in values):
-            continue
         cells = ["-" if v is None else format(v / unit, form) for v in values]
         shares = [f"{v / values[0]:.3f}" if v and values[0] else "" for v in values[1:]]
         line = f"{label:36s}" + "".join(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))

@@ -37,7 +37,7 @@ class Bench:
         """Compile the arm and run it once: what it computed, and the compiler's plan of its memory."""
         own = Arm(**arm)
         x, rest = self._data.of(case, own.batch)
-        compiled: Any = arm_program.program(case, own).lower(x, rest).compile()  # type: ignore[attr-defined]
+        compiled, seconds = timing.compile_in_steps(arm_program.program(case, own), x, rest)
         plan = timing.compiled_memory(compiled)
         try:
             out = jax.block_until_ready(compiled(x, rest))
@@ -51,6 +51,7 @@ class Bench:
         return dict(
             environment=timing.environment(),
             compiler=plan,
+            compile_s=seconds,
             has_peaks=_memory("peak_bytes_in_use") is not None,
             live=int(jnp.sum(rest["mask"])),
             entropy=self._data.entropy(case, own.batch),

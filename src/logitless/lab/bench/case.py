@@ -14,7 +14,16 @@ from typing import Any
 
 from logitless.lab.bench import states
 from logitless.lab.tools.baselines import HEAD_BASELINES, LOGITS_BASELINES
-from logitless.lab.tools.command_config import ConfigError, check_common, sparse_backward_of
+from logitless.lab.tools.command_config import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    ConfigError,
+    check_common,
+    check_fields,
+    number,
+    one_of,
+    sparse_backward_of,
+)  # fmt: skip
 from logitless.lab.tools.shapes import MODELS
 
 BASELINES = {"logits": tuple(LOGITS_BASELINES), "head": HEAD_BASELINES}
@@ -23,10 +32,6 @@ PEERS = {
     "head": ("torch eager", "torch.compile", "cut_cross_entropy", "liger"),
 }
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
-DTYPES = ("float32", "bfloat16", "float16")
-LEAST = dict(tokens=1, hidden=1, vocab=1, rows=1, check_rows=0, warmup=0, repeats=1, rounds=1, timeout_s=1)
-"""Keys and the least that they may be."""
-INPUTS = ("flat", "realistic", "on_policy", "real")
 CALLS = ("gradients", "loss", "logprobs")
 KINDS = ("baseline", "library", "peer", "copy")
 
@@ -37,7 +42,7 @@ class Kernel:
 
     enabled: bool = True
     backend: str = ""  # empty: the best one here
-    bwd_impl: str = "pallas"  # pallas | jax (logits level)
+    bwd_impl: str = one_of("pallas", "jax")  # logits level
     sparse_backward: Any = "off"  # off | auto | a mass (head level): an arm of its own beside the exact one
 
 
@@ -46,33 +51,33 @@ class BenchConfig:
     """Keys of a benchmark configuration."""
 
     name: str = "bench"
-    level: str = "head"  # logits | head
+    level: str = one_of("head", "logits")
     kernel: Kernel = dataclasses.field(default_factory=Kernel)
     baselines: list[str] = dataclasses.field(default_factory=lambda: ["naive", "strong"])
     arms: dict[str, Any] = dataclasses.field(default_factory=dict)  # more arms: {name: {of: an arm, what differs}}
     gates: dict[str, Any] = dataclasses.field(default_factory=dict)  # {name: [what, arm, other arm, limit]}
     model: str = ""  # a name of the shape table, in place of hidden and vocab
-    tokens: int = 1024
-    hidden: int = 256
-    vocab: int = 32000
-    rows: int = 8
-    batch_kind: str = "uniform"  # uniform | rl
-    inputs: str = "flat"  # flat | realistic | on_policy | real (head level): a trained policy's kind, or its own
+    tokens: int = number(1024, AT_LEAST_1)
+    hidden: int = number(256, AT_LEAST_1)
+    vocab: int = number(32000, AT_LEAST_1)
+    rows: int = number(8, AT_LEAST_1)
+    batch_kind: str = one_of("uniform", "rl")
+    inputs: str = one_of("flat", "realistic", "on_policy", "real")  # head level: a trained policy's kind, or its own
     states: str = ""  # an .npz of real states, head and targets, for inputs=real; hidden and vocab are the file's
-    live: float = 1.0
-    moving: float = 1.0  # share of the tokens whose advantage is not zero
-    dtype: str = "bfloat16"
-    logits_dtype: str = "float32"
-    head_grad_dtype: str = "float32"
+    live: float = number(1.0, "(0, 1]")  # share of the tokens that are not masked
+    moving: float = number(1.0, "[0, 1]")  # share of the tokens whose advantage is not zero
+    dtype: str = one_of("float32", "bfloat16", "float16", default="bfloat16")
+    logits_dtype: str = one_of("float32", "bfloat16")
+    head_grad_dtype: str = one_of("float32", "param")
     objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
     seed: int = 0
     verify: bool = True
-    check_rows: int = 0  # gradient rows at the true shape that are compared with float64 (logits level)
+    check_rows: int = number(0, AT_LEAST_0)  # gradient rows at the true shape, compared with float64
     peaks: bool = True  # the device's peak of each arm, in a process of its own
-    warmup: int = 1  # calls before each turn
-    repeats: int = 3  # calls of a turn
-    rounds: int = 7  # turns of each arm
-    timeout_s: int = 600
+    warmup: int = number(1, AT_LEAST_0)  # calls before each turn
+    repeats: int = number(3, AT_LEAST_1)  # calls of a turn
+    rounds: int = number(7, AT_LEAST_1)  # turns of each arm
+    timeout_s: int = number(600, AT_LEAST_1)
     out: str = "runs/bench.jsonl"
     wandb_mode: str = "disabled"
     wandb_project: str = "logitless"
@@ -99,16 +104,10 @@ def check(c: BenchConfig) -> None:
     from logitless.core import registry  # not above: another tree's worker has this file, too, and may have no registry
 
     check_common(c.seed, c.wandb_mode)
-    if c.level not in BASELINES:
-        raise ConfigError(f"level: {c.level!r}, expected logits or head")
-    for key, value, allowed in (
-        ("dtype", c.dtype, DTYPES),
-        ("kernel.backend", c.kernel.backend, ("", *registry.BACKENDS[c.level])),  # type: ignore[index]
-        ("kernel.bwd_impl", c.kernel.bwd_impl, ("pallas", "jax")),
-        ("head_grad_dtype", c.head_grad_dtype, ("float32", "param")),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{key}: {value!r}, expected one of {', '.join(a or 'nothing' for a in allowed)}")
+    check_fields(c)
+    known = registry.BACKENDS[c.level]  # type: ignore[index]
+    if c.kernel.backend not in ("", *known):
+        raise ConfigError(f"kernel.backend: {c.kernel.backend!r}, expected one of nothing, {', '.join(known)}")
     for b in c.baselines:
         form, _, short = b.partition("/")
         if form not in BASELINES[c.level] or (short and (c.level == "logits" or short not in SHORT.values())):
@@ -118,34 +117,23 @@ def check(c: BenchConfig) -> None:
         if c.model not in MODELS:
             raise ConfigError(f"model: {c.model!r}, expected one of {', '.join(MODELS)}")
         c.hidden, c.vocab = MODELS[c.model].hidden, MODELS[c.model].vocab
-    if c.batch_kind not in ("uniform", "rl"):
-        raise ConfigError(f"batch_kind: {c.batch_kind!r}, expected uniform or rl")
-    if c.inputs not in INPUTS:
-        raise ConfigError(f"inputs: {c.inputs!r}, expected one of {', '.join(INPUTS)}")
     if bool(c.states) != (c.inputs == "real"):
         raise ConfigError(
             f"states: {c.states!r} with inputs={c.inputs}; a file of states is for inputs=real, which needs one"
         )
     if c.states:
         c.hidden, c.vocab = states.check(c.states, c.tokens)
-    if c.logits_dtype not in SHORT:
-        raise ConfigError(f"logits_dtype: {c.logits_dtype!r}, expected one of {', '.join(SHORT)}")
     c.kernel.sparse_backward = sparse_backward_of("kernel.sparse_backward", c.kernel.sparse_backward)
     if c.level == "logits" and (c.inputs != "flat" or c.kernel.sparse_backward != "off"):
         raise ConfigError("level: logits, but inputs other than flat and kernel.sparse_backward are for level=head")
-    for key, least in LEAST.items():
-        if getattr(c, key) < least:
-            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
-    if not 0 < c.live <= 1:
-        raise ConfigError(f"live: {c.live:g}, expected a share of the tokens in (0, 1]")
     if c.tokens % c.rows:
         raise ConfigError(f"tokens: {c.tokens} do not split into {c.rows} rows")
     if not c.kernel.enabled and not c.baselines:
         raise ConfigError("kernel.enabled is false and there are no baselines: nothing to run")
     for gate, (_, a, b, _) in c.gates.items():
         for name in (a, b):
-            if name not in (known := arms(c, peers=True)):
-                raise ConfigError(f"gates: {gate!r} names the arm {name!r}, expected one of {', '.join(known)}")
+            if name not in (there := arms(c, peers=True)):
+                raise ConfigError(f"gates: {gate!r} names the arm {name!r}, expected one of {', '.join(there)}")
 
 
 def arms(c: BenchConfig, *, peers: bool = False, source: str = "") -> dict[str, Arm]:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from logitless.core import registry
 from logitless.lab.bench import synthetic_inputs as inputs
 from logitless.lab.plan.mesh import parse_mesh
-from logitless.lab.tools.command_config import ConfigError, check_common, sparse_backward_of
+from logitless.lab.tools.command_config import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    ConfigError,
+    check_common,
+    check_fields,
+    number,
+    one_of,
+    sparse_backward_of,
+)  # fmt: skip
 from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
 
@@ -22,28 +31,28 @@ class GradcheckConfig:
     """Keys of a gradcheck configuration."""
 
     name: str = "gradcheck"
-    level: str = "head"  # logits | head
+    level: str = one_of("head", "logits")
     backend: str = "chunked"  # or reference, pallas_tpu, mosaic_gpu; auto: the best one here
     interpret: bool = False
-    bwd_impl: str = "pallas"
-    call: str = "loss"  # loss | logprobs: random cotangents of logp, entropy and lse
+    bwd_impl: str = one_of("pallas", "jax")
+    call: str = one_of("loss", "logprobs")  # logprobs: random cotangents of logp, entropy and lse
     preset: str = ""  # trl | liger | verl | tunix | mllm-jax, or empty for a plain Objective
     objective: dict[str, Any] = dataclasses.field(default_factory=dict)
-    batch: int = 2
-    tokens: int = 64
-    hidden: int = 128
-    vocab: int = 1024
-    dtype: str = "float32"
-    logits_dtype: str = "float32"
-    head_grad_dtype: str = "float32"  # float32 | param (head level)
-    chunk_size: int = 0  # tokens of a chunk (head level); 0: as chosen
-    memory_budget: int = 0  # bytes for logits (head level), in place of chunk_size; 0: none is given
+    batch: int = number(2, AT_LEAST_1)
+    tokens: int = number(64, AT_LEAST_1)
+    hidden: int = number(128, AT_LEAST_1)
+    vocab: int = number(1024, AT_LEAST_0)  # 0 with inputs=model: the model's own
+    dtype: str = one_of(*DTYPES)
+    logits_dtype: str = one_of("float32", "bfloat16")
+    head_grad_dtype: str = one_of("float32", "param")  # head level
+    chunk_size: int = number(0, AT_LEAST_0)  # tokens of a chunk (head level); 0: as chosen
+    memory_budget: int = number(0, AT_LEAST_0)  # bytes for logits (head level); 0: none is given
     donate: bool = False  # the logits' memory may be written over (logits level)
     same_without_gradient: bool = False  # the loss must be the same to the bit where no gradient is taken
     sparse_backward: Any = "off"  # off | auto | a mass (head level)
-    inputs: str = "ordinary"  # ordinary | peaked | extreme | realistic (head level) | model
+    inputs: str = one_of(*inputs.KINDS, "realistic", "model")  # realistic: head level
     model: str = ""  # inputs=model: an architecture's name (random weights), a folder of weights, or a .gguf file
-    layers: int = 0  # inputs=model: only so many layers; 0: all
+    layers: int = number(0, AT_LEAST_0)  # inputs=model: only so many layers; 0: all
     mesh: str = ""  # data=2,fsdp=2,tensor=2: the backend over so many devices; empty: one
     spread: float = 3.0  # of ordinary logits
     temperature: float = 1.0
@@ -56,7 +65,7 @@ class GradcheckConfig:
     max_abs_diff_loss: float = 1e-3  # relative to max(1, |loss|)
     max_rel_diff_grad: float = 2e-2  # of the difference in norm
     contract: float = 1.5
-    timeout_s: int = 600  # of a process with virtual devices
+    timeout_s: int = number(600, AT_LEAST_1)  # of a process with virtual devices
     out: str = "runs/gradcheck.jsonl"
     wandb_mode: str = "disabled"  # online | offline | disabled
     wandb_project: str = "logitless"
@@ -74,27 +83,18 @@ def objective_of(c: GradcheckConfig) -> Objective:
 
 
 def check(c: GradcheckConfig) -> None:
+    """Refuse by name what cannot be run."""
     check_common(c.seed, c.wandb_mode)
-    for key, allowed in (
-        ("level", ("logits", "head")),
-        ("inputs", (*inputs.KINDS, "realistic", "model")),
-        ("dtype", tuple(DTYPES)),
-        ("logits_dtype", ("float32", "bfloat16")),
-        ("head_grad_dtype", ("float32", "param")),
-        ("call", ("loss", "logprobs")),
-        ("backend", ("auto", *registry.BACKENDS.get(c.level, registry.BACKENDS["head"]))),  # type: ignore[call-overload]
-        ("bwd_impl", ("pallas", "jax")),
-    ):
-        if getattr(c, key) not in allowed:
-            hint = did_you_mean(getattr(c, key), allowed)
-            raise ConfigError(f"{key}: {getattr(c, key)!r}, expected one of {', '.join(allowed)}{hint}")
+    check_fields(c)
+    backends = ("auto", *registry.BACKENDS[c.level])  # type: ignore[index]
+    if c.backend not in backends:
+        hint = did_you_mean(c.backend, backends)
+        raise ConfigError(f"backend: {c.backend!r}, expected one of {', '.join(backends)}{hint}")
     of_model = c.inputs == "model"
     if of_model != bool(c.model):
         raise ConfigError("inputs: 'model' needs model=NAME or a path, and model= needs inputs=model")
-    for key in ("batch", "tokens", "hidden", "vocab"):
-        least = 0 if key == "vocab" and of_model else 1  # 0: the model's own
-        if getattr(c, key) < least:
-            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
+    if not c.vocab and not of_model:
+        raise ConfigError("vocab: 0, expected at least 1; 0, the model's own, needs inputs=model")
     c.sparse_backward = sparse_backward_of("sparse_backward", c.sparse_backward)
     if c.level == "logits" and (c.inputs == "realistic" or c.sparse_backward != "off"):
         raise ConfigError("level: logits, but inputs=realistic and sparse_backward are for level=head")
@@ -102,9 +102,6 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError("call: logprobs has no sparse_backward; that is the loss's")
     if not 0 <= c.vocab_size <= c.vocab:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
-    for key, least in (("layers", 0), ("chunk_size", 0), ("memory_budget", 0), ("timeout_s", 1)):
-        if getattr(c, key) < least:
-            raise ConfigError(f"{key}: {getattr(c, key)}, expected at least {least}")
 
 
 def axes_of(c: GradcheckConfig) -> dict[str, int]:

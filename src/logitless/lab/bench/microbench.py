@@ -181,5 +181,5 @@ def _summarise(c: BenchConfig, part: dict[str, Any]) -> dict[str, Any]:
     row["mem/peak_bytes_in_use_max"] = (part.get("device") or {}).get("peak")
     if "kernels" in took[-1]:
         row["kernels"] = took[-1]["kernels"]
-    kept = ("loss", "grad_norms", "rows", "entropy", "environment", *SPARSE_METRICS)
+    kept = ("loss", "compile_s", "grad_norms", "rows", "entropy", "environment", *SPARSE_METRICS)
     return row | {k: part[k] for k in kept if k in part}

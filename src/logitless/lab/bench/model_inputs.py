@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from logitless.lab.tools.command_config import ConfigError
@@ -21,21 +20,26 @@ def hidden_and_head(
     file or a hub id, with its own. ``layers`` and ``vocab`` cut a model down to its first layers and tokens; 0 leaves
     all. The prompt is random tokens, and every target is sampled from the model's own distribution, as a policy's are.
     """
+    from logitless.train import hub
     from logitless.train import model as models
     from logitless.train.architectures import PRESETS, preset
+    from logitless.train.weights import load_model
 
     rng = np.random.default_rng(seed)
     try:
         if model in PRESETS:
             config = preset(model)
-            config = dataclasses.replace(
-                config, num_layers=layers or config.num_layers, vocab_size=vocab or config.vocab_size
-            )
+            sizes = layers or config.num_layers, vocab or config.vocab_size
+            config = dataclasses.replace(config, num_layers=sizes[0], vocab_size=sizes[1])
             params = models.init(config, jax.random.key(seed))
+        elif Path(model).exists() or hub.is_id(model):
+            config, params = _cut(*load_model(model), layers, vocab)
         else:
-            config, params = _load(Path(model))
-            config, params = _cut(config, params, layers, vocab)
-    except models.ModelError as error:
+            known = ", ".join(PRESETS)
+            raise ConfigError(
+                f"model: {model!r} is neither an architecture ({known}) nor a folder, .gguf file or hub id"
+            )
+    except (models.ModelError, hub.FetchError) as error:
         raise ConfigError(f"model: {error}") from None
     prompt = rng.integers(0, config.vocab_size, (batch, tokens), dtype=np.int32)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), prompt.shape)
@@ -46,32 +50,6 @@ def hidden_and_head(
     logits = hidden @ head.T
     targets = np.argmax(logits + rng.gumbel(size=logits.shape).astype(np.float32), axis=-1).astype(np.int32)
     return hidden, head, targets
-
-
-def _load(path: Path) -> tuple:
-    if not path.exists():
-        from logitless.train import hub
-
-        if hub.is_id(str(path)):
-            from logitless.train.hub import FetchError
-            from logitless.train.weights import load_model
-
-            try:
-                return load_model(str(path))
-            except FetchError as error:
-                raise ConfigError(f"model: {error}") from None
-        from logitless.train.architectures import PRESETS
-
-        raise ConfigError(
-            f"model: {str(path)!r} is neither an architecture ({', '.join(PRESETS)}) nor a folder, .gguf file or hub id"
-        )
-    if path.is_dir():
-        from logitless.train.weights import load_safetensors
-
-        return load_safetensors(path, jnp.float32)
-    from logitless.train.gguf import load_gguf
-
-    return load_gguf(path, jnp.float32)
 
 
 def _cut(config: object, params: dict, layers: int, vocab: int) -> tuple:

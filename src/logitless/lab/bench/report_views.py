@@ -1,11 +1,11 @@
-"""Records, which have passed :mod:`.report_schema`, as what the report shows: verdict tiles, charts and tables."""
+"""What the report shows of records that have passed :mod:`.report_schema`: tiles, charts and tables, as data."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,30 @@ from logitless.lab.tools.result_files import Record, kind_of
 
 MIB = 2**20
 Found = Sequence[tuple[Path, Record]]
+Points = dict[str, list[tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows by column name; numbers are written as a person would."""
+    """Rows by column name, without columns and rows that hold nothing but a name."""
 
     title: str
-    rows: Sequence[dict[str, Any]]
+    data: Sequence[dict[str, Any]]
 
     @property
     def columns(self) -> list[str]:
-        """All columns but those that are empty in every row."""
-        names = dict.fromkeys(k for row in self.rows for k in row)
-        return [k for k in names if any(cell(row.get(k)) for row in self.rows)]
+        names = dict.fromkeys(k for row in self.data for k in row)
+        return [k for k in names if any(cell(row.get(k)) for row in self.data)]
 
     @property
-    def cells(self) -> list[list[str]]:
-        return [[cell(row.get(k)) for k in self.columns] for row in self.rows]
+    def rows(self) -> list[list[str]]:
+        cells = [[cell(row.get(k)) for k in self.columns] for row in self.data]
+        return [row for row in cells if len(row) == 1 or any(row[1:])]
 
 
 @dataclasses.dataclass
 class Section:
-    """A heading with charts and tables under it; ``folded`` are open only when asked for."""
+    """A heading with charts and tables under it; ``folded`` tables are open only when asked for."""
 
     title: str
     text: str
@@ -65,10 +66,16 @@ def slug(text: str) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value in a table: a count as a whole number, a measurement with its first digits."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A value in a table: a count as a whole number, a measurement with its first digits, a switch as yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
         return "" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def mib(size: float | None) -> str:
+    return "" if size is None else f"{size / MIB:,.1f}"
 
 
 _OURS = ("kernel", "default", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu", "sparse")
@@ -81,7 +88,7 @@ def tone_of(arm: str, taken: Iterable[str] = ()) -> str:
     return next((t for t in TONES[0 if ours else 1 :] if t not in used), TONES[-1])
 
 
-def _lines(points: dict[str, list[tuple[float, float]]]) -> tuple[Series, ...]:
+def _lines(points: Points) -> tuple[Series, ...]:
     """A line for each arm that has points, each in a colour of its own."""
     lines: list[Series] = []
     for arm, found in points.items():
@@ -101,7 +108,7 @@ def _bars(arms: dict[str, Record], value: Callable[[Record], dict[str, float] | 
 
 
 def _interval(r: Record) -> str:
-    return "" if ratios.verdict(r.get("low"), r.get("high")) == ratios.ONE else f"{r['low']:.3f} to {r['high']:.3f}"
+    return "" if r.get("low") is None or r.get("high") is None else f"{r['low']:.3f} to {r['high']:.3f}"
 
 
 # Benchmarks.
@@ -111,27 +118,32 @@ TERMS = (
     "strongest dense form we know, which keeps its logits. default: the library's call without options. kernel: with "
     "the case's options. Temporaries: memory beyond inputs and outputs."
 )
+CLOCKS = {"device_ms": "device", "wall_ms": "a call", "back_to_back_ms": "back to back"}
+_GAUGES = {True: "the device's peak", False: "the compiler's plan"}
 
 
-def bench(records: list[Record]) -> Section:
+def bench(of: Found) -> Section:
     """Ratios, time and memory of each case, and their course along live tokens and context length."""
-    s = Section("Benchmarks", " ".join([_how(records), *filter(None, map(_busy, records)), TERMS]))
-    clocks = {"device_ms": "device", "wall_ms": "a call", "back_to_back_ms": "back to back"}
+    records = [r for _, r in of]
+    arms = [(r, arm, row) for r in records for arm, row in r["arms"].items()]
+    busy = [
+        f"{r['name']} was {said}: its times are not of this program alone." for r in records if (said := not_alone(r))
+    ]
+    s = Section("Benchmarks", " ".join([_how(records), *busy, TERMS]))
     s.tables = [
         Table("Ratios", [
-            {"case": r["name"], "arm": arm, "to": other, "clock": clocks.get(clock, clock),
+            {"case": r["name"], "arm": arm, "to": other, "clock": CLOCKS.get(clock, clock),
              "ratio": f"{x['ratio']:.3f}", "95 % interval": _interval(x),
-             "": ratios.verdict(x.get("low"), x.get("high"))}
-            for r in records for arm, row in r["arms"].items() for other, found in (row.get("ratios") or {}).items()
-            for clock, x in found.items()
+             "verdict": ratios.verdict(x.get("low"), x.get("high"))}
+            for r, arm, row in arms for other, found in (row.get("ratios") or {}).items() for clock, x in found.items()
         ]),
         Table("Bars", [
             {"case": r["name"], "bar": name, "reached": "" if g.get("value") is None else f"{g['value']:.3f}",
              "95 % interval": _interval(g), "limit": f"{g['limit']:g}",
-             "": {"met": "PASS", "missed": "FAIL"}.get(g["state"], g["state"])}
+             "verdict": {"met": "PASS", "missed": "FAIL"}.get(g["state"], g["state"])}
             for r in records for name, g in (r.get("gates") or {}).items()
         ]),
-        Table("All cases", [_case(r["name"], arm, row) for r in records for arm, row in r["arms"].items()]),
+        Table("All cases", [{"case": r["name"], "arm": arm, **_numbers(row)} for r, arm, row in arms]),
     ]  # fmt: skip
     note = "Masked tokens (prompts, padding) cost a dense loss as much as live ones."
     s.charts = [
@@ -140,66 +152,57 @@ def bench(records: list[Record]) -> Section:
     ]
     for r in records:
         if any("error" not in row for row in r["arms"].values()):
-            s.charts += [_time_chart(r), _memory_chart(r)]
+            s.charts += _charts_of(r)
     return s
 
 
 def _how(records: list[Record]) -> str:
     """What was done, as far as the records say so themselves."""
     in_turn = all(any("ratios" in row for row in r["arms"].values()) for r in records)
-    said = "The arms of a case took turns." if in_turn else (
-        "Some cases are from before arms took turns: one after the other, so that a machine's drift is in their "
-        "differences."
-    )  # fmt: skip
     left = [r["name"] for r in records if not (r.get("verify") or {}).get("passed")]
-    checked = f"Not verified: {', '.join(left)}." if left else (
-        "Every case was verified at a small shape before it was timed."
-    )  # fmt: skip
-    return f"{said} {checked}"
+    drifts = "Some cases are from before arms took turns: a machine's drift is in their differences."
+    turns = "The arms of a case took turns." if in_turn else drifts
+    checked = "Every case was verified at a small shape before it was timed."
+    return f"{turns} {checked if not left else 'Not verified: ' + ', '.join(left) + '.'}"
 
 
-def _busy(record: Record) -> str:
-    said = not_alone(record)
-    return f"{record['name']} was {said}." if said else ""
-
-
-def _case(name: str, arm: str, row: Record) -> dict[str, Any]:
+def _numbers(row: Record) -> dict[str, Any]:
     if "error" in row:
-        return {"case": name, "arm": arm, "median ms": row["error"][:80]}
-    plan, device = row.get("mem/compiler"), row.get("mem/device")
-    bound = "+" if device and device.get("from_compile") else ""
-    ratio = row.get("roofline_ratio")
+        return {"median ms": row["error"][:80]}
+    plan, device = row.get("mem/compiler") or {}, row.get("mem/device") or {}
     return {
-        "case": name, "arm": arm, "median ms": number(row["median_ms"]),
-        "p10 to p90": f"{number(row['p10_ms'])} to {number(row['p90_ms'])}",
-        "ms a call": _float(row.get("wall_ms")), "ms back to back": _float(row.get("back_to_back_ms")),
-        "temporaries MiB, plan": f"{plan['temporaries'] / MIB:,.1f}" if plan else "",
-        "temporaries MiB, device": f"{device['temporaries'] / MIB:,.1f}{bound}" if device else "",
-        "TFLOP/s": _float(row.get("tflops")), "GB/s": _float(row.get("gb_per_s")),
-        "x roofline": f"{ratio:.2f}" if ratio else "",
+        "median ms": number(row["median_ms"]), "p10 to p90": f"{number(row['p10_ms'])} to {number(row['p90_ms'])}",
+        "ms a call": row.get("wall_ms"), "ms back to back": row.get("back_to_back_ms"),
+        "temporaries MiB, plan": mib(plan.get("temporaries")),
+        "temporaries MiB, device": mib(device.get("temporaries")) + "+" * bool(device.get("from_compile")),
+        "TFLOP/s": row.get("tflops") or None, "GB/s": row.get("gb_per_s") or None,
+        "x roofline": f"{row['roofline_ratio']:.2f}" if row.get("roofline_ratio") else "",
     }  # fmt: skip
 
 
-def _float(value: float | None) -> str:
-    return number(value) if value else ""
-
-
-def _shape(record: Record) -> str:
-    c = record["config"]
+def _charts_of(record: Record) -> list[Chart]:
+    """Time and memory of a case."""
+    c, name, rows = record["config"], record["name"], record["arms"].values()
     hidden = f", hidden {c['hidden']:,}" if c["level"] == "head" and c.get("hidden") else ""
-    return f"{c['tokens']:,} tokens, vocabulary {c['vocab']:,}{hidden}, {c['dtype']}"
+    shape = f"{c['tokens']:,} tokens, vocabulary {c['vocab']:,}{hidden}, {c['dtype']}"
+    checked = record.get("verify") or {}
+    said = {True: "verified before it was timed", False: "did NOT verify", None: "not verified"}[checked.get("passed")]
+    roofline = next((row["roofline_ms"] for row in rows if row.get("roofline_ms")), None)
+    seen = _seen(row for row in rows if "error" not in row)
 
+    def parts(row: Record) -> dict[str, float] | None:
+        m = row.get("mem/device" if seen else "mem/compiler")
+        inputs = (m or {}).get("inputs") or (m or {}).get("arguments") or 0
+        return m and {"inputs": inputs / MIB, "outputs": m["outputs"] / MIB, "temporaries": m["temporaries"] / MIB}
 
-def _time_chart(record: Record) -> Bars:
-    bars = _bars(record["arms"], lambda row: {"median": row["median_ms"]})
-    floor = next((row["roofline_ms"] for row in record["arms"].values() if row.get("roofline_ms")), None)
-    checked = record.get("verify")
-    said = "not verified" if not checked else (
-        "verified before it was timed" if checked["passed"] else "did NOT verify"
-    )  # fmt: skip
-    note = "; ".join(filter(None, [_shape(record), said, not_alone(record)]))
-    name = record["name"]
-    return Bars(f"time-{slug(name)}", f"Time: {name}", "ms", bars, floor, "roofline", note)
+    time = _bars(record["arms"], lambda row: {"median": row["median_ms"]})
+    memory = _bars(record["arms"], parts)
+    least = next((sum(v for _, v in b.parts[:2]) for b in reversed(memory) if b.parts), None)
+    notes = "; ".join(filter(None, [shape, said, not_alone(record)])), f"{shape}; {_GAUGES[seen]}"
+    return [
+        Bars(f"time-{slug(name)}", f"Time: {name}", "ms", time, roofline, "roofline", notes[0]),
+        Bars(f"memory-{slug(name)}", f"Memory: {name}", "MiB", memory, least, "inputs and outputs", notes[1]),
+    ]
 
 
 def _seen(rows: Iterable[Record]) -> bool:
@@ -207,54 +210,32 @@ def _seen(rows: Iterable[Record]) -> bool:
     return all(row.get("mem/device") and not row["mem/device"].get("from_compile") for row in rows)
 
 
-def _memory_chart(record: Record) -> Bars:
-    seen = _seen(row for row in record["arms"].values() if "error" not in row)
-    gauge = "mem/device" if seen else "mem/compiler"
-
-    def parts(row: Record) -> dict[str, float] | None:
-        m = row.get(gauge)
-        inputs = 0 if not m else m.get("inputs") or m.get("arguments") or 0
-        own = None if not m else {"inputs": inputs, **{k: m[k] for k in ("outputs", "temporaries")}}
-        return own and {k: v / MIB for k, v in own.items()}
-
-    bars = _bars(record["arms"], parts)
-    floor = next((sum(v for _, v in b.parts[:2]) for b in reversed(bars) if b.parts), None)
-    note = f"{_shape(record)}; {_GAUGES[seen]}"
-    name = record["name"]
-    return Bars(f"memory-{slug(name)}", f"Memory: {name}", "MiB", bars, floor, "inputs and outputs", note)
-
-
-_GAUGES = {True: "the device's peak", False: "the compiler's plan"}
 _HOW_MEASURED = ("name", "out", "rounds", "repeats", "warmup", "verify", "timeout_s", "baselines", "peaks")
 
 
-def _along(records: list[Record], key: str, title: str, x: str, unit: str, note: str) -> Iterable[Lines]:
+def _along(records: list[Record], key: str, title: str, x: str, unit: str, note: str) -> Iterator[Lines]:
     """A chart for each group of cases that differ in ``key`` alone, if a line in it has two points."""
+
+    def value(row: Record) -> float | None:
+        return row["median_ms"] if unit == "ms" else (row.get("mem/compiler") or {}).get("temporaries", math.nan) / MIB
+
     groups: dict[str, list[Record]] = {}
     for r in records:
         drop = {key, *_HOW_MEASURED, *(["hidden"] if r["config"]["level"] != "head" else [])}
         groups.setdefault(repr(sorted((k, repr(v)) for k, v in r["config"].items() if k not in drop)), []).append(r)
     for group in groups.values():
-        points: dict[str, list[tuple[float, float]]] = {}
-        for r in sorted(group, key=lambda r: r["config"][key]):
-            for arm, row in r["arms"].items():
-                y = None if "error" in row else row["median_ms"] if unit == "ms" else _planned(row)
-                points.setdefault(arm, []).extend([] if y is None else [(r["config"][key], y)])
-        full = {
-            arm: [
-                f"{r['config'][key]:,}" for r in group
-                if r["arms"].get(arm, {}).get("error", "").startswith(OUT_OF_MEMORY)
-            ]
-            for arm in points
-        }  # fmt: skip
+        points: Points = {}
+        full: dict[str, list[str]] = {}
+        ordered = sorted(group, key=lambda r: r["config"][key])
+        for arm in dict.fromkeys(arm for r in ordered for arm in r["arms"]):
+            rows = [(r["config"][key], r["arms"].get(arm, {"error": ""})) for r in ordered]
+            told = [(at, value(row)) for at, row in rows if "error" not in row]
+            points[arm] = [(at, y) for at, y in told if y is not None and is_number(y)]
+            full[arm] = [f"{at:,}" for at, row in rows if row.get("error", "").startswith(OUT_OF_MEMORY)]
         shown = {a + (f" ({OUT_OF_MEMORY} at {', '.join(full[a])})" if full[a] else ""): p for a, p in points.items()}
-        if any(len({x for x, _ in p}) > 1 for p in shown.values()):
+        if any(len({at for at, _ in p}) > 1 for p in shown.values()):
             named = f"{title}: {group[0]['name']}"
             yield Lines(slug(named), named, x, unit, _lines(shown), note=note)
-
-
-def _planned(row: Record) -> float | None:
-    return row["mem/compiler"]["temporaries"] / MIB if row.get("mem/compiler") else None
 
 
 # Training.
@@ -270,31 +251,38 @@ CURVES = (
     ("loss", ("train/loss", "loss"), "loss"),
     ("entropy", ("train/entropy", "entropy"), "nats"),
 )
+SUMMARY = (
+    ("steps", "steps", 1, ",.0f"), ("parameters", "parameters", 1, ",.0f"),
+    ("compiling (s)", "time/compile_s", 1, ".1f"), ("in all (s)", "time/total_s", 1, ".0f"),
+)  # fmt: skip
+"""Rows of the summary beside those of ``logitless ab``'s own table."""
+AGREEMENT = {
+    "agree": "agree", "decided_by": "decided by", "test": "test", "loss_difference": "loss, largest difference",
+    "largest_difference": "largest difference", "loss_tolerance": "limit of the loss",
+    "first_difference": "other tokens from step", "reward_difference": "reward, mean difference",
+    "reward_limit": "limit of the reward", "kl_difference": "KL, mean difference", "kl_limit": "limit of the KL",
+    "first_grad_norm_ratio": "first gradient's norm, ratio",
+}  # fmt: skip
+AGREES: dict[bool | None, str] = {True: "yes", False: "NO", None: "cannot be judged"}
 
 
-def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> list[Chart]:
+def _curves(arms: dict[str, list[Record]], name: str, times: bool = True) -> Iterator[Chart]:
     """The course of each metric; without ``times`` not of those that only a run alone can tell."""
-    out: list[Chart] = []
     for what, keys, unit in CURVES:
-        points: dict[str, list[tuple[float, float]]] = {}
+        points: Points = {}
         for arm, steps in arms.items() if times or not keys[0].startswith("time/") else ():
             values = [next((step[k] for k in keys if k in step), None) for step in steps]
             at = [i if step.get("step") is None else step["step"] for i, step in enumerate(steps)]
             points[arm] = [(x, y) for x, y in zip(at, values, strict=True) if y is not None and is_number(y)]
         if series := _lines(points):
             title = f"{what[0].upper()}{what[1:]} by step: {name}"
-            out.append(Lines(slug(title), title, "step", unit, series))
-    return out
-
-
-def _columns(by_arm: dict[str, Record]) -> list[dict[str, Any]]:
-    """A row for each key whose values are no lists or objects, with a column for each arm."""
-    keys = dict.fromkeys(k for a in by_arm.values() for k, v in a.items() if isinstance(v, (int, float, str)))
-    return [{"": k, **{arm: a.get(k) for arm, a in by_arm.items()}} for k in keys]
+            yield Lines(slug(title), title, "step", unit, series)
 
 
 def training(found: Found) -> Section:
     """Curves of A/B runs and of single runs, with the agreement of the arms."""
+    from logitless.train import ab_text
+
     s = Section(
         "Training",
         "An arm is one training run with a loss of its own; the first is the baseline. Arms of an A/B start from the "
@@ -311,58 +299,33 @@ def training(found: Found) -> Section:
             s.text += f" The arms of {name} ran at the same time: nothing is said about their speed."
         runs = {**r["arms"], **({"control": r["control"]} if r.get("control") else {})}
         s.charts += _curves({arm: a.get("metrics") or [] for arm, a in runs.items()}, name, alone)
-        told = _columns({arm: a.get("summary") or {} for arm, a in runs.items()})
-        agreed = _agreements(r)
-        title = f"{name}: agreement " + ("of the arms" if "" in agreed else f"with {next(iter(r['arms']), '')}")
-        s.tables += [
-            Table(f"{name}: summary", [row for row in told if alone or not row[""].startswith("time/")]),
-            Table(title, _columns({arm or "value": a for arm, a in agreed.items()})),
+        told = {arm: {k: v for k, v in (a.get("summary") or {}).items() if is_number(v)} for arm, a in runs.items()}
+        summary = [
+            {"": label, **{arm: format(a[key] / unit, form) for arm, a in told.items() if key in a}}
+            for label, key, unit, form in (*SUMMARY, *ab_text.told(told))
+            if alone or not key.startswith("time/")
         ]
+        judged = {arm: a | {"agree": AGREES[_agrees(a)]} for arm, a in _agreements(r).items() if a}
+        agreed = [{"": label, **{arm: a.get(key) for arm, a in judged.items()}} for key, label in AGREEMENT.items()]
+        title = "agreement of the arms" if "result" in judged else f"agreement with {next(iter(r['arms']), '')}"
+        s.tables += [Table(f"{name}: summary", summary), Table(f"{name}: {title}", agreed)]
     for name, steps in single.items():
         s.charts += _curves({"run": steps}, name)
     return s
 
 
 def _agreements(record: Record) -> dict[str, Record]:
-    """What was said of each arm that was compared with the first; of two arms, of one without a name."""
+    """What was said of each arm that was compared with the first; of two arms, under ``result``."""
     found = record.get("agreement") or {}
-    return found if found and all(isinstance(v, dict) for v in found.values()) else {"": found}
+    return found if found and all(isinstance(v, dict) for v in found.values()) else {"result": found}
+
+
+def _agrees(agreement: Record) -> bool | None:
+    said = agreement.get("agree")
+    return said if isinstance(said, bool) else None
 
 
 # Plans, compilers, checks, and what other scripts recorded.
-
-
-def plans(records: list[Record]) -> Section:
-    """Memory against context length, fused and dense; memory on meshes."""
-    s = Section("Plans", "From shapes, compilers and public chip numbers; nothing ran.")
-    meshes: list[Bar] = []
-    for r in records:
-        c = r["config"]
-        name = c.get("model") or f"H {c['hidden']}, V {c['vocab']}"
-        if "mesh" in r:
-            meshes.append(Bar(f"{name}, {c['mesh']} {c['chip']}", (("peak", r["mesh"]["peak"] / MIB),), "ours"))
-            continue
-        where = f" on {c['chip']}" if c.get("chip") else ""
-        title = f"Memory against context length: {name}{where}"
-        points = {k: [(p["tokens"], p[f"{b}peak"] / MIB) for p in r["contexts"]] for k, b in _FORMS.items()}
-        if series := _lines(points):
-            s.charts.append(Lines(slug(title), title, "tokens", "peak MiB", series, log=True))
-        p, longest = r["plan"], r.get("longest_context")
-        rows = [
-            {"": "backend", "fused": p["backend"], "dense": "dense"},
-            {"": "matmuls", "fused": p["matmuls"], "dense": 3},
-            *(
-                {"": what, **{k: format(p[b + key] * scale, form) for k, b in _FORMS.items()}}
-                for what, key, scale, form in _PLANNED
-                if p.get(key) is not None and p.get(f"dense_{key}") is not None
-            ),
-            *([{"": "longest context", **{k: longest.get(k) for k in _FORMS}}] if longest else []),
-        ]
-        s.tables.append(Table(f"{name}{where}, {c['tokens']:,} tokens", rows))
-    if meshes:
-        s.charts.append(Bars("mesh-peak", "Peak memory on each chip of a mesh", "MiB", tuple(meshes)))
-    return s
-
 
 _FORMS = {"fused": "", "dense": "dense_"}
 _PLANNED = (
@@ -373,10 +336,43 @@ _PLANNED = (
 )
 
 
-def tpu(records: list[Record]) -> Section:
+def plans(found: Found) -> Section:
+    """Memory against context length, fused and dense; memory on meshes."""
+    s = Section("Plans", "From shapes, compilers and public chip numbers; nothing ran.")
+    meshes: list[Bar] = []
+    for _, r in found:
+        c = r["config"]
+        name = c.get("model") or f"H {c['hidden']}, V {c['vocab']}"
+        if "mesh" in r:
+            meshes.append(Bar(f"{name}, {c['mesh']} {c['chip']}", (("peak", r["mesh"]["peak"] / MIB),), "ours"))
+            continue
+        where = f" on {c['chip']}" if c.get("chip") else ""
+        title = f"Memory against context length: {name}{where}"
+        points = {k: [(p["tokens"], p[f"{b}peak"] / MIB) for p in r["contexts"]] for k, b in _FORMS.items()}
+        if series := _lines(points):
+            s.charts.append(Lines(slug(title), title, "tokens", "peak MiB", series, log=True))
+        p, longest = r["plan"], r.get("longest_context") or {}
+        values = [(what, [p.get(b + key) for b in _FORMS.values()], by, form) for what, key, by, form in _PLANNED]
+        rows = [
+            {"": "backend", "fused": p["backend"], "dense": "dense"},
+            {"": "matmuls", "fused": p["matmuls"], "dense": 3},
+            *(
+                {"": what, **{k: format(v * by, form) for k, v in zip(_FORMS, pair, strict=True)}}
+                for what, pair, by, form in values
+                if None not in pair
+            ),
+            {"": "longest context", **{k: longest.get(k) for k in _FORMS}},
+        ]
+        s.tables.append(Table(f"{name}{where}, {c['tokens']:,} tokens", rows))
+    if meshes:
+        s.charts.append(Bars("mesh-peak", "Peak memory on each chip of a mesh", "MiB", tuple(meshes)))
+    return s
+
+
+def tpu(found: Found) -> Section:
     """What the TPU compiler said."""
     s = Section("TPU compiler", "Compiled or simulated by libtpu on a machine without a TPU. Cycles are estimates.")
-    for r in records:
+    for _, r in found:
         c = r["config"]
         at = f"{r['topology']}, {c['level']}, {c['n']:,} tokens, vocabulary {c['vocab']:,}"
         if r["kind"] == "tpu_cycles":
@@ -388,126 +384,107 @@ def tpu(records: list[Record]) -> Section:
     return s
 
 
-def gradchecks(records: list[Record]) -> Section:
+def gradchecks(found: Found) -> Section:
     """Every gate's value in units of its limit."""
     s = Section("Gradient checks", "A gate's value in units of its limit: below 1 it is met.")
-    gates = [(r["config/name"], gate, g) for r in records for gate, g in r["gates"].items()]
-    bars = []
-    for name, gate, g in gates:
+    bars, rows = [], []
+    for name, gate, g in ((r["config/name"], gate, g) for _, r in found for gate, g in r["gates"].items()):
         share = g["value"] / g["limit"] if g["limit"] else math.inf
         parts = (("value / limit", share),) if is_number(share) else ()
         tone = "good" if g["ok"] and parts else "bad"
         bars.append(Bar(f"{name}: {gate}", parts, tone, "" if parts else f"{g['value']:g}"))
+        rows.append({"check": name, "gate": gate, "value": f"{g['value']:.3g}", "limit": f"{g['limit']:g}",
+                     "verdict": "PASS" if g["ok"] else "FAIL"})  # fmt: skip
     s.charts.append(Bars("gradcheck-gates", "Gates", "x limit", tuple(bars), 1.0, "limit"))
-    rows = [
-        {"check": name, "gate": gate, "value": f"{g['value']:.3g}", "limit": f"{g['limit']:g}",
-         "": "PASS" if g["ok"] else "FAIL"}
-        for name, gate, g in gates
-    ]  # fmt: skip
     s.tables.append(Table("Gates", rows))
     return s
 
 
-ROWS = 200
+ROWS_SHOWN = 200
 """Of a record that is shown as it is."""
+UNITS = {"_bytes": ("MiB", 1 / MIB), "_ms": ("ms", 1), "_s": ("s", 1)}
+"""How a key ends that has a unit, with the unit that is shown and what it is multiplied by."""
 
 
 def others(found: Found) -> Section:
     """Records of other scripts, each as a table of what is in it."""
-    s = Section("Other records", "Results of scripts that make no chart here: what is in each file, as it is.")
+    s = Section("Other records", "Results of scripts that make no chart here: what is in each file.")
     for path, record in found:
-        rows = [{"what": at, "value": value} for at, value in _leaves(record, "")]
-        more = [{"what": "", "value": f"and {len(rows) - ROWS:,} more, in the file"}] if len(rows) > ROWS else []
-        s.folded.append(Table(path.name, rows[:ROWS] + more))
+        rows = [{"what": at, "value": value} for at, value in _leaves(record, (), 1, "") if value]
+        more = [{"what": f"and {len(rows) - ROWS_SHOWN:,} more", "value": "in the file"}] * (len(rows) > ROWS_SHOWN)
+        s.folded.append(Table(path.name, rows[:ROWS_SHOWN] + more))
     return s
 
 
-def _leaves(value: Any, at: str) -> Iterable[tuple[str, str]]:
-    """``(where, what)`` of every value; a long list of numbers by its range."""
+def _leaves(value: Any, at: tuple[str, ...], by: float, unit: str) -> Iterator[tuple[str, str]]:
+    """``(where, what)`` of every value, in words; a long list of numbers by its range."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{at}: {key}" if at else str(key))
-    elif isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value):
-        wide = f"{len(value)} values, {cell(min(value))} to {cell(max(value))}"
-        yield at, wide if len(value) > 6 else ", ".join(map(cell, value))
+            end = next((e for e in UNITS if str(key).endswith(e)), "")
+            own, times = UNITS.get(end, (unit, by))
+            words = str(key).removesuffix(end).replace("_", " ").replace("/", ", ")
+            yield from _leaves(inner, (*at, words), times, own)
+        return
+    where = ": ".join(at) + (f" ({unit})" if unit else "")
+    if isinstance(value, list) and value and all(is_number(v) for v in value):
+        told = [cell(v if by == 1 else v * by) for v in value]
+        low, high = (told[value.index(end(value))] for end in (min, max))
+        yield where, f"{len(told)} values, {low} to {high}" if len(told) > 6 else ", ".join(told)
     elif isinstance(value, list):
         for i, inner in enumerate(value, 1):
-            yield from _leaves(inner, f"{at} {i}")
+            yield from _leaves(inner, (*at[:-1], f"{at[-1] if at else ''} {i}".strip()), by, unit)
     else:
-        yield at, cell(value)
+        yield where, cell(value * by if by != 1 and is_number(value) else value)
 
 
 def sections(found: Found) -> list[Section]:
     """What the records make, in the page's order."""
-
-    def of(*kinds: str) -> Found:
-        return [(path, r) for path, r in found if kind_of(r) in kinds]
-
-    def alone(view: Callable[[list[Record]], Section]) -> Callable[[Found], Section]:
-        return lambda chosen: view([r for _, r in chosen])
-
-    views: tuple[tuple[Callable[[Found], Section], Found], ...] = (
-        (alone(bench), of("bench")),
-        (training, of("ab", "train")),
-        (alone(plans), of("plan")),
-        (alone(tpu), of("tpu_compile", "tpu_cycles")),
-        (alone(gradchecks), of("gradcheck")),
-        (others, of("record")),
-    )
-    return [view(chosen) for view, chosen in views if chosen]
+    views: tuple[tuple[Callable[[Found], Section], tuple[str, ...]], ...] = (
+        (bench, ("bench",)), (training, ("ab", "train")), (plans, ("plan",)), (tpu, ("tpu_compile", "tpu_cycles")),
+        (gradchecks, ("gradcheck",)), (others, ("record",)),
+    )  # fmt: skip
+    chosen = ((view, [(path, r) for path, r in found if kind_of(r) in kinds]) for view, kinds in views)
+    return [view(records) for view, records in chosen if records]
 
 
 # The verdict on top of the page.
 
-
-def tiles(records: list[Record]) -> list[Tile]:
-    """At most three; what the records do not tell has none."""
-    return [t for t in (_agreement(records), *_compared(records)) if t is not None]
-
-
-def _agrees(agreement: Record) -> bool | None:
-    said = agreement.get("agree")
-    return said if isinstance(said, bool) else None
-
-
-def _agreement(records: list[Record]) -> Tile | None:
-    """The sharpest test there is: A/B runs, else gradient checks, else what benchmarks verified themselves."""
-    question = "Do they agree?"
-    judged = [a for r in records if r.get("kind") == "ab" for a in _agreements(r).values()]
-    if judged:
-        # An arm that disagrees decides, then one that cannot be judged.
-        first = min(judged, key=lambda a: (False, None, True).index(_agrees(a)))
-        agree = _agrees(first)
-        answer = {True: "yes", False: "NO", None: "cannot be judged"}[agree]
-        return Tile(question, answer, str(first.get("test", "A/B training")), agree)
-    gates = [g["ok"] for r in records if kind_of(r) == "gradcheck" for g in r["gates"].values()]
-    checks = [r["verify"]["passed"] for r in records if kind_of(r) == "bench" and r.get("verify")]
-    if not gates and not checks:
-        return None
-    passed = gates or checks
-    said = f"{sum(gates)} of {len(gates)} gates of gradient checks met" if gates else (
-        f"{len(checks)} benchmarks, verified before they were timed"
-    )  # fmt: skip
-    return Tile(question, "yes" if all(passed) else "NO", said, all(passed))
-
-
 _ARMS = {"default": "the call without options", "kernel": "the call with its options", "naive": "log_softmax"}
 
 
-def _named(arm: str) -> str:
-    """An arm with what it is."""
-    about = _ARMS.get(arm) or ("the best dense form" if arm.startswith("strong") else "")
-    return f"{arm} ({about})" if about else arm
+def tiles(records: list[Record]) -> list[Tile]:
+    """At most three; what the records do not tell has none."""
+    return [*_agreement(records), *_compared(records)]
+
+
+def _agreement(records: list[Record]) -> Iterator[Tile]:
+    """The sharpest test there is: A/B runs, else gradient checks, else what benchmarks verified themselves."""
+    question = "Do they agree?"
+    gates = [g["ok"] for r in records if kind_of(r) == "gradcheck" for g in r["gates"].values()]
+    checks = [r["verify"]["passed"] for r in records if kind_of(r) == "bench" and r.get("verify")]
+    if judged := [a for r in records if r.get("kind") == "ab" for a in _agreements(r).values()]:
+        # An arm that disagrees decides, then one that cannot be judged.
+        first = min(judged, key=lambda a: (False, None, True).index(_agrees(a)))
+        yield Tile(question, AGREES[_agrees(first)], str(first.get("test", "A/B training")), _agrees(first))
+    elif passed := gates or checks:
+        met = f"{sum(gates)} of {len(gates)} gates of gradient checks met"
+        said = met if gates else f"{len(checks)} benchmarks, verified before they were timed"
+        yield Tile(question, AGREES[all(passed)], said, all(passed))
 
 
 def _compared(records: list[Record]) -> list[Tile]:
     """Time and memory of the first case with a ratio: of the call without options, or else with them."""
+
+    def named(arm: str) -> str:
+        about = _ARMS.get(arm) or ("the best dense form" if arm.startswith("strong") else "")
+        return f"{arm} ({about})" if about else arm
+
     for r in records:
         for name in ("default", "kernel") if kind_of(r) == "bench" else ():
             row = r["arms"].get(name, {})
             for other, clocks in (row.get("ratios") or {}).items():
                 if clocks and "error" not in r["arms"].get(other, {"error": ""}):
-                    what = f"{r['name']}: {_named(name)} / {_named(other)}"
+                    what = f"{r['name']}: {named(name)} / {named(other)}"
                     return [_time(next(iter(clocks.values())), what, not_alone(r)), *_held(row, r["arms"][other], what)]
     return []
 

@@ -8,35 +8,40 @@ from typing import Any
 from logitless.lab.bench import ratios
 from logitless.lab.tools import result_files
 from logitless.lab.tools.command_config import ConfigError
+from logitless.lab.tools.text import wrapped
+
+SMALL = 64 * 2**20
+"""Bytes of all logits in float32 below which neither time nor memory says what the library is for."""
 
 
 def table(record: dict[str, Any]) -> str:
-    """The arms of a record as text: time, ratio with its interval, the host's clocks, memory."""
-    lines = [f"{record['name']}: {record['config']['tokens']} tokens, vocabulary {record['config']['vocab']}"]
+    """The arms of a record as text: time, memory, ratio with its interval, the host's clocks."""
+    c = record["config"]
+    lines = [f"{record['name']}: {c['tokens']:,} tokens, vocabulary {c['vocab']:,}"]
     for name, row in record["arms"].items():
         if "error" in row:
-            lines.append(f"  {name:28s} {row['error']}")
+            lines.append(wrapped([f"  {name:28s}", *row["error"].split()], 6, " "))
             continue
-        said = [f"{row['median_ms']:10.2f} ms"]
+        said = [f"  {name:28s} {row['median_ms']:10.2f} ms"]
+        memory = {"plan": row.get("mem/compiler"), "seen": row.get("mem/device")}
+        said += [f"{k} {m['temporaries'] / 2**20:,.1f} MiB" for k, m in memory.items() if m]
+        said += [f"{ratios.shown(next(iter(x.values())))} of {other}" for other, x in row.get("ratios", {}).items()]
         if row.get("clock") == "device_ms":
             said.append(f"wall {row['wall_ms']:.2f}")
         if "back_to_back_ms" in row:
             said.append(f"back to back {row['back_to_back_ms']:.2f}")
-        if row["mem/compiler"]:
-            said.append(f"plan {row['mem/compiler']['temporaries'] / 2**20:.1f} MiB")
-        if row.get("mem/device"):
-            said.append(f"seen {row['mem/device']['temporaries'] / 2**20:.1f} MiB")
-        for other, found in row.get("ratios", {}).items():
-            said.append(f"{ratios.shown(next(iter(found.values())))} of {other}")
-        lines.append(f"  {name:28s} " + "  ".join(said))
+        lines.append(wrapped(said, 6))
     for name, gate in record.get("gates", {}).items():
         value = "" if gate["value"] is None else f"{gate['value']:.3f}"
         inside = f" [{gate['low']:.3f}, {gate['high']:.3f}]" if gate.get("low") is not None else ""
-        lines.append(f"  {gate['state']:12s} {name:48s} {value}{inside} (<= {gate['limit']:g})")
+        lines.append(wrapped([f"  {gate['state']:12s} {name}", f"{value}{inside} (<= {gate['limit']:g})"], 15))
     if busy := not_alone(record):
         lines.append(f"  {busy}, and the intervals show it")
     if "verify" not in record:
         lines.append("  not verified")
+    if (logits := 4 * c["tokens"] * c["vocab"]) < SMALL:
+        lines.append(f"  too small a shape to show what the library is for: {logits / 2**20:.1f} MiB of logits")
+        lines.append("  (one that is not: logitless bench --config cpu_head)")
     return "\n".join(lines)
 
 

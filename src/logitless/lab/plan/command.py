@@ -18,7 +18,8 @@ from logitless.lab.plan.mesh import AXES, parse_mesh, plan_mesh
 from logitless.lab.plan.plan import Plan, longest_context
 from logitless.lab.plan.program import devices_for
 from logitless.lab.tools import result_files
-from logitless.lab.tools.shapes import MODELS
+from logitless.lab.tools.shapes import MODELS, head_sizes
+from logitless.lab.tools.text import wrapped
 from logitless.objectives.objective import Objective
 
 
@@ -56,23 +57,22 @@ def _share_help(what: str, default: float) -> str:
 
 def _with_overrides(args: argparse.Namespace) -> argparse.Namespace:
     """Each ``key=value`` as the option of that name."""
-    options = argparse.ArgumentParser(prog="logitless plan", exit_on_error=False)
-    add_arguments(options)
-    known = {k: isinstance(v, bool) for k, v in vars(options.parse_args([])).items() if k != "overrides"}
+    parser = argparse.ArgumentParser(prog="logitless plan", exit_on_error=False)
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
     for text in args.overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"{text!r} is no option; expected --name value, or key=value")
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+        if key not in defaults or key == "overrides":
+            close = difflib.get_close_matches(key, defaults, n=1)
             raise ValueError(f"{key} is not known{f'; did you mean {close[0]}?' if close else ''}")
-        if known[key]:
-            if value not in ("true", "false"):
-                raise ValueError(f"{text}, expected {key}=true or {key}=false")
-            setattr(args, key, value == "true")
-            continue
+        switch = isinstance(defaults[key], bool)
+        if switch and value not in ("true", "false"):
+            raise ValueError(f"{text}, expected {key}=true or {key}=false")
+        option = f"--{key.replace('_', '-')}"
         try:
-            options.parse_args([f"--{key.replace('_', '-')}={value}"], namespace=args)
+            parser.parse_args([option] * (value == "true") if switch else [f"{option}={value}"], namespace=args)
         except argparse.ArgumentError as error:
             raise ValueError(f"{text}: {error.message}") from None
     return args
@@ -85,31 +85,18 @@ def _sparse_backward(text: str) -> str | float:
         return text  # off or auto; anything else is refused by name where the call would refuse it
 
 
-def _shape(args: argparse.Namespace) -> tuple[int, int]:
-    if args.model is not None:
-        if args.hidden is not None or args.vocab is not None:
-            raise ValueError("give --model, or --hidden and --vocab, not both")
-        if args.model not in MODELS:
-            raise ValueError(f"--model {args.model!r} is not known; expected one of {', '.join(MODELS)}")
-        return MODELS[args.model].hidden, MODELS[args.model].vocab
-    if args.hidden is None or args.vocab is None:
-        raise ValueError("give --model, or --hidden and --vocab")
-    return args.hidden, args.vocab
-
-
 def _here() -> str:
     """What a plan without ``--chip`` is for."""
     device = jax.devices()[0]
     kind = "CPU" if device.platform == "cpu" else device.device_kind
-    return f"For this machine's {kind}, with no roofline time; --chip NAME plans for another: {', '.join(CHIPS)}"
+    return f"For this machine's {kind}, with no roofline time. --chip NAME plans for another:\n{', '.join(CHIPS)}"
 
 
 def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any]]:
     """The plan of a number of tokens with these options, and what to write beside it."""
-    width, vocab = _shape(args)
-    for name, value in (("--hidden", width), ("--vocab", vocab), ("--tokens", args.tokens)):
-        if value < 1:
-            raise ValueError(f"{name} {value}, expected at least 1")
+    width, vocab = head_sizes(args.model, args.hidden, args.vocab, args.tokens)
+    if width is None:
+        raise ValueError("give --model, or --hidden and --vocab")
     if not 0 <= args.reserve_gb < float("inf"):
         raise ValueError(f"--reserve-gb {args.reserve_gb:g}, expected at least 0, and finite")
     chip = CPU if args.chip is None else chip_of(args.chip)
@@ -143,13 +130,13 @@ def _print(asked: Callable[..., Plan], args: argparse.Namespace, record: dict[st
     print(found if args.chip is not None else f"{_here()}\n{found}")
     if "longest_context" in record:
         tokens = "{fused:,} tokens, dense {dense:,} (estimate)".format(**record["longest_context"])
-        left = f" beside {args.reserve_gb:g} GB" if args.reserve_gb else " if nothing else is there"
-        print(f"  longest context that fits{left}: {tokens}")
+        left = f"beside {args.reserve_gb:g} GB:" if args.reserve_gb else "if nothing else is there:"
+        print(wrapped([f"  longest context that fits {left}", tokens], 4, " "))
     if args.no_compile:
         return found
     _, why = devices_for(found.chip, found.devices)
     if why:
-        print(f"  not compiled: {why}")
+        print(wrapped(["  not compiled:", *why.split()], 4, " "))
         return found
     sys.stdout.flush()
     print("compiling the real program (a CPU's takes seconds, a TPU's up to a minute) ...", file=sys.stderr, flush=True)

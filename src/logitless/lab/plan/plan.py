@@ -20,6 +20,7 @@ from logitless.core.route import Route
 from logitless.lab.plan import estimate, program
 from logitless.lab.plan.chips import Chip, as_if_on, chip_of, mesh_on
 from logitless.lab.plan.estimate import Shares, Work
+from logitless.lab.tools.text import wrapped
 from logitless.mesh import sharding
 from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
@@ -88,33 +89,35 @@ class Plan:
         return self.peak <= self.chip.hbm_bytes and not self.refused
 
     def __str__(self) -> str:
-        tiles = ", ".join(f"{k} {v}" for k, v in self.route.tiles.items() if k != "layout")
-        lines = [f"{self.backend}, {self.matmuls:.3g} matmuls ({self.route.way})"]
-        if self.chip is not None and self.backend == ANYWHERE:
-            lines.append(f"  {self.backend}, since {self.route.because}")
-        lines.append(f"  tiles {tiles or 'none'}")
+        chip, matmuls, because = self.chip, f"{self.backend}, {self.matmuls:.3g} matmuls", self.route.because
+        lines = [wrapped([matmuls, *f"({self.route.way})".split()], 4, " ")]
+        if chip is not None and self.backend == ANYWHERE:
+            lines.append(wrapped([f"  {self.backend},", *f"since {because}".split()], 4, " "))
+        tiles = [f"{k} {v}" for k, v in self.route.tiles.items() if k != "layout"]
+        lines.append(wrapped(["  tiles " + (tiles or ["none"])[0], *tiles[1:]], 4, ", "))
         lines.append(f"  {self.flops / 1e12:.2f} TFLOP, {self.work.moved / 1e9:.1f} GB of memory traffic (estimate)")
         lines.append(self.memory_line())
         if self.dense is not None:
             peak, flops = (self.dense_peak or 0) / MIB, self.dense.flops / 1e12
             lines.append(f"  dense: peak {peak:,.0f} MiB, {flops:.2f} TFLOP (estimate)")
-        if self.chip is not None and self.seconds is not None:
-            bound = "compute" if self.flops / self.chip.flops >= self.work.moved / self.chip.hbm else "memory"
-            beside = "" if self.dense is None else f", dense {(self.dense.seconds(self.chip) or 0) * 1e3:.2f} ms"
-            share = f"{self.peak / self.chip.hbm_bytes:.1%} of {self.chip.hbm_bytes / 1e9:.0f} GB"
-            lines.append(f"  {self.chip.name} roofline {self.seconds * 1e3:.2f} ms ({bound}){beside}; memory {share}")
+        if chip is not None and self.seconds is not None:
+            bound = "compute" if self.flops / chip.flops >= self.work.moved / chip.hbm else "memory"
+            beside = "" if self.dense is None else f", dense {(self.dense.seconds(chip) or 0) * 1e3:.2f} ms"
+            share = f"memory {self.peak / chip.hbm_bytes:.1%} of {chip.hbm_bytes / 1e9:.0f} GB"
+            time = f"  {chip.name} roofline {self.seconds * 1e3:.2f} ms ({bound}){beside}"
+            lines.append(wrapped([time, share], 4, "; "))
         if self.shares is not None:
-            lines.append(
-                f"  for a policy with active_columns {self.shares.active_columns:g} and hard_rows "
-                f"{self.shares.hard_rows:g}, which are assumed: a run's metrics of these names say the true ones"
-            )
+            assumed = " and ".join(f"{k} {v:g}" for k, v in dataclasses.asdict(self.shares).items())
+            words = f"for a policy with {assumed}, which are assumed: a run's metrics of these names say the true ones"
+            lines.append(wrapped(["  " + words[:17], *words[18:].split()], 4, " "))
         return "\n".join(lines)
 
     def memory_line(self) -> str:
         """The memory, where its numbers come from, and what is sent over a mesh."""
-        sizes = (f"{k} {getattr(self, k) / MIB:,.0f}" for k in ("arguments", "outputs", "temporaries"))
+        sizes = ", ".join(f"{k} {getattr(self, k) / MIB:,.0f}" for k in ("arguments", "outputs", "temporaries"))
+        memory = wrapped([f"  peak {self.peak / MIB:,.0f} MiB ({sizes}):", *self.source.split()], 4, " ")
         sent = (f"\n  {c['kind']} of {c['bytes'] / MIB:,.1f} MiB, {c['times']}x" for c in self.collectives)
-        return f"  peak {self.peak / MIB:,.0f} MiB ({', '.join(sizes)}): {self.source}{''.join(sent)}"
+        return memory + "".join(sent)
 
     def record(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -228,7 +231,7 @@ def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: 
         p, compiled=True, source=f"compiled for {devices[0].device_kind} in {found.seconds:.1f} s",
         arguments=found.argument_bytes, outputs=found.output_bytes, temporaries=found.temporary_bytes,
         peak=found.peak_bytes,
-        collectives=() if place is None else tuple(collectives_of(found.executable.as_text())),
+        collectives=() if place is None else tuple(collectives_of(found.text)),
     )  # fmt: skip
 
 

@@ -8,5 +8,6 @@ timing          three clocks of a compiled function, and its memory by the compi
 result_files    result files of every command, read back
 compiled        where compiled programs are kept for the next process
 progress        how far a command is: a bar, or lines
+text            lines of 80 columns
 tracking        where results go: JSON lines, Weights & Biases
 """

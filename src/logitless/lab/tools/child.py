@@ -1,4 +1,5 @@
-"""Processes that answer one JSON line for each JSON line they get, so that several of them can take turns.
+"""Processes that answer in JSON: one line for a whole process (:func:`last_line`), or a line for each question, so
+that several of them can take turns.
 
 The side that asks is :class:`Worker`; the side that answers calls :func:`serve`. A worker that is killed, runs out of
 memory or takes too long gives an ``error`` like any other answer.
@@ -30,6 +31,18 @@ def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, with this package on the path, and ``own`` variables over it."""
     path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **(own or {})}
+
+
+def last_line(command: Sequence[str], own: Mapping[str, str] | None = None, timeout_s: float = 1800) -> dict[str, Any]:
+    """The JSON object in the last line that ``python *command`` prints; ``error`` where it ends in another way."""
+    call = [sys.executable, *command]
+    try:
+        done = subprocess.run(call, env=environment(own), capture_output=True, text=True, timeout=timeout_s)
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return dict(error=f"stopped after {timeout_s:g} s")
+    except (IndexError, ValueError):
+        return dict(error=f"ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
 
 
 class Worker:

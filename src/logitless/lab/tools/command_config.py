@@ -44,6 +44,9 @@ def check_common(seed: int, wandb_mode: str) -> None:
         )
 
 
+AT_LEAST_0, AT_LEAST_1 = "[0, inf)", "[1, inf)"
+
+
 def number(default: float | None, bounds: str) -> Any:
     """A field for numbers of the interval ``bounds``, such as ``[0, 1)`` or ``[1, inf)``."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})

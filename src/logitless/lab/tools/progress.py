@@ -42,13 +42,17 @@ class Progress:
             return
         try:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
+            from rich.table import Column
         except ImportError:
             return
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        times = (TextColumn("["), TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(), TextColumn("]"))
-        self._bar = Bar(*columns, *times, console=Console(stderr=True))
+        # What gives way on a narrow terminal is the end of the text, and no number.
+        whole = Column(no_wrap=True)
+        left = TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=whole)
+        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        columns = BarColumn(10), MofNCompleteColumn(table_column=whole), left, text
+        self._bar = Bar(*columns, console=Console(stderr=True), expand=True)
         self._task = self._bar.add_task("", total=total, completed=done)
 
     @property

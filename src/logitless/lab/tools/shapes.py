@@ -31,6 +31,22 @@ MODELS: dict[str, HeadShape] = {
 }
 
 
+def head_sizes(model: str | None, hidden: int | None, vocab: int | None, tokens: int) -> tuple[int | None, int]:
+    """``(hidden size, vocabulary)`` of the options --model, or --hidden and --vocab, of a command."""
+    if model is not None:
+        if hidden is not None or vocab is not None:
+            raise ValueError("give --model, or --hidden and --vocab, not both")
+        if model not in MODELS:
+            raise ValueError(f"--model {model!r} is not known; expected one of {', '.join(MODELS)}")
+        hidden, vocab = MODELS[model].hidden, MODELS[model].vocab
+    if vocab is None:
+        raise ValueError("give --model, or --hidden and --vocab")
+    for name, value in (("--hidden", hidden), ("--vocab", vocab), ("--tokens", tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value}, expected at least 1")
+    return hidden, vocab
+
+
 def uniform_batch(
     tokens: int, vocab: int, rng: np.random.Generator, rows: int, live: float, moving: float = 1.0
 ) -> dict[str, Any]:

@@ -25,22 +25,14 @@ device and the wait for the last one are no part of what a trainer sees, and wit
 def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
     """One turn of an arm: milliseconds of each call by every clock there is (``back_to_back_ms`` is one number), and
     on a GPU the kernels of one call."""
-    _warm_up(f, args, warmup)
+    for _ in range(warmup):
+        jax.block_until_ready(f(*args))
     out: dict[str, Any] = dict(wall_ms=wall_times(f, *args, repeats=repeats))
     in_a_row = repeats if jax.default_backend() == "cpu" else BACK_TO_BACK * repeats
     out["back_to_back_ms"] = back_to_back(f, *args, repeats=in_a_row)
-    if _on_gpu():
+    if jax.default_backend() in ("gpu", "cuda"):
         out |= profile(f, *args, repeats=repeats)
     return out
-
-
-def _warm_up(f: Callable[..., Any], args: tuple[Any, ...], calls: int) -> None:
-    for _ in range(calls):
-        jax.block_until_ready(f(*args))
-
-
-def _on_gpu() -> bool:
-    return jax.default_backend() in ("gpu", "cuda")
 
 
 def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
@@ -63,13 +55,6 @@ def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
         device_ms=[float(sum(ms for _, ms in run)) for run in runs],
         kernels=[[name, len(times), round(sum(times), 4)] for name, times in longest],
     )
-
-
-def device_times(f: Callable[..., Any], *args: Any, repeats: int = 10, warmup: int = 2) -> list[float]:
-    """Milliseconds of each of ``repeats`` calls: by CUPTI where there is one, by the host's clock elsewhere."""
-    _warm_up(f, args, warmup)
-    seen = profile(f, *args, repeats=repeats) if _on_gpu() else {}
-    return seen.get("device_ms") or wall_times(f, *args, repeats=repeats)
 
 
 def wall_times(f: Callable[..., Any], *args: Any, repeats: int = 10) -> list[float]:
@@ -105,6 +90,20 @@ def summary(times: list[float]) -> dict[str, float]:
         max_ms=ordered[-1],
         repeats=len(ordered),
     )
+
+
+def compile_in_steps(f: Any, *args: Any) -> tuple[Any, dict[str, float]]:
+    """A jitted function compiled for ``args``, and the seconds of tracing, lowering and compiling."""
+    times = [time.perf_counter()]
+    traced = f.trace(*args)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    return compiled, {
+        k: round(b - a, 3) for k, a, b in zip(("trace", "lower", "compile"), times, times[1:], strict=False)
+    }
 
 
 def compiled_memory(compiled: Any) -> dict[str, int]:

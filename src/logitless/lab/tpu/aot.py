@@ -10,6 +10,7 @@ settings from the environment when it is loaded, so :func:`topology` sets them b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -53,6 +54,22 @@ class Compiled:
     temporary_bytes: int
     alias_bytes: int
     seconds: float
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The optimised HLO."""
+        return self.executable.as_text()
+
+    @property
+    def kernels(self) -> int:
+        """Number of Mosaic kernels in the program."""
+        return self.text.count('custom_call_target="tpu_custom_call"')
+
+    def record(self) -> dict[str, Any]:
+        """The numbers as JSON."""
+        names = ("peak_bytes", "argument_bytes", "output_bytes", "temporary_bytes", "alias_bytes", "kernels")
+        code = self.executable.memory_analysis().generated_code_size_in_bytes
+        return {k: getattr(self, k) for k in names} | dict(code_bytes=code, seconds=round(self.seconds, 1))
 
 
 def missing() -> str | None:

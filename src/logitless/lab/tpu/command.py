@@ -14,17 +14,13 @@ from typing import Any
 from logitless.lab.plan.mesh import parse_mesh
 from logitless.lab.tools import child, result_files
 from logitless.lab.tools.progress import Progress
-from logitless.lab.tools.shapes import MODELS
+from logitless.lab.tools.shapes import MODELS, head_sizes
+from logitless.lab.tools.text import wrapped
 from logitless.lab.tpu import aot, cycles
 
 MIB = 2**20
 MOST_CYCLES = 6e6
 """The simulator takes about 1.5 GB for a million."""
-TIMEOUT_S = 1800
-
-
-class UsageError(Exception):
-    """A request that cannot be served; the message is for the person who made it."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -56,12 +52,12 @@ def _check_slice(topology: str) -> None:
     """Refuse what the compiler would refuse half a minute later."""
     found = re.fullmatch(r"([a-z0-9]+):([1-9]\d*(?:x[1-9]\d*){1,2})", topology)
     if found is None:
-        raise UsageError(f"--topology {topology!r}, expected a slice such as v6e:2x4 or v5p:2x2x1")
+        raise ValueError(f"--topology {topology!r}, expected a slice such as v6e:2x4 or v5p:2x2x1")
     if found[1] not in aot.CHIPS:
-        raise UsageError(f"--topology {topology!r}: the chip {found[1]!r} is not one of {', '.join(aot.CHIPS)}")
+        raise ValueError(f"--topology {topology!r}: the chip {found[1]!r} is not one of {', '.join(aot.CHIPS)}")
     sides = [int(n) for n in found[2].split("x")]
     if math.prod(sides) > 2 and any(n % 2 for n in sides[:2]):
-        raise UsageError(
+        raise ValueError(
             f"--topology {topology!r}: hosts have 2x2 chips, so that the first two sides have to be even, as in 2x4"
         )
 
@@ -69,60 +65,32 @@ def _check_slice(topology: str) -> None:
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The program's arguments."""
     _check_slice(args.topology)
-    hidden, vocab = args.hidden, args.vocab
-    if args.model is not None:
-        if hidden is not None or vocab is not None:
-            raise UsageError("give --model, or --hidden and --vocab, not both")
-        if args.model not in MODELS:
-            raise UsageError(f"--model {args.model!r} is not known; expected one of {', '.join(MODELS)}")
-        hidden, vocab = MODELS[args.model].hidden, MODELS[args.model].vocab
-    if vocab is None or (hidden is None and args.level == "head"):
-        raise UsageError("give --model, or --hidden and --vocab (--vocab alone with --level logits)")
-    for name, value in (("--tokens", args.tokens), ("--vocab", vocab), ("--hidden", hidden)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} {value}, expected at least 1")
-    why = aot.missing()
-    if why is not None:
-        raise UsageError(why)
-    return dict(
-        level=args.level,
-        n=args.tokens,
-        hidden=hidden or 1,
-        vocab=vocab,
-        dtype=args.dtype,
-        logits_dtype=args.logits_dtype,
-        frozen_head=args.frozen_head,
-    )
+    hidden, vocab = head_sizes(args.model, args.hidden, args.vocab, args.tokens)
+    if hidden is None and args.level == "head":
+        raise ValueError("give --model, or --hidden and --vocab (--vocab alone with --level logits)")
+    if (why := aot.missing()) is not None:
+        raise ValueError(why)
+    same = {k: getattr(args, k) for k in ("level", "dtype", "logits_dtype", "frozen_head")}
+    return dict(same, n=args.tokens, hidden=hidden or 1, vocab=vocab)
 
 
 def _axes(text: str, topology: str, arguments: dict[str, Any]) -> dict[str, int]:
     """The mesh, checked against the slice and the shape."""
-    try:
-        axes = parse_mesh(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    axes = parse_mesh(text)
     chips, there = math.prod(axes.values()), math.prod(map(int, topology.split(":")[1].split("x")))
     if chips > there:
-        raise UsageError(f"--mesh {text} needs {chips} chips, and {topology} has {there}")
+        raise ValueError(f"--mesh {text} needs {chips} chips, and {topology} has {there}")
     if arguments["n"] % (axes["data"] * axes["fsdp"]):
-        raise UsageError(f"--tokens {arguments['n']} do not split over data x fsdp = {axes['data'] * axes['fsdp']}")
+        raise ValueError(f"--tokens {arguments['n']} do not split over data x fsdp = {axes['data'] * axes['fsdp']}")
     if arguments["vocab"] % (axes["tensor"] * axes["fsdp"]):
-        raise UsageError(f"--vocab {arguments['vocab']} does not split over tensor x fsdp in --mesh {text}")
+        raise ValueError(f"--vocab {arguments['vocab']} does not split over tensor x fsdp in --mesh {text}")
     return axes
 
 
 def _compile(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: libtpu reads its settings from the environment once, when it is loaded."""
-    command = [sys.executable, "-m", "logitless.lab.tpu.loss_program", topology, json.dumps(arguments)]
-    environment = child.environment(aot.ENVIRONMENT)
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return dict(error=f"stopped after {TIMEOUT_S} s")
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        return dict(error=f"the compiler ended with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    command = ["-m", "logitless.lab.tpu.loss_program", topology, json.dumps(arguments)]
+    return child.last_line(command, aot.ENVIRONMENT)
 
 
 def _show(form: str, row: dict[str, Any]) -> str:
@@ -134,12 +102,11 @@ def _show(form: str, row: dict[str, Any]) -> str:
     collectives = ", ".join(f"{len(v)} {k} ({sum(v) / MIB:,.1f} MiB)" for k, v in sent.items()) or "none"
     inside = "in the program" if row["logits_in_program"] else "nowhere in the program"
     temporaries = row["peak"] - row["arguments"] - row["outputs"]
-    return (
-        f"  {form}: peak {row['peak'] / MIB:,.0f} MiB per chip = arguments {row['arguments'] / MIB:,.0f} + outputs "
-        f"{row['outputs'] / MIB:,.0f} + temporaries {temporaries / MIB:,.0f}\n"
-        f"    {row['kernels']} Mosaic kernels, [tokens, vocabulary] arrays {inside}, collectives {collectives}; "
-        f"compiled in {row['seconds']:.0f} s"
-    )
+    parts = f"arguments {row['arguments'] / MIB:,.0f} + outputs {row['outputs'] / MIB:,.0f} +"
+    memory = [f"  {form}: peak {row['peak'] / MIB:,.0f} MiB per chip =", parts, f"temporaries {temporaries / MIB:,.0f}"]
+    found = [f"    {row['kernels']} Mosaic kernels,", f"[tokens, vocabulary] arrays {inside},"]
+    found += [f"collectives {collectives};", f"compiled in {row['seconds']:.0f} s"]
+    return f"{wrapped(memory, 4, ' ')}\n{wrapped(found, 4, ' ')}"
 
 
 def _run_compile(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -167,16 +134,16 @@ def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     arguments = dict(_arguments(args), form="fused")
     chip = cycles.V6E
     if args.topology.split(":")[0] != chip.topology.split(":")[0]:
-        raise UsageError(f"--topology {args.topology}: clock and bandwidth are known for {chip.topology} only")
+        raise ValueError(f"--topology {args.topology}: clock and bandwidth are known for {chip.topology} only")
     if args.for_tokens is not None and args.for_tokens < 1:
-        raise UsageError(f"--for-tokens {args.for_tokens}, expected at least 1")
+        raise ValueError(f"--for-tokens {args.for_tokens}, expected at least 1")
     n = arguments["n"]
     few, many = n, 2 * n
     matmuls = 0 if args.level == "logits" else 4
     guess = 2 * matmuls * many * arguments["hidden"] * arguments["vocab"] / 918e12 * chip.clock_hz
     guess += many * arguments["vocab"] / 128 * (0.7 if args.level == "logits" else 0.0)
     if guess > MOST_CYCLES:
-        raise UsageError(
+        raise ValueError(
             f"{many} tokens of this shape are about {guess / 1e6:.0f} million cycles, and the simulator takes 1.5 GB "
             f"for each million: at most {MOST_CYCLES / 1e6:.0f}. Give fewer --tokens or a smaller --vocab."
         )
@@ -216,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     """0 done, 1 the compiler refused the program, 2 bad usage or no compiler."""
     try:
         code, record = _run_compile(args) if args.tpu_command == "compile" else _run_cycles(args)
-    except UsageError as error:
+    except ValueError as error:  # for the person who asked
         print(f"logitless tpu: {error}", file=sys.stderr)
         return 2
     if args.out is not None:

@@ -6,7 +6,7 @@ well, and comes out within 5 to 35 % of published times (optimistic for small ke
     time = max(cycles / clock, bytes / bandwidth)
 
 The simulator needs about 1.5 GB per million cycles and is slow: simulate few rows, in a process with a memory limit,
-and take the slope (:func:`cycles_per_row`). An estimate is never a measurement, and is reported as an estimate.
+and take the slope. An estimate is never a measurement, and is reported as an estimate.
 """
 
 from __future__ import annotations
@@ -71,12 +71,6 @@ def simulate(
         if done.returncode and not (partial and found):
             raise RuntimeError(f"simulating {target} with {arguments} failed:\n{done.stderr[-2000:]}")
         return found
-
-
-def cycles_per_row(target: str, arguments: dict[str, Any], rows: tuple[int, int], chip: Chip = V6E) -> float:
-    """Slope of the whole program's cycles between two row counts, passed to the target as ``n``."""
-    few, many = (sum(simulate(target, dict(arguments, n=n), chip.topology).values()) for n in rows)
-    return (many - few) / (rows[1] - rows[0])
 
 
 def _profile(text: str) -> tuple[str, int]:

@@ -30,14 +30,16 @@ def program(
     logits_dtype: str = "float32",
     frozen_head: bool = False,
     mesh: Any = None,
+    **options: Any,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """``(f, argument shapes)`` of a loss and its gradients over ``n`` tokens; ``form`` is ``fused`` or ``dense``.
+    """``(f, argument shapes)`` of a loss and its gradients over ``n`` tokens; ``form`` is ``fused``, with ``options``
+    of the call, ``dense`` (the strongest form) or ``naive``.
 
     On a mesh with the axes ``data``, ``fsdp`` and ``tensor`` rows are split over the first two, and the head's
     vocabulary over ``tensor`` and ``fsdp``: parts of a hidden dimension that are no multiple of 128 would cost an
     all-reduce of dW in place of the reduce-scatter. The dense form leaves all else to the compiler.
     """
-    objective = Objective(aggregation="dapo")
+    objective, dense = Objective(aggregation="dapo"), "strong" if form == "dense" else form
     rows = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     batch, columns = P(("data", "fsdp")), P(("tensor", "fsdp"))
 
@@ -50,15 +52,14 @@ def program(
     def over_logits(x: Any, y: Any, a: Any, old: Any) -> Any:
         if form == "fused":
             return grpo_loss(x, y, advantages=a, old_logp=old, objective=objective, sharding=sharding)[0]
-        return baselines.logits_loss("strong", x, y, objective=objective, advantages=a, old_logp=old)
+        return baselines.logits_loss(dense, x, y, objective=objective, advantages=a, old_logp=old)
 
     def over_head(h: Any, w: Any, y: Any, a: Any, old: Any) -> Any:
         o: dict[str, Any] = dict(advantages=a, old_logp=old, objective=objective)
         if form == "fused":
-            return linear_grpo_loss(
-                h, Head(w, layout="vh"), y, sharding=sharding, options=Options(logits_dtype=logits_dtype), **o
-            )[0]
-        return baselines.head_loss("strong", h, w, y, logits_dtype=logits_dtype, **o)
+            how = Options(logits_dtype=logits_dtype, **options)
+            return linear_grpo_loss(h, Head(w, layout="vh"), y, sharding=sharding, options=how, **o)[0]
+        return baselines.head_loss(dense, h, w, y, logits_dtype=logits_dtype, **o)
 
     if level == "logits":
         x = s((rows, n // rows, vocab), dtype, P(("data", "fsdp"), None, "tensor"))
@@ -91,22 +92,15 @@ def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
         where = arguments["mesh"] = aot.mesh(topology, tuple(axes.values()), tuple(axes))
     f, args = program(**arguments)
     compiled = aot.compile_for(where, f, *args)
-    text = compiled.executable.as_text()
     n, vocab = ({arguments[key] // count for count in parts} for key, parts in _parts(axes or {}).items())
-    searched = text
+    searched = compiled.text
     if arguments["level"] == "head" and arguments["hidden"] in n:
         # [hidden, vocabulary], a head or its gradient, would pass for logits: look in a program that tells them apart.
         f, args = program(**dict(arguments, hidden=max(n) + 128))
-        searched = aot.compile_for(where, f, *args).executable.as_text()
-    return dict(
-        peak=compiled.peak_bytes,
-        arguments=compiled.argument_bytes,
-        outputs=compiled.output_bytes,
-        kernels=text.count('custom_call_target="tpu_custom_call"'),
-        logits_in_program=has_logits(searched, n, vocab),
-        collectives=collectives_of(text),
-        seconds=compiled.seconds,
-    )
+        searched = aot.compile_for(where, f, *args).text
+    sizes = dict(peak=compiled.peak_bytes, arguments=compiled.argument_bytes, outputs=compiled.output_bytes)
+    found = dict(logits_in_program=has_logits(searched, n, vocab), collectives=collectives_of(compiled.text))
+    return compiled.record() | sizes | found
 
 
 def main() -> None:
