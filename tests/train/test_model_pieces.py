@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.train import attention, weights
+from logitless.train import attention
 from logitless.train.ab import _show, _steps_expected
 from logitless.train.command import describe
 from logitless.train.compare import all_agree, disagreeing, free_runs, over_seeds
 from logitless.train.config import ConfigError, TrainConfig, load
 from logitless.train.data import DataError, Problem, gsm8k
-from logitless.train.model import ModelConfig, ModelError, hidden_states, without_cache
+from logitless.train.model import ModelConfig, ModelError, hidden_states, model_pass
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, sample
 from logitless.train.task import Task
@@ -176,7 +176,7 @@ def test_a_split_has_one_of_two_names() -> None:
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_are_computed_again_where_that_is_asked_for(remat: bool) -> None:
     ids = jnp.ones((1, 3), int)
-    parts = without_cache(MICRO, ids, jnp.arange(3)[None], ids > 0)
+    parts = model_pass(MICRO, ids, jnp.arange(3)[None], ids > 0)
     jaxpr = jax.make_jaxpr(lambda p: parts.hidden(p, None, remat))(micro_params(0))
     assert ("remat" in str(jaxpr) or "checkpoint" in str(jaxpr)) == remat
 
@@ -213,10 +213,3 @@ def test_a_summary_for_the_terminal() -> None:
         "  held-out reward - -> 1.000",
         "  records in runs/tiny",
     ]
-
-
-@pytest.mark.parametrize("width", [0, 1, 100, 896, 10**9])
-def test_rows_at_once_fill_the_cache_and_no_more(width: int) -> None:
-    rows, room = weights.rows_at_once(width), weights._AT_ONCE
-    assert rows % 16 == 0 and (rows + 16) * max(width, 1) > room
-    assert rows * width <= room or rows == 16

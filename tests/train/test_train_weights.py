@@ -19,6 +19,7 @@ import pytest
 
 from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
+from logitless.train import gguf as gguf_module
 from logitless.train import tokenizer as tokenizer_module
 from logitless.train.config import ConfigError, load
 from logitless.train.gguf import GGUF_NAMES, load_gguf
@@ -44,7 +45,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 def logits(config: ModelConfig, params: Params, case: dict[str, np.ndarray]) -> np.ndarray:
     """Of the case's real tokens."""
     valid = jnp.asarray(case["valid"])
-    hidden, _ = run(params, config, jnp.asarray(case["tokens"], jnp.int32), positions_of(valid), valid)
+    hidden = run(params, config, jnp.asarray(case["tokens"], jnp.int32), positions_of(valid), valid)
     return np.asarray(hidden @ lm_head(params, config).T)[case["valid"]]
 
 
@@ -208,13 +209,17 @@ def test_gguf_gives_the_same_logits(name: str, kind: str, tolerance: float, tmp_
 
 
 @pytest.mark.parametrize("name, kind", [("hf_llama", "Q8_0"), ("hf_qwen2", "Q5_1"), ("hf_qwen2", "BF16")])
-def test_a_gguf_dequantised_on_the_device_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_gguf_has_the_numbers_of_its_own_package(name: str, kind: str, tmp_path: Path) -> None:
+    """Rounded once to the dtype, each in its place; also of a type that is not dequantised here."""
     path = write_gguf(tmp_path / "model.gguf", name, kind=kind)
     for dtype in (jnp.float32, jnp.bfloat16):
-        loaded = [load_gguf(path, dtype, on_device=there) for there in (False, True)]
-        assert loaded[0][0] == loaded[1][0] == model_shape(path)
-        jax.tree.map(np.testing.assert_array_equal, loaded[0][1], loaded[1][1])
-        assert jax.tree.map(lambda x: x.dtype, loaded[0][1]) == jax.tree.map(lambda x: x.dtype, loaded[1][1])
+        config, params = load_gguf(path, dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf_module, "known", lambda _: False)
+            by_package = load_gguf(path, dtype)
+        assert by_package[0] == config == model_shape(path)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        jax.tree.map(np.testing.assert_array_equal, params, by_package[1])
 
 
 def test_every_kind_of_blocks_is_dequantised_to_the_same_bits() -> None:

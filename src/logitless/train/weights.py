@@ -2,8 +2,8 @@
 
 Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
 ``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
-each tensor is read, checked and copied to its place, so that the peak is the model plus one stack of layers, and a
-layer for each core: they are read side by side, since NumPy lets go of the interpreter while it computes.
+each tensor is read, checked and written into its place on the device, so that the peak is the model plus a tensor for
+each thread.
 """
 
 from __future__ import annotations
@@ -14,36 +14,27 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
 
 SHARD_BYTES = 4 << 30
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_AT_ONCE, _THREADS = 1 << 16, 4
+_THREADS = 4
 
 
 def threads() -> int:
-    """How many load weights: a few, since each of their many NumPy calls ends with a wait for Python's lock."""
+    """How many load weights: a few, since they share one interpreter and one path to the device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _THREADS)
-
-
-def rows_at_once(width: int) -> int:
-    """As many rows as stay in a core's cache with the temporaries made of them; a cache line of float32 at least."""
-    return max(16, _AT_ONCE // max(width, 1) // 16 * 16)
-
-
-def transpose(rows: Rows, out: np.ndarray) -> None:
-    """``out[...] = rows.T``, a few rows at a time: a third of the time of NumPy's own, which strides over all."""
-    step = rows_at_once(rows.shape[-1])
-    for first in range(0, rows.shape[0], step):
-        out[..., first : first + step] = rows[first : first + step].T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +71,9 @@ HF_NAMES = TensorNames(
 )
 
 
-class Rows(Protocol):
-    """A tensor that is read by its rows: an array, or something that makes them when they are asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, some: slice, /) -> np.ndarray: ...
+@partial(jax.jit, donate_argnums=0)
+def _put_layer(stack: Array, i: Array, tensor: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, tensor.T.astype(stack.dtype), i, 0)
 
 
 def assemble(
@@ -94,47 +81,33 @@ def assemble(
     config: ModelConfig,
     names: TensorNames,
     available: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Rows],
+    read: Callable[[str], Any],
     dtype: Any = jnp.float32,
-    on_device: Callable[[list[Rows], bool], Any] | None = None,
 ) -> Params:
-    """The parameter tree from tensors that ``read`` returns by their names in the file ``source``, whose shapes are
-    ``available``.
-
-    ``on_device(matrices, layered)``, where it is given, makes an array of a stack of layers' matrices, transposed, or
-    of the one matrix in the list as it is, without the host.
-    """
-    shapes = param_shapes(config)
-    top = {name: names.top[name] for name in shapes if name != "layers"}
-    layers = {name: [names.of_layer(name, i) for i in range(config.num_layers)] for name in layer_shapes(config)}
+    """The parameter tree from arrays that ``read`` returns by their names in the file ``source``, whose shapes are
+    ``available``."""
     check_tensors(source, config, names, available)
-
-    def whole(name: str) -> Any:
-        tensor = read(top[name])
-        if on_device is not None and len(shapes[name]) == 2:
-            return on_device([tensor], False)
-        return jnp.asarray(np.asarray(tensor[:], dtype))
-
-    def stacked(name: str, pool: ThreadPoolExecutor) -> Any:
-        shape = shapes["layers"][name]
-        if on_device is not None and len(shape) == 3:
-            return on_device([read(one) for one in layers[name]], True)
-        out = np.empty(shape, dtype)
-
-        def fill(i: int) -> None:
-            transpose(read(layers[name][i]), out[i])
-
-        list(pool.map(fill, range(len(layers[name]))))  # which raises what a layer raised
-        return jnp.asarray(out)
-
-    params: Params = {name: whole(name) for name in top}
+    shapes = param_shapes(config)
+    params: Params = {
+        name: jnp.asarray(read(names.top[name]), dtype).reshape(shape)
+        for name, shape in shapes.items()
+        if name != "layers"
+    }
     head = names.top["lm_head"]
-    if config.tie_word_embeddings and head in available and not np.array_equal(read(head)[:], read(top["embed"])[:]):
+    if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(names.top["embed"])):
         # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
         raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
-    with ThreadPoolExecutor(threads()) as pool, ThreadPoolExecutor(1 if on_device is None else threads()) as outer:
-        # A stack at a time on the host, for its memory; on the device side by side, for its programs to compile.
-        params["layers"] = dict(zip(layers, outer.map(lambda name: stacked(name, pool), layers), strict=True))
+
+    def stacked(name: str) -> Array:
+        shape = shapes["layers"][name]
+        stack = jnp.zeros(shape, dtype)
+        for i in range(config.num_layers):
+            tensor = jnp.asarray(read(names.of_layer(name, i)))
+            stack = _put_layer(stack, np.int32(i), tensor.reshape(shape[:0:-1]))
+        return stack
+
+    with ThreadPoolExecutor(threads()) as pool:
+        params["layers"] = dict(zip(shapes["layers"], pool.map(stacked, shapes["layers"]), strict=True))
     return params
 
 
