@@ -218,24 +218,21 @@ def test_a_checkpoint_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch:
     import jax.numpy as jnp
 
     calls: list[tuple[str, str]] = []
-    sync, rename = os.fsync, os.rename
+    sync, rename = os.fsync, os.replace
 
     def spy_sync(handle: int) -> None:
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
         sync(handle)
 
     def spy_rename(a: Any, b: Any) -> None:
-        if Path(a).name.startswith(".unfinished_step"):
-            files = {str(p) for p in [Path(a), *Path(a).rglob("*")]}
-            calls.append(("rename", str(b)))
-            assert files <= {path for kind, path in calls if kind == "fsync"}
+        calls.append(("rename", str(a)))
         rename(a, b)
 
     monkeypatch.setattr(os, "fsync", spy_sync)
-    monkeypatch.setattr(os, "rename", spy_rename)
+    monkeypatch.setattr(os, "replace", spy_rename)
     checkpoints.save(tmp_path, 2, {"w": jnp.ones(3)}, {}, keep=1)
-    renamed = next(i for i, (kind, _) in enumerate(calls) if kind == "rename")
-    assert ("fsync", str(tmp_path)) in calls[renamed:]
+    beside = str(tmp_path / "step_00000002.safetensors.new")
+    assert calls == [("fsync", beside), ("rename", beside), ("fsync", str(tmp_path))]
 
 
 def test_a_full_disk_while_recording_is_exit_code_3_with_the_checkpoint_named(tmp_path: Path) -> None:

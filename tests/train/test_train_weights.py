@@ -20,13 +20,12 @@ import pytest
 from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
 from logitless.train import gguf as gguf_module
-from logitless.train import tokenizer as tokenizer_module
 from logitless.train.config import ConfigError, load
 from logitless.train.gguf import GGUF_NAMES, load_gguf
 from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.task import build_task
-from logitless.train.tokenizer import CharTokenizer, Tokenizer, chatml, load_tokenizer, render
+from logitless.train.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, render
 from logitless.train.weights import HF_NAMES, load_model, load_safetensors, model_shape, save_safetensors
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
@@ -350,30 +349,29 @@ def test_a_gguf_tokenizer_round_trips(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm2"])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_chatml_in_plain_code_is_the_models_own_template(name: str, system: str | None) -> None:
-    pytest.importorskip("jinja2")
+def test_the_models_own_templates_write_chatml(name: str, system: str | None) -> None:
     template = (DATA / f"chat_template_{name}.jinja").read_text()
-    default = next(s for s in tokenizer_module.SYSTEM_PROMPTS if s in template)
     messages = [{"role": "system", "content": system}] if system else []
     for role, content in (("user", "3+4?"), ("assistant", "7"), ("user", "{{ 1+1 }} <b>")):
         messages.append({"role": role, "content": content})
     for ask in (True, False):
-        assert render(template, messages, ask, {}) == chatml(messages, default, ask)
+        text = render(template, messages, ask, {})
+        wanted = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        assert text.endswith(wanted + "<|im_start|>assistant\n" * ask)
+        assert text.count("<|im_start|>system") == 1
 
 
-def test_chat_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_gguf(write_tokenizer_gguf(tmp_path / "t.gguf", "qwen2"))
-    with_jinja2 = tokenizer.chat([{"role": "user", "content": "hi"}])
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == with_jinja2
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ModelError, match="its chat template needs jinja2"):
-        tokenizer.chat([])
+    with pytest.raises(ModelError, match="a bare prompt has no place"):
+        tokenizer.encode_prompt("hi", chat=False, system="x")
+    tokenizer.chat_template = "another {{ messages[0].content }}"
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(ModelError, match=r"need jinja2: pip install 'logitless\[train\]'"):
+        tokenizer.encode_prompt("hi", chat=True)
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="has no chat template; use bare prompts"):
         tokenizer.encode_prompt("hi", chat=True)
-    with pytest.raises(ModelError, match="a bare prompt has no place"):
-        tokenizer.encode_prompt("hi", chat=False, system="x")
 
 
 def test_a_template_is_compiled_once() -> None:

@@ -40,7 +40,8 @@ from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
 from logitless.train.ab_text import curve, table, verdict
 from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
-from logitless.train.folder import Say, check_same, finished, locked, read_records, replace, run_folder
+from logitless.train.files import replace
+from logitless.train.folder import Say, check_same, finished, locked, read_records, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 
 __all__ = [
@@ -204,7 +205,7 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: S
                 if not parallel:
                     _wait(arms, started, hold, say, progress, before)
                 elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
-                    cache = Path(arm.warm_start.cache) / "warm_start"
+                    cache = Path(arm.warm_start.cache) / "warm_start.safetensors"
                     while started[name].poll() is None and not cache.exists() and hold.received is None:
                         time.sleep(0.2)
             _wait(arms, started, hold, say, progress, before)

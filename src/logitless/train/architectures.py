@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
+from logitless.train.files import did_you_mean
 from logitless.train.model import ModelConfig, ModelError
 
 PRESETS: dict[str, ModelConfig] = {
@@ -21,9 +21,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str, vocab_size: int | None = None) -> ModelConfig:
     """The shape of that name, with another vocabulary where one is given."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ModelError(f"no architecture {name!r}; there are {', '.join(PRESETS)}.{hint}")
+        raise ModelError(f"no architecture {name!r}; there are {', '.join(PRESETS)}.{did_you_mean(name, PRESETS)}")
     config = PRESETS[name]
     return config if vocab_size is None else dataclasses.replace(config, vocab_size=vocab_size)
 

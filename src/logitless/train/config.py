@@ -6,7 +6,6 @@ The defaults are the ``tiny`` run: two-number addition, learned in about two min
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from logitless.lab.tools.command_config import ConfigError, number, one_of
 from logitless.lab.tools.command_config import load as load_schema
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS
+from logitless.train.files import did_you_mean
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
 
@@ -311,8 +311,7 @@ def objective_of(c: TrainConfig) -> Objective:
         names = [f.name for f in dataclasses.fields(Objective)]
         unknown = [k for k in fields if k not in names]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], names, n=1)
-            hint = f" Did you mean 'train.objective.{close[0]}'?" if close else ""
+            hint = did_you_mean(unknown[0], names, "train.objective.")
             raise ConfigError(f"train.objective.{unknown[0]} is not known.{hint}") from None
         raise ConfigError(f"train.objective: {error}") from None
 

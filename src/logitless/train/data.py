@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from logitless.train.files import package
+
 SPLITS = ("train", "test")
 FORMS = ("bare", "chat")
 INSTRUCTION = "Reason step by step, and end with the answer as a number after ####."
@@ -142,11 +144,7 @@ def reasoning_gym(
 
 def reasoning_gym_module() -> Any:
     """The package, or a word on how to get it."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise DataError("this task needs reasoning-gym: pip install 'logitless[reasoning]'") from None
-    return reasoning_gym
+    return package("reasoning_gym", DataError("this task needs reasoning-gym: pip install 'logitless[reasoning]'"))
 
 
 def _sum(a: int, b: int, form: str, instruction: str) -> Problem:

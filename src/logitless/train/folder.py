@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
+from logitless.train.files import replace
 
 try:
     import fcntl
@@ -168,13 +169,3 @@ def keep_records(path: Path, last_step: int, say: Say) -> None:
         )
     kept = [line for line, r in zip(lines, records, strict=True) if r is not None and r["step"] <= last_step]
     replace(path, b"".join(line + b"\n" for line in kept))
-
-
-def replace(path: Path, text: str | bytes) -> None:
-    """Write a file so that a kill leaves the old one or the new one, whole."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.write(text.encode() if isinstance(text, str) else text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

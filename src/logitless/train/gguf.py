@@ -19,6 +19,7 @@ from jax import Array
 
 from logitless.train import gguf_file
 from logitless.train.dequantise import dequantise, known
+from logitless.train.files import package
 from logitless.train.gguf_file import GGUFFile, Tensor
 from logitless.train.model import ModelConfig, ModelError, Params
 from logitless.train.weights import TensorNames, assemble, check_tensors
@@ -121,11 +122,9 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
 
     The settings are those of a hub folder's ``tokenizer_config.json``: the special tokens and the chat template.
     """
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, normalizers, pre_tokenizers
-    except ImportError:
-        raise ModelError("tokenizers are missing: pip install 'logitless[train]'") from None
+    tokenizers = package("tokenizers", ModelError("tokenizers are missing: pip install 'logitless[train]'"))
+    decoders, models, normalizers = tokenizers.decoders, tokenizers.models, tokenizers.normalizers
+    pre_tokenizers = tokenizers.pre_tokenizers
     file = _read(path)
     kind = _field(path, file, "tokenizer.ggml.model")
     if kind != "gpt2":
@@ -200,10 +199,7 @@ def _config(path: str | Path, file: GGUFFile) -> ModelConfig:
 
 
 def _read(path: str | Path) -> GGUFFile:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'") from None
+    package("gguf", ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'"))
     if not Path(path).is_file():
         raise ModelError(f"{path}: no such file.")
     try:

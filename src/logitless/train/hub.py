@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.lab.tools.compiled import user_cache
+from logitless.train.files import in_a_line, package
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>{_PART}\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
@@ -83,9 +84,8 @@ def download(source: str) -> Path:
     try:
         found = _get(source, here=False)
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
         raise NotInReach(
-            f"{source}: not in the hub's cache, and the hub did not give it ({type(error).__name__}: {said}). "
+            f"{source}: not in the hub's cache, and the hub did not give it ({in_a_line(error)}). "
             "Go online; for a gated model set HF_TOKEN; or set HF_HOME to a cache that has it, or give a folder that "
             "holds config.json and *.safetensors."
         ) from None
@@ -98,14 +98,8 @@ def download(source: str) -> Path:
 
 def client() -> Any:
     """huggingface_hub, which is asked for by name where it is missing."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise NotInReach(
-            "a hub id needs huggingface_hub: pip install 'logitless[hub]'; or give a folder that holds config.json and "
-            "*.safetensors"
-        ) from None
-    return huggingface_hub
+    advice = "pip install 'logitless[hub]'; or give a folder that holds config.json and *.safetensors"
+    return package("huggingface_hub", NotInReach(f"a hub id needs huggingface_hub: {advice}"))
 
 
 def _get(source: str, *, here: bool) -> Path | None:

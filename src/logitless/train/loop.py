@@ -31,6 +31,7 @@ from logitless.lab.tools.tracking import Tracker
 from logitless.train import checkpoints, hub, recorded
 from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
+from logitless.train.files import replace
 from logitless.train.folder import (
     Say,
     check_folder,
@@ -39,7 +40,6 @@ from logitless.train.folder import (
     open_folder,
     read_records,
     read_summary,
-    replace,
     run_folder,
 )
 from logitless.train.model import num_params

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from jax import Array
 
 from logitless.train.config import ConfigError
+from logitless.train.files import in_a_line, replaced
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts
@@ -55,11 +55,8 @@ def _file(folder: Path, kind: str, step: int) -> Path:
 
 
 def _write(file: Path, **arrays: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".new")
-    with beside.open("wb") as out:
+    with replaced(file) as beside, beside.open("wb") as out:
         np.savez(out, **arrays)
-    os.replace(beside, file)
 
 
 _ROLLOUTS = dict(prompt="iNP", prompt_valid="bNP", completion="iNC", mask="bNC", logp="fNC", rewards="fN", parts="U")
@@ -73,8 +70,7 @@ def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
         with np.load(file, allow_pickle=False) as found:
             arrays = {name: found[name] for name in layout}
     except Exception as error:  # whatever damaged bytes make of the reader
-        detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{file}: not readable as a recorded step ({type(error).__name__}: {detail})") from None
+        raise ConfigError(f"{file}: not readable as a recorded step ({in_a_line(error)})") from None
     sizes: dict[str, int] = {}
     for name, x in arrays.items():
         kind, axes = layout[name][0], layout[name][1:]

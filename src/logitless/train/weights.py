@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from logitless.train.files import in_a_line, package, replace
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
 
 SHARD_BYTES = 4 << 30
@@ -147,7 +148,7 @@ def save_safetensors(
 
     Everything is written under other names first and then moved into place, ``config.json`` last.
     """
-    save_file = _safetensors().numpy.save_file
+    save_file = _safetensors().save_file
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, np.ndarray]] = [{}]
@@ -170,8 +171,9 @@ def save_safetensors(
         os.replace(folder / f"{file}.partial", folder / file)
     if count > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": str(params["embed"].dtype)})
+        replace(folder / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+    about = {**config.to_hf(), "torch_dtype": str(params["embed"].dtype)}
+    replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
     return [folder / file for file in files]
 
 
@@ -215,8 +217,7 @@ def untrusted(path: Path) -> Iterator[None]:
     except (ModelError, OSError):
         raise
     except Exception as error:
-        detail = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path}: not readable as a model: {type(error).__name__}: {detail}") from error
+        raise ModelError(f"{path}: not readable as a model: {in_a_line(error)}") from error
 
 
 def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
@@ -295,11 +296,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ModelError("safetensors files need the safetensors package: pip install 'logitless[train]'") from None
-    return safetensors
+    advice = "safetensors files need the safetensors package: pip install 'logitless[train]'"
+    return package("safetensors.numpy", ModelError(advice))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -313,9 +311,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds {type(content).__name__}, expected a JSON object.")
     return content
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
