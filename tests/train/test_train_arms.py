@@ -204,7 +204,7 @@ def test_abc(
     said: list[str] = []
     again = ab.run(load(None, settings), resume=True, say=said.append)
     complete = [f"arm {n}: complete already" for n in result["arms"]]
-    complete += [f"replay: arm {n}: complete already" for n in ("control", "exact", "sparse")]
+    complete += [f"replay: arm {n}: complete already" for n in ("control", "dense", "exact", "sparse")]
     assert [s for s in said if "complete already" in s] == complete
     assert again["agreement"] == result["agreement"]
     # One without its last steps is.

@@ -14,7 +14,8 @@ The result, ``<run_dir>/ab.json``::
      "agreement": {"agree": true, false or null (not judged), "decided_by": "replay", "control", "seeds" or "nothing",
                    "verdict": text, "test": text, "first_difference": first step with other tokens or null,
                    "replay_agree": ..., "replay_loss_deviation": ..., the rest of compare.agreement},
-     "replay": {arm: the deviations of all steps, as of replay.judge}}
+     "replay": {arm: the deviations of all steps, as of replay.judge},
+     "same_completions": {arm: update, step and peak on the baseline's completions, as of compare.same_completions}}
 
 With ``ab.arms``, the first arm is the baseline, and ``ratios`` and ``agreement`` hold one such mapping for each of the
 others, by its name. Arms that ran at the same time (``ab.parallel``) have no times in this file: none is a measurement.
@@ -36,9 +37,9 @@ from logitless.lab.tools.compiled import folder_of_programs
 from logitless.lab.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
-from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
+from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of, rounds_of
 from logitless.train.ab_text import curve, table, verdict
-from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
+from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios, same_completions
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
 from logitless.train.files import replace
 from logitless.train.folder import Say, check_same, finished, locked, read_records, run_folder
@@ -76,7 +77,12 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         every = [*plan.free.values(), *plan.replays.values()]
         with Progress(sum(map(_steps_expected, every)), say=say) as progress:
             _run_arms(plan.free, resume, config.ab.parallel, say, progress)
-            _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"), progress)
+            done = progress.done
+            for i, replays in enumerate(rounds_of(config, plan.replays), 1):
+                progress.at(done)
+                of = "" if config.ab.rounds == 1 else f" {i} of {config.ab.rounds}"
+                again = resume or i > 1
+                _run_arms(replays, again, config.ab.parallel, lambda text, of=of: say(f"replay{of}: {text}"), progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -113,7 +119,8 @@ def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[st
     replays: dict[str, Any] = {}
     approximate = {n: replay_test.approximate(plan.arms[first].train.loss, plan.arms[n].train.loss) for n in others}
     if config.ab.replay:
-        base, control = _traces(plan.arms[first]), _traces(plan.replays[CONTROL])
+        base = _traces(plan.replays.get(first, plan.arms[first]))
+        control = _traces(plan.replays[CONTROL])
         for name in others:
             traces = _traces(plan.replays.get(name, plan.arms[name]))
             loss = plan.arms[name].train.loss
@@ -142,6 +149,9 @@ def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[st
     out: dict[str, Any] = {"ratios": by_arm, "agreement": agree}
     if not config.ab.arms:
         out = {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
+    if config.ab.replay and first in plan.replays:
+        records = {name: read_records(Path(arm.run_dir) / "metrics.jsonl") for name, arm in plan.replays.items()}
+        out["same_completions"] = same_completions(config, done[first]["metrics"], first, records)
     return {**out, "replay": replays}
 
 

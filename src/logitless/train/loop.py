@@ -102,7 +102,7 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
         check_warm_start(config, task, folder)
     # Compiling needs shapes alone and begins beside the loading, unless there may be nothing left to do.
     finished = read_summary(folder, say) if resume else None
-    early = finished is None
+    early = finished is None or finished["steps"] < steps
     with ThreadPoolExecutor(1) as pool:
         compiling = time.perf_counter()
         compiled = pool.submit(trainer.compile, *trainer.like()) if early else None
@@ -169,13 +169,14 @@ class _Loop:
             numbers, evaluated = self.trainer.evaluate(state, frozen)
             self._write_samples(evaluated, 0)
             self.tracker.log({"step": 0, **numbers})
-        for step in range(start + 1, self.steps + 1):
+        until = min(self.config.train.until or self.steps, self.steps)
+        for step in range(start + 1, until + 1):
             # A step that can be saved is finished and saved when a signal comes; else there is nothing to wait for.
             with held("step") if self.config.checkpoint.every else contextlib.nullcontext() as hold:
                 state = self._step(state, frozen, step, progress)
                 stop = hold is not None and hold.received is not None
                 every = self.config.checkpoint.every
-                if every and (stop or step == self.steps or step % every == 0):
+                if every and (stop or step == until or step % every == 0):
                     self._save(step, state)
             if hold is not None and hold.received is not None and step < self.steps and self.last_saved is not None:
                 raise Stopped(hold.received, self.last_saved)
