@@ -14,7 +14,7 @@ import pytest
 
 from interpreted import by_numpy, in_numpy
 from logitless.train import attention
-from logitless.train.architectures import PRESETS, preset
+from logitless.train.architectures import PRESETS, config_from_hf, config_to_hf, preset
 from logitless.train.lora import init_lora, merge
 from logitless.train.model import (
     ModelConfig,
@@ -212,7 +212,7 @@ def test_tiny_is_tiny_and_takes_the_callers_vocabulary() -> None:
     assert bigger["embed"].shape == (30, 128) and bigger["norm"].dtype == jnp.bfloat16
     with pytest.raises(ModelError, match=r"Did you mean 'qwen2.5-1.5b'"):
         preset("qwen2.5-1b")
-    assert ModelConfig.from_hf(PRESETS["smollm2-135m"].to_hf()) == PRESETS["smollm2-135m"]
+    assert config_from_hf(config_to_hf(PRESETS["smollm2-135m"])) == PRESETS["smollm2-135m"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ _UNSUPPORTED = {"mlp_bias": "biases in the MLP", "use_sliding_window": "sliding-
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
-    """See :meth:`ModelConfig.from_hf`."""
+    """The model of a hub folder's ``config.json``; what this decoder does not compute is refused by name."""
     kind = hf.get("model_type")
     if kind not in ("qwen2", "llama"):
         raise ModelError(f"config.json: model_type is {kind!r}; supported are 'qwen2' (Qwen2, Qwen2.5) and 'llama'.")
@@ -70,7 +70,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """See :meth:`ModelConfig.to_hf`."""
+    """The ``config.json`` that ``transformers`` reads this model with."""
     kind, name = ("qwen2", "Qwen2") if config.attention_bias else ("llama", "Llama")
     return {
         "architectures": [f"{name}ForCausalLM"],

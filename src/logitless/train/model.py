@@ -78,19 +78,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"ModelConfig: head_dim is {self.head_dim}, expected an even number (rotary pairs).")
 
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
-        """The model of a hub folder's ``config.json``; what this decoder does not compute is refused by name."""
-        from logitless.train.architectures import config_from_hf
-
-        return config_from_hf(hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that ``transformers`` reads this model with."""
-        from logitless.train.architectures import config_to_hf
-
-        return config_to_hf(self)
-
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each array of one layer; maps are ``[in, out]``, so that they apply as ``x @ w``."""

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logitless.train.bounds import TooLong, memory_limit, time_limit
 from logitless.train.files import in_a_line, package, replaced
@@ -22,25 +22,6 @@ TEMPLATE_SECONDS, TEMPLATE_BYTES = 5.0, 256 << 20
 """What rendering one chat may take."""
 Messages = Sequence[dict[str, str]]
 """A chat: ``{"role": "system" | "user" | "assistant", "content": text}`` each."""
-
-
-class TextTokenizer(Protocol):
-    """What the trainer asks of a tokenizer."""
-
-    vocab_size: int
-    eos_id: int
-    pad_id: int
-    stop_ids: tuple[int, ...]
-    """Tokens that end a completion, ``eos_id`` among them."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with no token added."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
-
-    def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
-        """Ids of a prompt: the bare text, or a user's message up to where the assistant's answer starts."""
 
 
 class Tokenizer:
@@ -56,7 +37,7 @@ class Tokenizer:
         pad = self._special("pad_token")
         self.eos_id: int = eos
         self.pad_id: int = eos if pad is None else pad
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))  # each ends a completion
         for token_id in (*self.stop_ids, self.pad_id):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"{source}: token id {token_id!r}, expected 0 to {self.vocab_size - 1}.")
@@ -113,7 +94,8 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
-        """See :class:`TextTokenizer`. Without ``system``, a chat begins with the template's own system message."""
+        """Ids of a prompt: the bare text, or a user's message up to where the assistant's answer starts. Without
+        ``system``, a chat begins with the template's own system message."""
         if not chat:
             if system is not None:
                 raise ModelError("a system message needs a chat: a bare prompt has no place for it.")
@@ -171,6 +153,9 @@ class CharTokenizer:
         if chat or system is not None:
             raise ModelError("CharTokenizer has no chat template; use bare prompts.")
         return self.encode(prompt)
+
+
+TextTokenizer = Tokenizer | CharTokenizer
 
 
 def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> TextTokenizer:

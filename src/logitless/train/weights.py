@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from logitless.train.architectures import config_from_hf, config_to_hf
 from logitless.train.files import in_a_line, package, replace
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
 
@@ -131,7 +132,7 @@ def check_tensors(
 def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
     """The model of a hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    config = config_from_hf(read_json(folder / "config.json"))
     with _open_shards(folder) as tensors:
         read = lambda name: tensors[name].get_tensor(name)  # noqa: E731
         return config, assemble(str(folder), config, HF_NAMES, _shapes(tensors), read, dtype)
@@ -172,7 +173,7 @@ def save_safetensors(
     if count > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         replace(folder / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
-    about = {**config.to_hf(), "torch_dtype": str(params["embed"].dtype)}
+    about = {**config_to_hf(config), "torch_dtype": str(params["embed"].dtype)}
     replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
     return [folder / file for file in files]
 
@@ -203,7 +204,7 @@ def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> Mode
     with untrusted(path):
         if path.suffix == ".gguf":
             return gguf_shape(path)
-        config = ModelConfig.from_hf(read_json(path / "config.json"))
+        config = config_from_hf(read_json(path / "config.json"))
         with _open_shards(path) as tensors:
             check_tensors(str(path), config, HF_NAMES, _shapes(tensors))
         return config
