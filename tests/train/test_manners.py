@@ -18,7 +18,7 @@ from logitless.train import ab, checkpoints, loop
 from logitless.train import command as train_cli
 from logitless.train import folder as folders
 from logitless.train.config import ConfigError, load
-from train_micro import compile_cache, logitless, micro  # noqa: F401
+from train_micro import logitless
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,14 +89,6 @@ def test_resume_takes_a_folder_and_its_configuration(tmp_path: Path) -> None:
     args = cli.parse(["train", "--resume", str(run), "train.steps=200"])
     config = train_cli._config(args, "config.yaml")
     assert (config.seed, config.run_dir, config.train.steps) == (3, str(run), 200)
-    folders.check_same(load(run / "config.yaml"), config, run)  # more steps are no other run
-    shorter = load(None, ["seed=3", "train.steps=50"])
-    with pytest.raises(ConfigError, match=r"train\.steps: 50, but the run in .* has 100; continue it with --resume"):
-        folders.check_same(load(run / "config.yaml"), shorter, run)
-    linear = load(None, ["train.schedule=linear"])
-    longer = load(None, ["train.schedule=linear", "train.steps=101"])
-    with pytest.raises(ConfigError, match=r"train\.steps: 101, .* and its linear schedule ends there"):
-        folders.check_same(linear, longer, run)
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +260,7 @@ def sevens(completion, problem):
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], compile_cache: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], compile_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     given = [*micro, f"reward.kind={tmp_path / 'full.py'}:sevens"]
     whole = logitless(compile_cache, "train", *given, f"run_dir={tmp_path / 'whole'}")

@@ -30,7 +30,6 @@ from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_update
 from logitless.train.weights import save_safetensors
-from train_micro import compile_cache, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -146,10 +145,7 @@ def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch:
 
 
 def test_abc(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    micro: list[str],  # noqa: F811
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], micro: list[str]
 ) -> None:
     """Three arms, here in one process: their starts are the most of so small a run."""
 

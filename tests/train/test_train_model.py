@@ -221,6 +221,7 @@ def test_tiny_is_tiny_and_takes_the_callers_vocabulary() -> None:
         ({"tokens": jnp.zeros((2, 3))}, r"tokens is float32\[2, 3\], expected integers"),
         ({"tokens": jnp.zeros(3, jnp.int32)}, r"expected integers \[B, T\]"),
         ({"positions": jnp.zeros((2, 1), jnp.int32)}, r"positions is int32\[2, 1\], expected integers \[2, 3\]"),
+        ({"positions": jnp.zeros((2, 3))}, r"positions is float32\[2, 3\], expected integers"),
         ({"valid": jnp.ones((2, 3))}, r"valid is float32\[2, 3\], expected bool"),
         ({"attention": "flash"}, "attention is 'flash', expected one of auto, cudnn, xla"),
     ],
@@ -239,6 +240,7 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> N
         ({"head_dim": 7}, "head_dim is 7, expected an even"),
         ({"num_layers": 0}, "num_layers is 0, expected a positive integer"),
         ({"vocab_size": 2.5}, "vocab_size is 2.5"),
+        ({"num_layers": 10_001}, "num_layers is 10001, expected at most 10000"),
     ],
 )
 def test_impossible_shapes_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.task import build_task
 from logitless.train.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, render
-from logitless.train.weights import HF_NAMES, load_model, load_safetensors, model_shape, save_safetensors
+from logitless.train.weights import HF_NAMES, load_safetensors, model_shape, save_safetensors
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
@@ -240,13 +240,6 @@ def test_a_gguf_that_holds_the_tied_head_twice(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "hf_qwen2", extra_head=1.05)
     config, params = load_gguf(path)
     assert not config.tie_word_embeddings and not np.array_equal(params["embed"], params["lm_head"])
-    tied_config, tied = load_model(path, tie_head=True)
-    assert tied_config.tie_word_embeddings and "lm_head" not in tied
-    np.testing.assert_array_equal(tied["embed"], params["lm_head"])
-    with pytest.raises(ModelError, match="they are two matrices"):
-        load_gguf(write_gguf(tmp_path / "two.gguf", "hf_qwen2", extra_head=-1.0), tie_head=True)
-    with pytest.raises(ModelError, match="tie_head is for GGUF files"):
-        load_model(DATA / "hf_qwen2", tie_head=True)
 
 
 @pytest.mark.parametrize(

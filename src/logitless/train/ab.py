@@ -108,26 +108,23 @@ def _outcome(arm: TrainConfig) -> dict[str, Any]:
     return {"metrics": [own(r) for r in metrics], "summary": own(summary)}
 
 
-def _traces(arm: TrainConfig) -> list[recorded.Trace]:
-    folder = Path(arm.run_dir)
-    return recorded.load_traces(folder, read_records(folder / "metrics.jsonl"))
-
-
 def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[str, Any]:
     """``ratios`` and ``agreement`` of every arm with the first; of the two default arms, without a name before them."""
     first, *others = plan.arms
     replays: dict[str, Any] = {}
     approximate = {n: replay_test.approximate(plan.arms[first].train.loss, plan.arms[n].train.loss) for n in others}
+
+    def traces(name: str) -> list[recorded.Trace]:
+        return recorded.load_traces(Path((plan.replays.get(name) or plan.arms[name]).run_dir))
+
     if config.ab.replay:
-        base = _traces(plan.replays.get(first, plan.arms[first]))
-        control = _traces(plan.replays[CONTROL])
+        base, control = traces(first), traces(CONTROL)
         for name in others:
-            traces = _traces(plan.replays.get(name, plan.arms[name]))
             loss = plan.arms[name].train.loss
             forward = approximate[name] is not None
             if forward and loss.logits_dtype != plan.arms[first].train.loss.logits_dtype:
                 continue
-            replays[name] = replay_test.judge(config, base, control, traces, forward_only=forward)
+            replays[name] = replay_test.judge(config, base, control, traces(name), forward_only=forward)
 
     def free(name: str) -> list[dict[str, Any]]:
         return read_records(Path(plan.free[name].run_dir) / "metrics.jsonl")

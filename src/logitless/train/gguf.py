@@ -7,7 +7,6 @@ stored as they are.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,24 +41,19 @@ GGUF_NAMES = TensorNames(
     },
     prefix="blk.{i}.",
 )
-_SAME_MATRIX = 0.2  # relative difference of two quantisations of it; 4 against 6 bits is about 0.07
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def load_gguf(path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False) -> tuple[ModelConfig, Params]:
+def load_gguf(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
     """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype`` on the device.
 
-    Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model. With
-    ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike.
+    Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model.
     """
     file = _read(path)
     config = _config(path, file)
-    tensors = dict(file.tensors)
-    if tie_head and not config.tie_word_embeddings:
-        config = dataclasses.replace(config, tie_word_embeddings=True)
-        tensors[GGUF_NAMES.top["embed"]] = _tied(path, tensors)
+    tensors = file.tensors
     permuted = {}
     if _field(path, file, "general.architecture") == "llama":
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
@@ -83,19 +77,9 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
-    """Take the output's tensor out and return it, if its first rows are those of the embedding but for quantisation."""
-    head, embed = tensors.pop(GGUF_NAMES.top["lm_head"]), tensors[GGUF_NAMES.top["embed"]]
-    rows = [np.asarray(_numbers(*_blocks(path, tensor, slice(1024)))) for tensor in (head, embed)]
-    error = np.linalg.norm(rows[0] - rows[1]) / np.linalg.norm(rows[0])
-    if not error < _SAME_MATRIX:
-        raise ModelError(f"{path}: tie_head, but output and embedding differ by {error:.0%}: they are two matrices.")
-    return head
-
-
-def _blocks(path: str | Path, tensor: Tensor, rows: slice = slice(None)) -> tuple[np.ndarray, str]:
+def _blocks(path: str | Path, tensor: Tensor) -> tuple[np.ndarray, str]:
     """Rows as the device takes them: bytes and their type; or numbers, and no type, where it has no such type."""
-    kind, data = tensor.kind.name, tensor.data[rows]
+    kind, data = tensor.kind.name, tensor.data
     if known(kind):
         return (data if data.ndim == 2 else data[None]), kind
     from gguf import quants
@@ -107,7 +91,7 @@ def _blocks(path: str | Path, tensor: Tensor, rows: slice = slice(None)) -> tupl
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _numbers(data: Array, kind: str, permuted: int = 0, dtype: Any = jnp.float32) -> Array:
+def _numbers(data: Array, kind: str, permuted: int, dtype: Any) -> Array:
     rows = (dequantise(kind, data) if kind else data).astype(dtype)
     return unpermute(rows, permuted) if permuted else rows
 

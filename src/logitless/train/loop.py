@@ -193,7 +193,7 @@ class _Loop:
             progress.phase("evaluating")
             numbers, evaluated = self.trainer.evaluate(state, frozen)
         try:
-            self._trace(state, rolled, step)
+            self._trace(state, rolled, record, step)
             if evaluated is not None:
                 self._write_samples(evaluated, step)
             self.tracker.log({**record, **numbers})
@@ -212,13 +212,13 @@ class _Loop:
             return False
         return step % every == 0 or step == self.steps
 
-    def _trace(self, state: State, rolled: Rollouts, step: int) -> None:
+    def _trace(self, state: State, rolled: Rollouts, record: dict[str, Any], step: int) -> None:
         """Keep what another loss can be compared by (recorded.py), where the run is asked for it."""
         if not self.trainer.traced(step):
             return
         if not self.config.rollout.replay:
             recorded.save_rollouts(self.folder, step, rolled)
-        recorded.save_trace(self.folder, step, rolled, self.trainer.sample_weights(state.trained))
+        recorded.save_trace(self.folder, step, rolled, record, self.trainer.sample_weights(state.trained))
 
     def _write_samples(self, rolled: Rollouts, step: int) -> None:
         lines = []

@@ -179,20 +179,15 @@ def save_safetensors(
 
 
 def load_model(
-    source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None, *, tie_head: bool = False
+    source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None
 ) -> tuple[ModelConfig, Params]:
-    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py has fetched.
-
-    ``tie_head`` is for GGUF files that hold a tied head twice; see :func:`logitless.train.gguf.load_gguf`.
-    """
+    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py fetched."""
     from logitless.train.gguf import load_gguf
     from logitless.train.hub import local_source
 
     path = local_source(source, cache_dir)
-    if tie_head and path.suffix != ".gguf":
-        raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
     with untrusted(path):
-        return load_gguf(path, dtype, tie_head) if path.suffix == ".gguf" else load_safetensors(path, dtype)
+        return load_gguf(path, dtype) if path.suffix == ".gguf" else load_safetensors(path, dtype)
 
 
 def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> ModelConfig:
