@@ -23,7 +23,7 @@ from logitless.train.head_calls import make_head_loss
 from logitless.train.recorded import Trace
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
-from train_micro import micro_params
+from train_micro import compile_cache, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -18,7 +18,7 @@ from logitless.train import ab, checkpoints, loop
 from logitless.train import command as train_cli
 from logitless.train import folder as folders
 from logitless.train.config import ConfigError, load
-from train_micro import logitless
+from train_micro import compile_cache, logitless, micro  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,6 +30,7 @@ from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_update
 from logitless.train.weights import save_safetensors
+from train_micro import compile_cache, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from logitless.lab import cli
 from logitless.train import checkpoints, folder, loop, trainer
 from logitless.train.config import load
-from train_micro import logitless
+from train_micro import compile_cache, logitless, micro  # noqa: F401
 
 TREE = {"w": jnp.arange(6.0).reshape(2, 3), "deep": {"n": jnp.int32(3), "b": jnp.ones((4,), jnp.bfloat16)}}
 

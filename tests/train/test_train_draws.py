@@ -26,6 +26,7 @@ FAKE = """
 import math
 import numpy as np
 from logitless.train.sampler import Sample
+from train_micro import compile_cache, micro  # noqa: F401
 
 class Fake:
     def __init__(self, config):

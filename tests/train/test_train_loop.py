@@ -27,7 +27,7 @@ from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
 from logitless.train.warm_start import warm_start
-from train_micro import MICRO, micro_params
+from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 PARAMS = micro_params(1)

@@ -21,6 +21,7 @@ from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts, build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, learning_rate, make_optimizer
+from train_micro import compile_cache, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
