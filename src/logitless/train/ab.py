@@ -29,6 +29,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             done = progress.done
             for i, replays in enumerate(rounds_of(config, plan.replays), 1):
                 progress.at(done)
-                of = "" if config.ab.rounds == 1 else f" {i} of {config.ab.rounds}"
-                again = resume or i > 1
-                _run_arms(replays, again, config.ab.parallel, lambda text, of=of: say(f"replay{of}: {text}"), progress)
+                heading = "replay" if config.ab.rounds == 1 else f"replay, part {i} of {config.ab.rounds}"
+                told = partial(_say_under, say, heading)
+                _run_arms(replays, resume or i > 1, config.ab.parallel, told, progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -95,6 +96,10 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         result |= comparison(config, plan, result["arms"])
         replace(folder / "ab.json", json.dumps(result) + "\n")
     return result
+
+
+def _say_under(say: Say, heading: str, text: str) -> None:
+    say(f"{heading}: {text}")
 
 
 def _outcome(arm: TrainConfig) -> dict[str, Any]:

@@ -224,12 +224,8 @@ class Trainer:
         compiled = self._compile_seconds()
         rolled = self.rollouts(state, frozen, step)
         done = rolled.completions
-        advantages = group_advantages(
-            jnp.asarray(rolled.rewards),
-            t.group_size,
-            scale=t.advantage_scale,
-            eps=t.advantage_eps,  # type: ignore[arg-type]
-        )
+        scale: Any = t.advantage_scale
+        advantages = group_advantages(jnp.asarray(rolled.rewards), t.group_size, scale=scale, eps=t.advantage_eps)
         host = self._host_batch(rolled, np.asarray(advantages))
         batch = host if self.packed else train_mesh.place_rows(host, self.mesh)
         record: dict[str, Any] = {"step": step}
