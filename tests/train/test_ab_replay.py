@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.train import ab, loop, replay, update
+from logitless.train import ab, loop, recorded, replay, update
 from logitless.train.ab_plan import plan_of
 from logitless.train.ab_text import table
 from logitless.train.compare import same_completions

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill: one file each, written beside its place and then renamed into it.
+"""Checkpoints that survive a kill: one file each, replaced atomically.
 
     <folder>/step_00000020.safetensors   the tree, each array by the path that leads to it; in the header's metadata,
                                          under ``about``: step, notes, and the CRC-32 of every array

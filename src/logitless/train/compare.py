@@ -52,13 +52,16 @@ def ratios(baseline: dict[str, Any], other: dict[str, Any]) -> dict[str, float |
 
 
 def same_completions(config: TrainConfig, free: Records, first: str, replays: dict[str, Records]) -> dict[str, Any]:
-    """Time and memory of every replay (``replays``: its records) on the baseline's completions, against ``first``.
+    """Time and memory of every arm on the baseline's completions; ``replays`` are the arms' records, ``first`` is the
+    baseline.
 
-    Of each of ``update`` (s), ``step`` (s: the baseline's rollout in its free run, and all that the replay's step
-    does), and ``peak`` (bytes; where the device counts them): ``mean``, ``ratio`` to the baseline and ``interval`` of
-    the ratio at ``ab.confidence``. Times are compared step by step; the first step of a process is left out. The sample
-    of the interval is the rounds' mean log-ratios, or with one round the steps'. ``peak`` is one number a process:
-    its interval takes two rounds at least.
+    ``update``   seconds
+    ``step``     seconds: the rollout of the baseline's free run, and the rest of the replay's step
+    ``peak``     bytes, where the device counts them
+
+    Each has a ``mean``, a ``ratio`` to the baseline and an ``interval`` of the ratio at ``ab.confidence``. Steps are
+    compared in pairs, without the first step of a process. The interval's sample is one mean log-ratio a round, or with
+    a single round one log-ratio a step. A process has one peak, so that its interval needs two rounds.
     """
     drawn = {r["step"]: sum(r.get(f"time/{p}_s") or 0.0 for p in ("rollout", "sync", "reward")) for r in free}
     ends = ends_of_rounds(config, len(steps_of(replays[first])))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what is said of those, and of packages, that cannot be used."""
+"""Atomic replacement of files, and the texts of errors about files, names and packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Where to write a new ``path``: it takes the place of the old one at the end of the block, on disk and whole."""
+    """A path to write to; at the end of the block the new file is on disk and replaces ``path``."""
     beside = path.with_name(path.name + ".new")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -36,7 +36,7 @@ def _sync(path: Path) -> None:
 
 
 def replace(path: Path, text: str | bytes) -> None:
-    """Write a file so that a kill leaves the old one or the new one, whole."""
+    """Write a file atomically: a kill leaves the old file or the new one."""
     with replaced(path) as beside:
         beside.write_bytes(text.encode() if isinstance(text, str) else text)
 
@@ -53,7 +53,7 @@ def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def package(name: str, error: Exception) -> Any:
-    """An optional package's module; ``error``, which says how to get it, where it is not installed."""
+    """The module of an optional package. Raises ``error``, which names the extra, where it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

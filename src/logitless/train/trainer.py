@@ -30,10 +30,10 @@ from logitless.train.model import param_shapes
 from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.recorded import load_rollouts, sample_weights
-from logitless.train.rollout import Sampling, generate, in_compute_dtype
+from logitless.train.rollout import Completions, Sampling, generate, in_compute_dtype
 from logitless.train.run_records import Rollouts, step_record
 from logitless.train.sampler import load_sampler
-from logitless.train.task import Task
+from logitless.train.task import Prompts, Task
 from logitless.train.update import (
     Batch,
     Policy,
@@ -292,20 +292,27 @@ class Trainer:
             updates = jax.device_get(updates)
         return state, updates
 
+    def completions(
+        self, program: Program, params: Any, lora: Any, prompts: Prompts, key: Any, at_once: int, group_size: int
+    ) -> Completions:
+        """A sampling program's completions of the prompts, on the host; so many prompts in a call. The last call takes
+        some of the first prompts again, so that one program does."""
+        count, parts = len(prompts.tokens), []
+        for start in range(0, count, at_once):
+            rows = np.arange(start, start + at_once) % count
+            tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
+            parts.append(program(params, lora, tokens, valid, key, jnp.int32(start * group_size)))
+        host = [jax.device_get(part) for part in parts]
+        return jax.tree.map(lambda *x: np.concatenate(x)[: count * group_size], *host)
+
     def evaluate(self, state: State, frozen: Policy) -> tuple[dict[str, Any], Rollouts]:
         """Greedy completions of the held-out problems."""
         start, compiled = time.perf_counter(), self._compile_seconds()
         problems = self.task.held_out
         prompts = self.task.encode(problems)
         params, lora = whole_policy(state.trained, frozen)
-        # The last ones are evaluated with some of the first, so that one program does.
         at_once = self._evaluated_at_once()
-        chunks = []
-        for first in range(0, len(problems), at_once):
-            rows = np.arange(first, first + at_once) % len(problems)
-            tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
-            chunks.append(jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0))))
-        completions = jax.tree.map(lambda *x: np.concatenate(x)[: len(problems)], *chunks)
+        completions = self.completions(self.eval_program, params, lora, prompts, self.key, at_once, 1)
         texts = self.task.decode(completions)
         rewards, parts = self.task.rewards(texts, problems)
         record = {"eval/reward": float(rewards.mean()), "eval/length_mean": float(completions.mask.sum(1).mean())}

@@ -241,43 +241,39 @@ def _check_names(source: str, wanted: Collection[str], available: Collection[str
             raise ModelError(f"{source}: tensors {what}: {', '.join(names[:3])}{more}.")
 
 
+def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Files of weights that the folder should hold; and in which of them each tensor is, where an index says so."""
+    index = folder / _INDEX
+    where = _weight_map(index) if index.exists() else None
+    return ([_SINGLE] if where is None else sorted(set(where.values()))), where
+
+
 @contextlib.contextmanager
 def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
     """Each tensor's name with the open file that holds it."""
     safe_open = _safetensors().safe_open
-    index, single = folder / _INDEX, folder / _SINGLE
-    if index.exists():
-        where = _weight_map(index)
-    elif single.exists():
-        where = None
-    else:
-        raise ModelError(f"{folder}: holds neither {single.name} nor {index.name}.")
+    names, where = _shards(folder)
+    if where is None and not (folder / _SINGLE).exists():
+        raise ModelError(f"{folder}: holds neither {_SINGLE} nor {_INDEX}.")
+    files: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-
-        def opened(file: str) -> Any:
+        for name in names:
             try:
-                return stack.enter_context(safe_open(folder / file, framework="np"))
+                files[name] = stack.enter_context(safe_open(folder / name, framework="np"))
             except FileNotFoundError:
-                raise ModelError(f"{folder}: {index.name} names {file}, which is not there.") from None
+                raise ModelError(f"{folder}: {_INDEX} names {name}, which is not there.") from None
             except Exception as error:
-                raise ModelError(f"{folder / file}: not readable as safetensors: {error}") from None
-
-        if where is None:
-            file = opened(single.name)
-            yield {name: file for name in file.keys()}  # noqa: SIM118 (not a dictionary)
-            return
-        files = {name: opened(name) for name in sorted(set(where.values()))}
-        for name, file_name in where.items():
-            if name not in files[file_name].keys():  # noqa: SIM118
-                raise ModelError(f"{folder}: {index.name} says that {file_name} holds {name!r}; it does not.")
-        yield {name: files[file_name] for name, file_name in where.items()}
+                raise ModelError(f"{folder / name}: not readable as safetensors: {error}") from None
+        held = {tensor: file for file, opened in files.items() for tensor in opened.keys()}  # noqa: SIM118
+        for tensor, file in (where or {}).items():
+            if tensor not in files[file].keys():  # noqa: SIM118 (not a dictionary)
+                raise ModelError(f"{folder}: {_INDEX} says that {file} holds {tensor!r}; it does not.")
+        yield {tensor: files[file] for tensor, file in (held if where is None else where).items()}
 
 
 def missing_shards(folder: Path) -> list[str]:
     """Files of weights that the folder should hold and does not."""
-    index = folder / _INDEX
-    files = sorted(set(_weight_map(index).values())) if index.exists() else [_SINGLE]
-    return [file for file in files if not (folder / file).exists()]
+    return [file for file in _shards(folder)[0] if not (folder / file).exists()]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
