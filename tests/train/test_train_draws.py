@@ -16,8 +16,8 @@ from logitless.train.config import ConfigError, load
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Sampling
 from logitless.train.sampler import Sample, SamplerError, sampled
-from logitless.train.task import build_task, pad_left
-from logitless.train.trainer import Trainer
+from logitless.train.task import pad_left
+from train_micro import compile_cache, micro, trainer_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -26,7 +26,6 @@ FAKE = """
 import math
 import numpy as np
 from logitless.train.sampler import Sample
-from train_micro import compile_cache, micro  # noqa: F401
 
 class Fake:
     def __init__(self, config):
@@ -46,13 +45,6 @@ class Fake:
             out.append(Sample(tokens, logp))
         return out
 """
-
-
-def trainer_of(settings: list[str]) -> tuple[Trainer, Any, Any]:
-    c = load(None, settings)
-    task = build_task(c)
-    trainer = Trainer(c, task)
-    return trainer, *trainer.initial(task.load_params())
 
 
 def test_a_sampler_from_outside(tmp_path: Path, micro: list[str]) -> None:

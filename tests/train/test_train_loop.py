@@ -24,10 +24,9 @@ from logitless.train.config import load, objective_of
 from logitless.train.rollout import Sampling, generate, nucleus
 from logitless.train.run_records import ended
 from logitless.train.task import build_task, pad_left
-from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
 from logitless.train.warm_start import warm_start
-from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
+from train_micro import MICRO, compile_cache, micro, micro_params, trainer_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 PARAMS = micro_params(1)
@@ -205,16 +204,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def make_trainer(settings: list[str]) -> tuple[Trainer, State, Policy]:
-    c = load(None, settings)
-    task = build_task(c)
-    trainer = Trainer(c, task)
-    state, frozen = trainer.initial(task.load_params())
-    return trainer, state, frozen
-
-
 def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(micro: list[str]) -> None:
-    trainer, state, frozen = make_trainer([*micro, "train.inner_epochs=2", "train.kl_beta=0.05"])
+    trainer, state, frozen = trainer_of([*micro, "train.inner_epochs=2", "train.kl_beta=0.05"])
     trainer.compile(state, frozen)
     infos: list[Any] = []
     right = trainer.update_program
@@ -240,7 +231,7 @@ def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(micro: l
 
 def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(micro: list[str]) -> None:
     # 9 problems, 8 at a time: two calls of one program.
-    trainer, state, frozen = make_trainer([*micro, "eval.every=1", "eval.problems=9"])
+    trainer, state, frozen = trainer_of([*micro, "eval.every=1", "eval.problems=9"])
     trainer.compile(state, frozen)
     compiled = trainer._compile_seconds()
     begin = time.perf_counter()
@@ -252,7 +243,7 @@ def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time
 
 
 def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:
-    trainer, state, frozen = make_trainer([*micro, "model.lora.rank=2"])
+    trainer, state, frozen = trainer_of([*micro, "model.lora.rank=2"])
     assert state.trained.params is None
     before = jax.tree.map(np.asarray, (state.trained.lora, frozen.params))
     state, record, _ = trainer.step(state, frozen, 1)
@@ -343,7 +334,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(micro: list[str]) -> None:
         pytest.skip("needs 8 (virtual) devices")
     losses = []
     for mesh in ([], ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]):
-        trainer, state, frozen = make_trainer([*micro, *mesh])
+        trainer, state, frozen = trainer_of([*micro, *mesh])
         steps = []
         for step in (1, 2):
             state, record, _ = trainer.step(state, frozen, step)

@@ -18,19 +18,11 @@ from logitless.train.compare import ratios
 from logitless.train.config import load
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
-from logitless.train.task import Prompts, build_task
-from logitless.train.trainer import Trainer
+from logitless.train.task import Prompts
 from logitless.train.update import Batch, Policy, State, learning_rate, make_optimizer
-from train_micro import compile_cache, micro  # noqa: F401
+from train_micro import compile_cache, micro, trainer_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-
-def make(settings: list[str]) -> tuple[Trainer, State, Policy]:
-    c = load(None, settings)
-    task = build_task(c)
-    made = Trainer(c, task)
-    return made, *made.initial(task.load_params())
 
 
 class FakeUpdate:
@@ -102,7 +94,7 @@ def test_weight_decay_pulls_weights_without_a_gradient() -> None:
 
 
 def test_every_minibatch_has_rows_of_its_own(micro: list[str]) -> None:
-    made, state, frozen = make([*micro, "train.minibatches=2", "train.inner_epochs=2"])
+    made, state, frozen = trainer_of([*micro, "train.minibatches=2", "train.inner_epochs=2"])
     made.update_program = fake = FakeUpdate()  # type: ignore[assignment]
     tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
     batch = Batch(tokens, tokens > -1, tokens, tokens > -1, np.arange(8.0))  # type: ignore[arg-type]
@@ -126,7 +118,7 @@ def test_every_minibatch_has_rows_of_its_own(micro: list[str]) -> None:
 )
 def test_advantages_follow_their_scale_and_eps(micro: list[str], scale: str, expected: list[float]) -> None:
     """Of the group 1, 0, 0, 0 the standard deviation is 0.5 (of a sample); with an eps of 0.25 it divides by 0.75."""
-    made, state, frozen = make([*micro, f"train.advantage_scale={scale}", "train.advantage_eps=0.25"])
+    made, state, frozen = trainer_of([*micro, f"train.advantage_scale={scale}", "train.advantage_eps=0.25"])
     made.update_program = fake = FakeUpdate()  # type: ignore[assignment]
     made.rollouts = lambda *_: rollouts([1, 0, 0, 0, 1, 1, 1, 1])  # type: ignore[method-assign]
     made.step(state, frozen, 1)
@@ -134,7 +126,7 @@ def test_advantages_follow_their_scale_and_eps(micro: list[str], scale: str, exp
 
 
 def test_a_step_has_noise_of_its_own(micro: list[str]) -> None:
-    made, state, frozen = make(micro)
+    made, state, frozen = trainer_of(micro)
     problems = made.task.problems(0, 1, 2)
     made.task.problems = lambda *_: problems  # type: ignore[method-assign]
     one, again, two = (made.rollouts(state, frozen, step).completions.tokens for step in (1, 1, 2))

@@ -88,11 +88,9 @@ def plan_of(config: TrainConfig) -> Plan:
         )
     folder, first = run_folder(config), next(iter(arms))
     if c.replay:
-        sampled = config.rollout.kind == "sample"
-        for name in (
-            [first] if sampled else list(arms)
-        ):  # random completions are the same in all arms: nothing to replay
-            rollout = dataclasses.replace(config.rollout, record=c.replay_steps or config.train.steps)
+        rollout = dataclasses.replace(config.rollout, record=c.replay_steps or config.train.steps)
+        # Random completions are the same in all arms: every arm is traced as it is.
+        for name in [first] if config.rollout.kind == "sample" else list(arms):
             arms[name] = dataclasses.replace(arms[name], rollout=rollout)
     free, replays = dict(arms), {}
     if c.control:
