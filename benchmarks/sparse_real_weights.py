@@ -127,7 +127,7 @@ def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, 
 
     config, params = weights.load_model(model)
     text = tokenizer.load_tokenizer(model)
-    run = jax.jit(lambda p, *args: models.hidden_states(p, config, *args)[0])
+    run = jax.jit(lambda p, *args: models.hidden_states(p, config, *args))
     hidden: list[np.ndarray] = []
     targets: list[int] = []
     for problem in data.gsm8k(gsm8k, instruction=""):

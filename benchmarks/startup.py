@@ -112,13 +112,13 @@ def child(path: str, threads: int, compiles: bool, overrides: list[str], begin: 
     import jax
 
     from logitless.lab.tools import compiled, timing
-    from logitless.train import gguf, weights
+    from logitless.train import weights
     from logitless.train.config import load
     from logitless.train.task import build_task
     from logitless.train.trainer import Trainer
 
     if threads:
-        weights.threads = gguf.threads = lambda: threads
+        weights.threads = lambda: threads
     found = {"hits": 0, "misses": 0}
 
     def count(event: str, **_: Any) -> None:

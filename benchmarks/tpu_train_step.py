@@ -80,7 +80,7 @@ def program(form: str, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     def loss(weights: Any, batch: Any) -> Any:
         valid = jnp.ones_like(batch["mask"])
-        hidden, _ = hidden_states(
+        hidden = hidden_states(
             weights, config, batch["tokens"], positions_of(valid), valid, compute_dtype=jnp.bfloat16, remat=True,
             attention="xla",
         )  # fmt: skip

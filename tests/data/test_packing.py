@@ -60,7 +60,7 @@ def denominators(objective: Objective, x: dict[str, Any]) -> dict[str, Any]:
 def padded_hidden(params: Any, x: dict[str, Any]) -> jax.Array:
     tokens = jnp.concatenate([x["prompt"], x["completion"][:, :-1]], axis=1)
     valid = jnp.concatenate([x["prompt_mask"], x["completion_valid"][:, :-1]], axis=1)
-    hidden, _ = hidden_states(params, MODEL, tokens, positions_of(valid), valid)
+    hidden = hidden_states(params, MODEL, tokens, positions_of(valid), valid)
     # The state that predicts completion token j is that of the last real token before it.
     last = jnp.argmax(jnp.where(valid, jnp.arange(valid.shape[1]), -1)[:, None, :] * _before(valid.shape[1]), axis=2)
     return jnp.take_along_axis(hidden, last[..., None], axis=1)
@@ -73,7 +73,7 @@ def _before(width: int) -> np.ndarray:
 def packed_hidden(params: Any, packed: Any) -> jax.Array:
     return hidden_states(
         params, MODEL, packed.tokens, packed.positions, packed.segment_ids > 0, sees=packed.attention_mask()
-    )[0]
+    )
 
 
 @in_numpy

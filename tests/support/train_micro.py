@@ -12,7 +12,11 @@ import jax
 import pytest
 
 from conftest import CHILD_ENVIRONMENT, COMPILED
+from logitless.train.config import load
 from logitless.train.model import ModelConfig, Params, init
+from logitless.train.task import build_task
+from logitless.train.trainer import Trainer
+from logitless.train.update import Policy, State
 from logitless.train.weights import save_safetensors
 
 MICRO = ModelConfig(16, 16, 32, 1, 2, 1, 8, max_position=4096)
@@ -60,6 +64,14 @@ def micro_settings(folder: Path) -> list[str]:
         "eval.every=0",
         "checkpoint.every=2",
     ]
+
+
+def trainer_of(settings: list[str]) -> tuple[Trainer, State, Policy]:
+    """A trainer with its state and frozen part at step 0."""
+    config = load(None, settings)
+    task = build_task(config)
+    trainer = Trainer(config, task)
+    return trainer, *trainer.initial(task.load_params())
 
 
 @pytest.fixture(scope="session")

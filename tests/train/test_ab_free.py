@@ -139,7 +139,7 @@ def test_ten_blocks_or_as_many_as_there_are_steps() -> None:
 
 def test_the_runs_of_an_ab() -> None:
     plan = plan_of(load(None, ["ab.kernel=chunked", "run_dir=x"]))
-    assert list(plan.free) == ["baseline", "kernel"] and list(plan.replays) == ["control", "kernel"]
+    assert list(plan.free) == ["baseline", "kernel"] and list(plan.replays) == ["control", "baseline", "kernel"]
     assert plan.arms["baseline"].rollout.record == 100 and plan.arms["kernel"].rollout.record == 0
     for arm in plan.replays.values():
         assert arm.rollout.replay == "x/baseline" and arm.eval.every == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.train import recorded, replay, update
+from logitless.train import ab, loop, recorded, replay, update
+from logitless.train.ab_plan import plan_of
+from logitless.train.ab_text import table
+from logitless.train.compare import same_completions
 from logitless.train.config import ConfigError, TrainConfig, load
 from logitless.train.head_calls import make_head_loss
 from logitless.train.recorded import Trace
@@ -106,14 +112,14 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(micro: list[str], compile_cache: Any) -> Lab:  # noqa: F811
+def lab(micro: list[str], compile_cache: Any) -> Lab:
     """With half of the programs: the second update of a step, off-policy, is another one."""
     return Lab(micro, epochs=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [4, 20])
-def test_honest_arms_are_not_told_apart(micro: list[str], repeats: int) -> None:  # noqa: F811
+def test_honest_arms_are_not_told_apart(micro: list[str], repeats: int) -> None:
     lab, verdicts, nearest = Lab(micro, epochs=2), [], 0.0
     for seed in range(repeats):
         found = lab.traces(seed, STEPS, "kernel")
@@ -231,11 +237,72 @@ def test_the_control_is_the_baseline_with_another_split() -> None:
             replay.control_of(load(None, settings))
 
 
-def test_the_sample_of_the_weights_reaches_every_array() -> None:
-    tree = {"small": jnp.ones(3), "wide": jnp.arange(2.0**16).reshape(256, 256), "bf": jnp.ones(5, jnp.bfloat16)}
-    sample = np.asarray(recorded.sample_weights(tree))
-    assert recorded.SAMPLE * 0.5 < sample.size < recorded.SAMPLE * 1.1 and sample.dtype == np.float32
-    columns = sample[sample > 1] % 256
-    assert len(set(columns.tolist())) == 256
-    changed = recorded.sample_weights(tree | {"small": jnp.zeros(3)})
-    assert np.any(np.asarray(changed) != sample)
+def replayed(update: list[float], load: float = 0.5, peak: int | None = None) -> list[dict[str, Any]]:
+    """A replay's records: updates that take so long, in steps that take a quarter of a second more."""
+    return [
+        {
+            "step": i, "train/loss": 0.0, "time/update_s": u, "time/rollout_s": load, 
+            "time/train/step_s": u + 0.25 + load, "memory/device_peak_bytes": peak,
+        }
+        for i, u in enumerate(update, 1)
+    ]  # fmt: skip
+
+
+def test_times_on_the_same_completions_are_compared_step_by_step() -> None:
+    """Lengths vary, and the times with them; the first step of a process and the reading of files do not count."""
+    c = load(None, ["ab.rounds=2", "ab.confidence=0.9"])
+    lengths = [1.0, 2.0, 4.0, 1.0, 3.0, 2.0]
+    free = [{"step": i, "time/rollout_s": 2.0 * n, "time/reward_s": n} for i, n in enumerate(lengths, 1)]
+    slow_starts = [9.0, 1.8, 3.6, 7.0, 2.7, 1.8]
+    found = same_completions(
+        c, free, "dense", {"dense": replayed(lengths, peak=100), "fused": replayed(slow_starts, 0.125, peak=75)}
+    )
+    assert found["fused"]["update"]["ratio"] == pytest.approx(0.9) and found["dense"]["update"]["ratio"] == 1.0
+    assert found["fused"]["update"]["interval"] == pytest.approx([0.9, 0.9])
+    assert found["fused"]["update"]["mean"] == pytest.approx((1.8 + 3.6 + 2.7 + 1.8) / 4)
+    steps = [(3 * n + 0.9 * n + 0.25) / (3 * n + n + 0.25) for n in (2.0, 4.0, 3.0, 2.0)]
+    by_round = [np.log(steps[:2]).mean(), np.log(steps[2:]).mean()]
+    assert found["fused"]["step"]["ratio"] == pytest.approx(np.exp(np.mean(by_round)))
+    low, high = found["fused"]["step"]["interval"]
+    half = 6.3138 * abs(by_round[0] - by_round[1]) / 2  # the t-distribution's 95 % point with one degree of freedom
+    assert np.log([low, high]) == pytest.approx([np.mean(by_round) - half, np.mean(by_round) + half], rel=1e-4)
+    assert found["fused"]["peak"] == {"mean": 75, "ratio": pytest.approx(0.75), "interval": pytest.approx([0.75, 0.75])}
+    alone = same_completions(load(None), free, "dense", {"dense": replayed(lengths), "fused": replayed(slow_starts)})
+    assert "peak" not in alone["fused"] and alone["fused"]["update"]["mean"] == pytest.approx((9.9 + 7) / 5)
+
+
+def test_replays_take_turns(tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every arm on the baseline's first completions, then every arm on the others; nothing else changes."""
+    turns: list[tuple[str, int]] = []
+
+    def in_this_process(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]:
+        turns.append((name, arm.train.until))
+        loop.run(arm, resume=resume and (Path(arm.run_dir) / "config.yaml").exists(), say=lambda _: None)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(ab, "_start", in_this_process)
+    settings = [
+        *micro,
+        "train.steps=4",
+        "train.loss.backend=reference",
+        "ab.kernel=chunked",
+        f"run_dir={tmp_path / 'x'}",
+    ]
+    result = ab.run(load(None, [*settings, "ab.rounds=2"]), say=lambda _: None)
+    assert turns[2:] == [(name, until) for until in (2, 4) for name in ("control", "baseline", "kernel")]
+    assert result["agreement"]["agree"] and result["agreement"]["decided_by"] == "replay"
+    assert result["agreement"]["replay_steps"] == 4
+    found = result["same_completions"]
+    assert set(found) == {"control", "baseline", "kernel"} and found["baseline"]["step"]["interval"] == [1.0, 1.0]
+    assert all(0 < a[key]["interval"][0] <= a[key]["ratio"] for a in found.values() for key in ("update", "step"))
+    assert "step (s)          kernel" in table(result)
+    plan = plan_of(load(None, [*settings, "ab.rounds=2"]))
+    own, again = (recorded.load_traces(Path(p["baseline"].run_dir)) for p in (plan.arms, plan.replays))
+    for mine, other in zip(own, again, strict=True):  # a replay in parts is the run itself, to the bit
+        jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(mine), dataclasses.asdict(other))
+
+
+@pytest.mark.parametrize("more", [["ab.parallel=true"], ["ab.replay=false", "ab.control=true"], ["train.steps=3"]])
+def test_parts_that_cannot_be_timed_are_refused(more: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"ab\.rounds: 2 parts of a replay of \d+ steps"):
+        plan_of(load(None, ["ab.kernel=chunked", "ab.rounds=2", "train.warmup_steps=0", *more]))

@@ -89,14 +89,6 @@ def test_resume_takes_a_folder_and_its_configuration(tmp_path: Path) -> None:
     args = cli.parse(["train", "--resume", str(run), "train.steps=200"])
     config = train_cli._config(args, "config.yaml")
     assert (config.seed, config.run_dir, config.train.steps) == (3, str(run), 200)
-    folders.check_same(load(run / "config.yaml"), config, run)  # more steps are no other run
-    shorter = load(None, ["seed=3", "train.steps=50"])
-    with pytest.raises(ConfigError, match=r"train\.steps: 50, but the run in .* has 100; continue it with --resume"):
-        folders.check_same(load(run / "config.yaml"), shorter, run)
-    linear = load(None, ["train.schedule=linear"])
-    longer = load(None, ["train.schedule=linear", "train.steps=101"])
-    with pytest.raises(ConfigError, match=r"train\.steps: 101, .* and its linear schedule ends there"):
-        folders.check_same(linear, longer, run)
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,24 +210,21 @@ def test_a_checkpoint_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch:
     import jax.numpy as jnp
 
     calls: list[tuple[str, str]] = []
-    sync, rename = os.fsync, os.rename
+    sync, rename = os.fsync, os.replace
 
     def spy_sync(handle: int) -> None:
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
         sync(handle)
 
     def spy_rename(a: Any, b: Any) -> None:
-        if Path(a).name.startswith(".unfinished_step"):
-            files = {str(p) for p in [Path(a), *Path(a).rglob("*")]}
-            calls.append(("rename", str(b)))
-            assert files <= {path for kind, path in calls if kind == "fsync"}
+        calls.append(("rename", str(a)))
         rename(a, b)
 
     monkeypatch.setattr(os, "fsync", spy_sync)
-    monkeypatch.setattr(os, "rename", spy_rename)
+    monkeypatch.setattr(os, "replace", spy_rename)
     checkpoints.save(tmp_path, 2, {"w": jnp.ones(3)}, {}, keep=1)
-    renamed = next(i for i, (kind, _) in enumerate(calls) if kind == "rename")
-    assert ("fsync", str(tmp_path)) in calls[renamed:]
+    beside = str(tmp_path / "step_00000002.safetensors.new")
+    assert calls == [("fsync", beside), ("rename", beside), ("fsync", str(tmp_path))]
 
 
 def test_a_full_disk_while_recording_is_exit_code_3_with_the_checkpoint_named(tmp_path: Path) -> None:
@@ -271,7 +260,7 @@ def sevens(completion, problem):
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], compile_cache: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], compile_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     given = [*micro, f"reward.kind={tmp_path / 'full.py'}:sevens"]
     whole = logitless(compile_cache, "train", *given, f"run_dir={tmp_path / 'whole'}")

@@ -147,10 +147,7 @@ def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch:
 
 @pytest.mark.slow
 def test_abc(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    micro: list[str],  # noqa: F811
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], micro: list[str]
 ) -> None:
     """Three arms, here in one process: their starts are the most of so small a run."""
 
@@ -205,7 +202,7 @@ def test_abc(
     said: list[str] = []
     again = ab.run(load(None, settings), resume=True, say=said.append)
     complete = [f"arm {n}: complete already" for n in result["arms"]]
-    complete += [f"replay: arm {n}: complete already" for n in ("control", "exact", "sparse")]
+    complete += [f"replay: arm {n}: complete already" for n in ("control", "dense", "exact", "sparse")]
     assert [s for s in said if "complete already" in s] == complete
     assert again["agreement"] == result["agreement"]
     # One without its last steps is.

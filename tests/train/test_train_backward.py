@@ -14,7 +14,7 @@ import pytest
 from interpreted import in_numpy
 from logitless.train.backward import add_gradients
 from logitless.train.lora import LoRA, init_lora
-from logitless.train.model import ModelConfig, Params, Parts, init, lm_head, positions_of, without_cache
+from logitless.train.model import ModelConfig, Params, Parts, init, lm_head, model_pass, positions_of
 
 MODEL = ModelConfig(32, 16, 24, 3, 4, 2, 4, attention_bias=True)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, 12)  # some of them often
@@ -24,7 +24,7 @@ WEIGHTS = jax.random.normal(jax.random.key(2), (2, 9, 32))
 
 
 def parts(config: ModelConfig, lora: LoRA | None, dtype: Any = jnp.float32) -> Parts:
-    return without_cache(config, TOKENS, positions_of(VALID), VALID, lora=lora, compute_dtype=dtype)
+    return model_pass(config, TOKENS, positions_of(VALID), VALID, lora=lora, compute_dtype=dtype)
 
 
 def loss_of(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, dict[str, Any]]:

@@ -52,8 +52,8 @@ def test_sums_are_right_and_the_test_split_was_not_trained_on() -> None:
         int(p.answer) == p.meta["a"] + p.meta["b"] and p.prompt == f"{p.meta['a']}+{p.meta['b']}=" for p in train
     )
     assert arithmetic(20, seed=1) == train != arithmetic(20, seed=2)
-    chat = arithmetic(1000, form="chat", count=7, instruction="Number only.")
-    assert len(chat) == 7
+    chat = arithmetic(1000, form="chat", instruction="Number only.")
+    assert len(chat) == 10_000
     assert chat[0].prompt == f"What is {chat[0].meta['a']} + {chat[0].meta['b']}?\nNumber only."
 
 
@@ -63,8 +63,6 @@ def test_sums_are_right_and_the_test_split_was_not_trained_on() -> None:
         ({"limit": 1}, "limit is 1, expected 2 to 2000"),
         ({"limit": 9, "split": "dev"}, "split is 'dev', expected one of train, test"),
         ({"limit": 9, "form": "poem"}, "form is 'poem'"),
-        ({"limit": 9, "held_out": 0.0}, "held_out is 0.0"),
-        ({"limit": 9, "count": 0}, "count is 0"),
     ],
 )
 def test_impossible_sums(arguments: dict[str, Any], message: str) -> None:

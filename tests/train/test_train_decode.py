@@ -80,7 +80,7 @@ def test_the_decoder_reads_what_the_model_reads() -> None:
         valid = np.concatenate([prompts.valid, done.mask], axis=1)
 
         def logp(p: Any, tokens: Any, valid: Any, adapters: Any) -> Any:
-            hidden, _ = hidden_states(p, MODEL, tokens, positions_of(valid), valid, lora=adapters)
+            hidden = hidden_states(p, MODEL, tokens, positions_of(valid), valid, lora=adapters)
             return jax.nn.log_softmax(hidden[:, 4:-1] @ lm_head(p, MODEL).T)
 
         every = by_numpy(logp, params(), tokens, valid, adapters)

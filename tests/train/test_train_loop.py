@@ -21,14 +21,12 @@ from logitless.objectives.metrics import metric_values
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of
-from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate, nucleus
 from logitless.train.run_records import ended
 from logitless.train.task import build_task, pad_left
-from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
 from logitless.train.warm_start import warm_start
-from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
+from train_micro import MICRO, compile_cache, micro, micro_params, trainer_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 PARAMS = micro_params(1)
@@ -206,18 +204,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def make_trainer(settings: list[str]) -> tuple[Trainer, State, Policy]:
-    c = load(None, settings)
-    task = build_task(c)
-    trainer = Trainer(c, task)
-    state, frozen = trainer.initial(task.load_params())
-    return trainer, state, frozen
-
-
-def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(
-    micro: list[str],  # noqa: F811
-) -> None:
-    trainer, state, frozen = make_trainer([*micro, "train.inner_epochs=2", "train.kl_beta=0.05"])
+def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(micro: list[str]) -> None:
+    trainer, state, frozen = trainer_of([*micro, "train.inner_epochs=2", "train.kl_beta=0.05"])
     trainer.compile(state, frozen)
     infos: list[Any] = []
     right = trainer.update_program
@@ -241,11 +229,9 @@ def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(
     assert float(infos[2]["metrics"]["kl_k3"].sum) > 1e-5
 
 
-def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(
-    micro: list[str],  # noqa: F811
-) -> None:
+def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(micro: list[str]) -> None:
     # 9 problems, 8 at a time: two calls of one program.
-    trainer, state, frozen = make_trainer([*micro, "eval.every=1", "eval.problems=9"])
+    trainer, state, frozen = trainer_of([*micro, "eval.every=1", "eval.problems=9"])
     trainer.compile(state, frozen)
     compiled = trainer._compile_seconds()
     begin = time.perf_counter()
@@ -256,8 +242,8 @@ def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time
     assert trainer._compile_seconds() == compiled
 
 
-def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:  # noqa: F811
-    trainer, state, frozen = make_trainer([*micro, "model.lora.rank=2"])
+def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:
+    trainer, state, frozen = trainer_of([*micro, "model.lora.rank=2"])
     assert state.trained.params is None
     before = jax.tree.map(np.asarray, (state.trained.lora, frozen.params))
     state, record, _ = trainer.step(state, frozen, 1)
@@ -319,10 +305,7 @@ def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
 
 
 def test_ab_runs_both_arms_in_processes_of_their_own(
-    tmp_path: Path,
-    micro: list[str],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in CHILD_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -345,27 +328,16 @@ def test_ab_runs_both_arms_in_processes_of_their_own(
     assert "holds an A/B already" in capsys.readouterr().err
 
 
-def test_a_mesh_gives_the_numbers_of_one_device(micro: list[str]) -> None:  # noqa: F811
+def test_a_mesh_gives_the_numbers_of_one_device(micro: list[str]) -> None:
     """Two steps over data x fsdp x tensor = 2 x 2 x 2 virtual devices."""
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 (virtual) devices")
     losses = []
     for mesh in ([], ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]):
-        trainer, state, frozen = make_trainer([*micro, *mesh])
+        trainer, state, frozen = trainer_of([*micro, *mesh])
         steps = []
         for step in (1, 2):
             state, record, _ = trainer.step(state, frozen, step)
             steps.append((record["train/loss"], record["train/grad_norm"], record["train/reward"]))
         losses.append(steps)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-6)
-
-
-def test_random_rollouts_are_a_function_of_seed_and_step() -> None:
-    c = load(None, ["rollout.kind=random", "warm_start.steps=0", "rollout.max_completion_tokens=50"])
-    a, again, b = (random_rollouts(c, 16, step) for step in (1, 1, 2))
-    np.testing.assert_array_equal(a.completions.tokens, again.completions.tokens)
-    np.testing.assert_array_equal(a.rewards, again.rewards)
-    assert np.any(a.completions.tokens != b.completions.tokens)
-    lengths = np.asarray(a.completions.mask).sum(axis=1)
-    assert lengths.min() >= 1 and lengths.max() <= 50 and len(set(lengths)) > 10
-    assert a.prompts.tokens.shape == (512, 6) and set(a.rewards) == {0.0, 1.0}

@@ -14,7 +14,7 @@ import pytest
 from interpreted import in_numpy
 from logitless.objectives.metrics import metric_values
 from logitless.train import train_mesh
-from logitless.train.config import ConfigError, load, objective_of
+from logitless.train.config import load, objective_of
 from logitless.train.model import Params
 from logitless.train.packed import (
     _in_micro_batches,
@@ -234,7 +234,7 @@ def run_steps(settings: list[str], steps: int = 3) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:  # noqa: F811
+def test_a_trainer_that_packs_takes_the_same_steps(micro: list[str]) -> None:
     own = ["train.inner_epochs=2", "train.kl_report=true", "train.minibatches=2"]
     packed = ["train.packing=shared", "train.microbatch=2", "train.skip_rows=true", "train.report_skipped=true"]
     plain, ours = run_steps([*micro, *own]), run_steps([*micro, *own, *packed])
@@ -302,34 +302,3 @@ def test_an_update_over_a_mesh_is_that_of_one_device(
 def test_off_is_a_word_on_the_command_line_too() -> None:
     """YAML makes False of it."""
     assert load(None, ["train.packing=off"]).train.packing == "off"
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (["train.packing=shared"], "train.packing: saves nothing"),
-        (["train.skip_rows=true"], "train.skip_rows: True has no effect with train.packing off"),
-        (
-            ["train.packing=sequences", "train.microbatch=8", "train.pack_length=7"],
-            "train.pack_length: 7, but .* 8 slots",
-        ),
-        (["train.packing=sequences", "train.microbatch=8", "train.report_skipped=true"], "without train.skip_rows"),
-        (
-            ["train.packing=shared", "train.microbatch=6", "mesh.data=2", "mesh.fsdp=2"],
-            "mesh: data x fsdp = 4 does not divide the 6 rows of a gradient",
-        ),
-        (
-            ["train.packing=shared", "train.microbatch=8", "train.microbatch_tail=2", "mesh.data=2", "mesh.fsdp=2"],
-            "mesh: data x fsdp = 4 does not divide the 2 rows of a gradient",
-        ),
-        (
-            ["train.packing=shared", "train.microbatch=8", "train.microbatch_tail=3"],
-            "train.microbatch_tail: 3 rows do not divide the 8 of train.microbatch",
-        ),
-        (["train.microbatch_tail=2"], "train.microbatch_tail: 2 has no effect with train.packing off"),
-        (["train.packing=share"], "Did you mean 'shared'"),
-    ],
-)
-def test_packing_that_cannot_be_is_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(None, settings)

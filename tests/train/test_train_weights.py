@@ -19,14 +19,14 @@ import pytest
 
 from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
-from logitless.train import tokenizer as tokenizer_module
+from logitless.train import gguf as gguf_module
 from logitless.train.config import ConfigError, load
 from logitless.train.gguf import GGUF_NAMES, load_gguf
 from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.task import build_task
-from logitless.train.tokenizer import CharTokenizer, Tokenizer, chatml, load_tokenizer, render
-from logitless.train.weights import HF_NAMES, load_model, load_safetensors, model_shape, save_safetensors
+from logitless.train.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, render
+from logitless.train.weights import HF_NAMES, load_safetensors, model_shape, save_safetensors
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
@@ -44,7 +44,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 def logits(config: ModelConfig, params: Params, case: dict[str, np.ndarray]) -> np.ndarray:
     """Of the case's real tokens."""
     valid = jnp.asarray(case["valid"])
-    hidden, _ = run(params, config, jnp.asarray(case["tokens"], jnp.int32), positions_of(valid), valid)
+    hidden = run(params, config, jnp.asarray(case["tokens"], jnp.int32), positions_of(valid), valid)
     return np.asarray(hidden @ lm_head(params, config).T)[case["valid"]]
 
 
@@ -208,13 +208,17 @@ def test_gguf_gives_the_same_logits(name: str, kind: str, tolerance: float, tmp_
 
 
 @pytest.mark.parametrize("name, kind", [("hf_llama", "Q8_0"), ("hf_qwen2", "Q5_1"), ("hf_qwen2", "BF16")])
-def test_a_gguf_dequantised_on_the_device_is_the_same(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_gguf_has_the_numbers_of_its_own_package(name: str, kind: str, tmp_path: Path) -> None:
+    """Rounded once to the dtype, each in its place; also of a type that is not dequantised here."""
     path = write_gguf(tmp_path / "model.gguf", name, kind=kind)
     for dtype in (jnp.float32, jnp.bfloat16):
-        loaded = [load_gguf(path, dtype, on_device=there) for there in (False, True)]
-        assert loaded[0][0] == loaded[1][0] == model_shape(path)
-        jax.tree.map(np.testing.assert_array_equal, loaded[0][1], loaded[1][1])
-        assert jax.tree.map(lambda x: x.dtype, loaded[0][1]) == jax.tree.map(lambda x: x.dtype, loaded[1][1])
+        config, params = load_gguf(path, dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf_module, "known", lambda _: False)
+            by_package = load_gguf(path, dtype)
+        assert by_package[0] == config == model_shape(path)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        jax.tree.map(np.testing.assert_array_equal, params, by_package[1])
 
 
 def test_every_kind_of_blocks_is_dequantised_to_the_same_bits() -> None:
@@ -236,13 +240,6 @@ def test_a_gguf_that_holds_the_tied_head_twice(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "hf_qwen2", extra_head=1.05)
     config, params = load_gguf(path)
     assert not config.tie_word_embeddings and not np.array_equal(params["embed"], params["lm_head"])
-    tied_config, tied = load_model(path, tie_head=True)
-    assert tied_config.tie_word_embeddings and "lm_head" not in tied
-    np.testing.assert_array_equal(tied["embed"], params["lm_head"])
-    with pytest.raises(ModelError, match="they are two matrices"):
-        load_gguf(write_gguf(tmp_path / "two.gguf", "hf_qwen2", extra_head=-1.0), tie_head=True)
-    with pytest.raises(ModelError, match="tie_head is for GGUF files"):
-        load_model(DATA / "hf_qwen2", tie_head=True)
 
 
 @pytest.mark.parametrize(
@@ -345,30 +342,29 @@ def test_a_gguf_tokenizer_round_trips(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2.5", "smollm2"])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_chatml_in_plain_code_is_the_models_own_template(name: str, system: str | None) -> None:
-    pytest.importorskip("jinja2")
+def test_the_models_own_templates_write_chatml(name: str, system: str | None) -> None:
     template = (DATA / f"chat_template_{name}.jinja").read_text()
-    default = next(s for s in tokenizer_module.SYSTEM_PROMPTS if s in template)
     messages = [{"role": "system", "content": system}] if system else []
     for role, content in (("user", "3+4?"), ("assistant", "7"), ("user", "{{ 1+1 }} <b>")):
         messages.append({"role": role, "content": content})
     for ask in (True, False):
-        assert render(template, messages, ask, {}) == chatml(messages, default, ask)
+        text = render(template, messages, ask, {})
+        wanted = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        assert text.endswith(wanted + "<|im_start|>assistant\n" * ask)
+        assert text.count("<|im_start|>system") == 1
 
 
-def test_chat_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_gguf(write_tokenizer_gguf(tmp_path / "t.gguf", "qwen2"))
-    with_jinja2 = tokenizer.chat([{"role": "user", "content": "hi"}])
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == with_jinja2
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ModelError, match="its chat template needs jinja2"):
-        tokenizer.chat([])
+    with pytest.raises(ModelError, match="a bare prompt has no place"):
+        tokenizer.encode_prompt("hi", chat=False, system="x")
+    tokenizer.chat_template = "another {{ messages[0].content }}"
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(ModelError, match=r"need jinja2: pip install 'logitless\[train\]'"):
+        tokenizer.encode_prompt("hi", chat=True)
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="has no chat template; use bare prompts"):
         tokenizer.encode_prompt("hi", chat=True)
-    with pytest.raises(ModelError, match="a bare prompt has no place"):
-        tokenizer.encode_prompt("hi", chat=False, system="x")
 
 
 def test_a_template_is_compiled_once() -> None:

@@ -14,7 +14,8 @@ The result, ``<run_dir>/ab.json``::
      "agreement": {"agree": true, false or null (not judged), "decided_by": "replay", "control", "seeds" or "nothing",
                    "verdict": text, "test": text, "first_difference": first step with other tokens or null,
                    "replay_agree": ..., "replay_loss_deviation": ..., the rest of compare.agreement},
-     "replay": {arm: the deviations of all steps, as of replay.judge}}
+     "replay": {arm: the deviations of all steps, as of replay.judge},
+     "same_completions": {arm: update, step and peak on the baseline's completions, as of compare.same_completions}}
 
 With ``ab.arms``, the first arm is the baseline, and ``ratios`` and ``agreement`` hold one such mapping for each of the
 others, by its name. Arms that ran at the same time (``ab.parallel``) have no times in this file: none is a measurement.
@@ -28,6 +29,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,12 @@ from logitless.lab.tools.compiled import folder_of_programs
 from logitless.lab.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
-from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
+from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of, rounds_of
 from logitless.train.ab_text import curve, table, verdict
-from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios
+from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios, same_completions
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
-from logitless.train.folder import Say, check_same, finished, locked, read_records, replace, run_folder
+from logitless.train.files import replace
+from logitless.train.folder import Say, check_same, finished, locked, read_records, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 
 __all__ = [
@@ -75,7 +78,12 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         every = [*plan.free.values(), *plan.replays.values()]
         with Progress(sum(map(_steps_expected, every)), say=say) as progress:
             _run_arms(plan.free, resume, config.ab.parallel, say, progress)
-            _run_arms(plan.replays, resume, config.ab.parallel, lambda text: say(f"replay: {text}"), progress)
+            done = progress.done
+            for i, replays in enumerate(rounds_of(config, plan.replays), 1):
+                progress.at(done)
+                heading = "replay" if config.ab.rounds == 1 else f"replay, part {i} of {config.ab.rounds}"
+                told = partial(_say_under, say, heading)
+                _run_arms(replays, resume or i > 1, config.ab.parallel, told, progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -90,6 +98,10 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
     return result
 
 
+def _say_under(say: Say, heading: str, text: str) -> None:
+    say(f"{heading}: {text}")
+
+
 def _outcome(arm: TrainConfig) -> dict[str, Any]:
     """Metrics and summary of a run; without its times where another one ran beside it."""
     folder = Path(arm.run_dir)
@@ -101,25 +113,23 @@ def _outcome(arm: TrainConfig) -> dict[str, Any]:
     return {"metrics": [own(r) for r in metrics], "summary": own(summary)}
 
 
-def _traces(arm: TrainConfig) -> list[recorded.Trace]:
-    folder = Path(arm.run_dir)
-    return recorded.load_traces(folder, read_records(folder / "metrics.jsonl"))
-
-
 def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[str, Any]:
     """``ratios`` and ``agreement`` of every arm with the first; of the two default arms, without a name before them."""
     first, *others = plan.arms
     replays: dict[str, Any] = {}
     approximate = {n: replay_test.approximate(plan.arms[first].train.loss, plan.arms[n].train.loss) for n in others}
+
+    def traces(name: str) -> list[recorded.Trace]:
+        return recorded.load_traces(Path((plan.replays.get(name) or plan.arms[name]).run_dir))
+
     if config.ab.replay:
-        base, control = _traces(plan.arms[first]), _traces(plan.replays[CONTROL])
+        base, control = traces(first), traces(CONTROL)
         for name in others:
-            traces = _traces(plan.replays.get(name, plan.arms[name]))
             loss = plan.arms[name].train.loss
             forward = approximate[name] is not None
             if forward and loss.logits_dtype != plan.arms[first].train.loss.logits_dtype:
                 continue
-            replays[name] = replay_test.judge(config, base, control, traces, forward_only=forward)
+            replays[name] = replay_test.judge(config, base, control, traces(name), forward_only=forward)
 
     def free(name: str) -> list[dict[str, Any]]:
         return read_records(Path(plan.free[name].run_dir) / "metrics.jsonl")
@@ -141,6 +151,9 @@ def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[st
     out: dict[str, Any] = {"ratios": by_arm, "agreement": agree}
     if not config.ab.arms:
         out = {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
+    if config.ab.replay and first in plan.replays:
+        records = {name: read_records(Path(arm.run_dir) / "metrics.jsonl") for name, arm in plan.replays.items()}
+        out["same_completions"] = same_completions(config, done[first]["metrics"], first, records)
     return {**out, "replay": replays}
 
 
@@ -204,7 +217,7 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: S
                 if not parallel:
                     _wait(arms, started, hold, say, progress, before)
                 elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
-                    cache = Path(arm.warm_start.cache) / "warm_start"
+                    cache = Path(arm.warm_start.cache) / "warm_start.safetensors"
                     while started[name].poll() is None and not cache.exists() and hold.received is None:
                         time.sleep(0.2)
             _wait(arms, started, hold, say, progress, before)

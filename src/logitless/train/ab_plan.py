@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.train import replay as replay_test
+from logitless.train.compare import ends_of_rounds
 from logitless.train.config import ConfigError, Loss, TrainConfig
 from logitless.train.config_check import check
 from logitless.train.folder import run_folder
@@ -70,7 +71,7 @@ class Plan:
     free: dict[str, TrainConfig]
     """The arms, a free control, and the arms with other seeds."""
     replays: dict[str, TrainConfig]
-    """Of each arm but the baseline, and of the control."""
+    """Of the control and of each arm; of the baseline, where times are compared."""
 
 
 def plan_of(config: TrainConfig) -> Plan:
@@ -79,13 +80,17 @@ def plan_of(config: TrainConfig) -> Plan:
     reserved = {CONTROL, "replay", "warm_start"} & set(arms)
     if reserved:
         raise ConfigError(f"ab.arms: {min(reserved)!r} is a name that an A/B keeps for itself; choose another")
+    steps = min(c.replay_steps or config.train.steps, config.train.steps)
+    if c.rounds > 1 and (c.parallel or not c.replay or config.rollout.kind == "random" or 2 * c.rounds > steps):
+        raise ConfigError(
+            f"ab.rounds: {c.rounds} parts of a replay of {steps} steps; they need ab.replay, sampled completions, no "
+            "ab.parallel, and two steps each at least (the first one of a part is not timed)"
+        )
     folder, first = run_folder(config), next(iter(arms))
     if c.replay:
-        sampled = config.rollout.kind == "sample"
-        for name in (
-            [first] if sampled else list(arms)
-        ):  # random completions are the same in all arms: nothing to replay
-            rollout = dataclasses.replace(config.rollout, record=c.replay_steps or config.train.steps)
+        rollout = dataclasses.replace(config.rollout, record=c.replay_steps or config.train.steps)
+        # Random completions are the same in all arms: every arm is traced as it is.
+        for name in [first] if config.rollout.kind == "sample" else list(arms):
             arms[name] = dataclasses.replace(arms[name], rollout=rollout)
     free, replays = dict(arms), {}
     if c.control:
@@ -96,17 +101,31 @@ def plan_of(config: TrainConfig) -> Plan:
             start = dataclasses.replace(arm.warm_start, cache=str(Path(arm.warm_start.cache) / f"seed{seed}"))
             free[f"{name}.seed{seed}"] = dataclasses.replace(other, seed=config.seed + seed, warm_start=start)
     if c.replay:
-        again = {CONTROL: replay_test.control_of(arms[first]), **{n: a for n, a in arms.items() if n != first}}
+        again = {CONTROL: replay_test.control_of(arms[first]), **arms}
+        if config.rollout.kind == "random":  # all arms have the same completions as they are
+            again = {CONTROL: again[CONTROL]}
+        elif c.parallel:  # no time is compared: the baseline's own run will do
+            del again[first]
         for name, arm in again.items():
-            if config.rollout.kind == "random":
-                if name == CONTROL:
-                    replays[name] = dataclasses.replace(arm, run_dir=str(folder / "replay" / name))
-                continue
-            rollout = dataclasses.replace(arm.rollout, record=0, replay=str(folder / first))
-            evaluation = dataclasses.replace(arm.eval, every=0)
-            run_dir = str(folder / "replay" / name)
-            replays[name] = dataclasses.replace(arm, rollout=rollout, eval=evaluation, run_dir=run_dir)
+            if config.rollout.kind == "sample":
+                rollout = dataclasses.replace(arm.rollout, record=0, replay=str(folder / first))
+                arm = dataclasses.replace(arm, rollout=rollout, eval=dataclasses.replace(arm.eval, every=0))
+            if c.rounds > 1:
+                every = c.replay_steps or config.train.steps  # a state is saved where a round ends
+                arm = dataclasses.replace(arm, checkpoint=dataclasses.replace(arm.checkpoint, every=every))
+            replays[name] = dataclasses.replace(arm, run_dir=str(folder / "replay" / name))
     return Plan(arms, free, replays)
+
+
+def rounds_of(config: TrainConfig, replays: dict[str, TrainConfig]) -> list[dict[str, TrainConfig]]:
+    """The replays of each round: all of them up to the same step, where the next round goes on."""
+    if config.ab.rounds == 1:
+        return [replays]
+    steps = min(config.ab.replay_steps or config.train.steps, config.train.steps)
+    return [
+        {n: dataclasses.replace(a, train=dataclasses.replace(a.train, until=end)) for n, a in replays.items()}
+        for end in ends_of_rounds(config, steps)
+    ]
 
 
 def _without_record(arm: TrainConfig, folder: Path) -> TrainConfig:

@@ -48,6 +48,8 @@ def table(result: dict[str, Any]) -> str:
         shares = [f"{v / values[0]:.3f}" if v and values[0] else "" for v in values[1:]]
         line = f"{label:36s}" + "".join(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))
         lines.append((line + "".join(f"{x:>{len(m) + 2}s}" for x, m in zip(shares, marks, strict=True))).rstrip())
+    if "same_completions" in result:
+        lines += _same_completions(result["same_completions"])
     if result.get("parallel"):
         lines.append("times: not compared, for the arms ran at the same time (ab.parallel)")
     for name, a in agreements(result).items():
@@ -55,6 +57,23 @@ def table(result: dict[str, Any]) -> str:
     lines += [f"{name} against {first}: {a['verdict']}" for name, a in agreements(result).items()]
     lines.append(verdict(result))
     return "\n".join(lines)
+
+
+def _same_completions(found: dict[str, Any]) -> list[str]:
+    """Time and memory of the replays, a line for each arm and quantity."""
+    lines = ["on the baseline's completions (ratio to the baseline, interval):"]
+    for label, key, unit, form in (
+        ("update (s)", "update", 1, ".3f"), ("step (s)", "step", 1, ".3f"), ("device peak (MiB)", "peak", 2**20, ",.1f")
+    ):  # fmt: skip
+        for name, arm in found.items():
+            if key not in arm or arm[key]["ratio"] is None:
+                continue
+            between = "".join(f" {x:.3f}" for x in arm[key]["interval"] or [])
+            lines.append(
+                f"  {label:18s}{name:12s}{format(arm[key]['mean'] / unit, form):>10s}  {arm[key]['ratio']:.3f} "
+                f"[{between.strip() or 'one measurement'}]"
+            )
+    return lines
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
+from logitless.train.files import did_you_mean
 from logitless.train.model import ModelConfig, ModelError
 
 PRESETS: dict[str, ModelConfig] = {
@@ -21,9 +21,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str, vocab_size: int | None = None) -> ModelConfig:
     """The shape of that name, with another vocabulary where one is given."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ModelError(f"no architecture {name!r}; there are {', '.join(PRESETS)}.{hint}")
+        raise ModelError(f"no architecture {name!r}; there are {', '.join(PRESETS)}.{did_you_mean(name, PRESETS)}")
     config = PRESETS[name]
     return config if vocab_size is None else dataclasses.replace(config, vocab_size=vocab_size)
 
@@ -41,7 +39,7 @@ _UNSUPPORTED = {"mlp_bias": "biases in the MLP", "use_sliding_window": "sliding-
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
-    """See :meth:`ModelConfig.from_hf`."""
+    """The model of a hub folder's ``config.json``; what this decoder does not compute is refused by name."""
     kind = hf.get("model_type")
     if kind not in ("qwen2", "llama"):
         raise ModelError(f"config.json: model_type is {kind!r}; supported are 'qwen2' (Qwen2, Qwen2.5) and 'llama'.")
@@ -72,7 +70,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """See :meth:`ModelConfig.to_hf`."""
+    """The ``config.json`` that ``transformers`` reads this model with."""
     kind, name = ("qwen2", "Qwen2") if config.attention_bias else ("llama", "Llama")
     return {
         "architectures": [f"{name}ForCausalLM"],

@@ -1,6 +1,6 @@
-"""Grouped-query attention: over a whole row or packed rows (training), and of new tokens over a cache (sampling).
+"""Grouped-query attention over a whole row or packed rows; decode.py has that of a new token over a cache.
 
-All take ``q [B, T, N, hd]`` and ``k, v [B, S, KV, hd]``. cuDNN's flash attention keeps no ``[B, N, T, S]`` array; the
+Both take ``q [B, T, N, hd]`` and ``k, v [B, T, KV, hd]``. cuDNN's flash attention keeps no ``[B, N, T, S]`` array; the
 XLA form builds the scores of one block of queries at a time and keeps none of them for the backward pass.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 IMPLEMENTATIONS = ("auto", "cudnn", "xla")
 _QUERY_BLOCK = 256
@@ -25,13 +25,7 @@ def causal_attention(
     implementation: str = "auto",
 ) -> Float[Array, "B T N hd"]:
     """Each token over itself and all tokens before it."""
-    length = q.shape[1]
-    if _takes_cudnn(q, implementation):
-        # cuDNN's backward pass wants an even length; a token at the end is one that no other sees.
-        odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
-        q, k, v = (jnp.pad(x, odd) for x in (q, k, v)) if length % 2 else (q, k, v)
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
-    return _blocked(q, k, v, jnp.tril(jnp.ones((1, 1, length, length), bool)))
+    return _attended(q, k, v, None, implementation)
 
 
 def masked_attention(
@@ -46,28 +40,22 @@ def masked_attention(
     cuDNN takes the mask as a bias of ``q``'s dtype; that a token sees nothing after itself is said beside it, since it
     then leaves out the half of the scores that lies there.
     """
+    return _attended(q, k, v, mask, implementation)
+
+
+def _attended(q: Array, k: Array, v: Array, mask: Array | None, implementation: str) -> Array:
     length = q.shape[1]
-    if _takes_cudnn(q, implementation):
-        odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
-        if length % 2:
-            q, k, v = (jnp.pad(x, odd) for x in (q, k, v))
-            mask = jnp.pad(mask, (odd[0], odd[1], odd[1]))
-        attended = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=True, implementation="cudnn")
-        return attended[:, :length]
-    return _blocked(q, k, v, (mask & jnp.tril(jnp.ones((length, length), bool)))[:, None])
-
-
-def cached_attention(
-    q: Float[Array, "B T N hd"],
-    k: Float[Array, "B S KV hd"],
-    v: Float[Array, "B S KV hd"],
-    valid: Bool[Array, "B S"],
-    start: Int[Array, ""],
-) -> Float[Array, "B T N hd"]:
-    """Tokens that stand in the slots from ``start`` on, over the valid slots up to their own."""
-    slots = jnp.arange(k.shape[1])
-    before = slots[None, :] <= start + jnp.arange(q.shape[1])[:, None]
-    return _blocked(q, k, v, (before[None] & valid[:, None, :])[:, None])
+    if not _takes_cudnn(q, implementation):
+        before = jnp.tril(jnp.ones((1, length, length), bool))
+        return _blocked(q, k, v, (before if mask is None else before & mask)[:, None])
+    # cuDNN's backward pass wants an even length; a token at the end is one that no other sees.
+    odd = ((0, 0), (0, length % 2), (0, 0), (0, 0))
+    options: dict[str, Any] = {}
+    if mask is not None:
+        options["mask"] = (jnp.pad(mask, (odd[0], odd[1], odd[1])) if length % 2 else mask)[:, None]
+    q, k, v = (jnp.pad(x, odd) for x in (q, k, v)) if length % 2 else (q, k, v)
+    attended = jax.nn.dot_product_attention(q, k, v, **options, is_causal=True, implementation="cudnn")
+    return attended[:, :length]
 
 
 def _takes_cudnn(q: Array, implementation: str) -> bool:

@@ -11,10 +11,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from logitless.train import train_mesh
 from logitless.train.lora import merge
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Completions
@@ -111,12 +109,6 @@ def _from_the_policy(t: Trainer, params: Any, lora: Any, prompts: Prompts, step:
     key = jax.random.fold_in(jax.random.fold_in(t.key, _ROLLOUT), step)
     if attempt:
         key = jax.random.fold_in(key, attempt)
-    at_once = (c.rollout.rows or c.train.prompts_per_step * c.train.group_size) // c.train.group_size
-    parts = []
-    for start in range(0, c.train.prompts_per_step, at_once):
-        rows = slice(start, start + at_once)
-        first = jnp.int32(start * c.train.group_size)
-        tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), t.mesh)
-        parts.append(t.rollout_program(params, lora, tokens, valid, key, first))
-    host = [jax.device_get(p) for p in parts]
-    return jax.tree.map(lambda *x: np.concatenate(x), *host)
+    size = c.train.group_size
+    at_once = (c.rollout.rows or c.train.prompts_per_step * size) // size
+    return t.completions(t.rollout_program, params, lora, prompts, key, at_once, size)

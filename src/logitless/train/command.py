@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,22 +49,6 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return ConfigError, DataError, FetchError, ModelError, RewardError
 
 
-def _missing(command: str) -> int:
-    """2 with a word about what to install, or 0."""
-    import importlib.util
-
-    needed = ("optax", "omegaconf", "safetensors")
-    for name in needed:
-        try:
-            found = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            print(f"logitless {command}: needs {name.split('.')[0]}: pip install 'logitless[train]'", file=sys.stderr)
-            return exits.BAD_USAGE
-    return 0
-
-
 def _config(args: argparse.Namespace, saved: str) -> Any:
     """The configuration that the arguments ask for; ``saved`` is where a run of this command keeps its own."""
     from logitless.train.config import ConfigError, load
@@ -84,24 +69,15 @@ def _config(args: argparse.Namespace, saved: str) -> Any:
 
 def run_train(args: argparse.Namespace) -> int:
     """``logitless train``."""
-    if code := _missing("train"):
-        return code
-    from logitless.train import checkpoints, folder, loop
 
-    try:
+    def run() -> int:
+        from logitless.train import folder, loop
+
         config = _config(args, "config.yaml")
-        summary = loop.run(config, resume=args.resume is not None)
-    except _user_errors() as error:
-        print(f"logitless train: {error}", file=sys.stderr)
-        return exits.BAD_USAGE
-    except (checkpoints.CheckpointError, loop.TrainingFailed) as error:
-        print(f"logitless train: {error}", file=sys.stderr)
-        return exits.FAILED
-    except loop.Stopped as stop:
-        print(f"logitless train: {stop}; step {stop.saved} is saved; continue with --resume", file=sys.stderr)
-        return 128 + stop.number
-    print(describe(summary, folder.run_folder(config)))
-    return 0
+        print(describe(loop.run(config, resume=args.resume is not None), folder.run_folder(config)))
+        return 0
+
+    return report_errors("train", run)
 
 
 def describe(summary: dict[str, Any], folder: Any) -> str:
@@ -120,19 +96,27 @@ def describe(summary: dict[str, Any], folder: Any) -> str:
 
 
 def report_errors(command: str, run: Callable[[], int], again: str = "continue with --resume") -> int:
-    """Run an A/B and turn what can go wrong with one into a message and an exit code; ``again``: what continues it."""
-    if code := _missing(command):
+    """Run it and turn what can go wrong into a message and an exit code; ``again``: what continues it."""
+
+    def said(text: object, code: int) -> int:
+        print(f"logitless {command}: {text}", file=sys.stderr)
         return code
-    from logitless.train import ab
+
+    for name in ("optax", "omegaconf", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            return said(f"needs {name}: pip install 'logitless[train]'", exits.BAD_USAGE)
+    from logitless.train import ab, checkpoints, loop
 
     try:
         return run()
     except _user_errors() as error:
-        print(f"logitless {command}: {error}", file=sys.stderr)
-        return exits.BAD_USAGE
+        return said(error, exits.BAD_USAGE)
+    except (checkpoints.CheckpointError, loop.TrainingFailed) as error:
+        return said(error, exits.FAILED)
+    except loop.Stopped as stop:
+        return said(f"{stop}; step {stop.saved} is saved; {again}", 128 + stop.number)
     except ab.ArmFailed as error:
-        print(f"logitless {command}: {error}{f'; {again}' if error.stopped else ''}", file=sys.stderr)
-        return error.code
+        return said(f"{error}{f'; {again}' if error.stopped else ''}", error.code)
 
 
 def run_ab(args: argparse.Namespace) -> int:

@@ -51,6 +51,60 @@ def ratios(baseline: dict[str, Any], other: dict[str, Any]) -> dict[str, float |
     }
 
 
+def same_completions(config: TrainConfig, free: Records, first: str, replays: dict[str, Records]) -> dict[str, Any]:
+    """Time and memory of every arm on the baseline's completions; ``replays`` are the arms' records, ``first`` is the
+    baseline.
+
+    ``update``   seconds
+    ``step``     seconds: the rollout of the baseline's free run, and the rest of the replay's step
+    ``peak``     bytes, where the device counts them
+
+    Each has a ``mean``, a ``ratio`` to the baseline and an ``interval`` of the ratio at ``ab.confidence``. Steps are
+    compared in pairs, without the first step of a process. The interval's sample is one mean log-ratio a round, or with
+    a single round one log-ratio a step. A process has one peak, so that its interval needs two rounds.
+    """
+    drawn = {r["step"]: sum(r.get(f"time/{p}_s") or 0.0 for p in ("rollout", "sync", "reward")) for r in free}
+    ends = ends_of_rounds(config, len(steps_of(replays[first])))
+    measured: dict[str, dict[str, list[list[float]]]] = {}
+    for name, records in replays.items():
+        rounds = [steps_of(records)[i:j] for i, j in itertools.pairwise((0, *ends))]
+        timed = [r[1:] for r in rounds]
+        peaks = [[r[-1]["memory/device_peak_bytes"]] for r in rounds]
+        measured[name] = {
+            "update": [[r["time/update_s"] for r in part] for part in timed],
+            "step": [
+                [drawn[r["step"]] + r["time/train/step_s"] - r.get("time/rollout_s", 0.0) for r in part]
+                for part in timed
+            ],
+            **({} if any(p == [None] for p in peaks) else {"peak": peaks}),
+        }
+    return {
+        name: {key: _against(config, measured[first].get(key, []), found) for key, found in of_arm.items()}
+        for name, of_arm in measured.items()
+    }
+
+
+def ends_of_rounds(config: TrainConfig, steps: int) -> list[int]:
+    """The last step of each round of a replay."""
+    return [round(i * steps / config.ab.rounds) for i in range(1, config.ab.rounds + 1)]
+
+
+def _against(config: TrainConfig, base: list[list[float]], arm: list[list[float]]) -> dict[str, Any]:
+    """Mean of the arm's values, by round; and its ratio to the baseline's, value by value, with an interval."""
+    every = [v for part in arm for v in part]
+    logs = [
+        [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0] for a, b in zip(base, arm, strict=True)
+    ]
+    sample = [_mean(part) for part in logs if part] if len(logs) > 1 else [v for part in logs for v in part]
+    out: dict[str, Any] = {"mean": _mean(every) if every else None, "ratio": None, "interval": None}
+    if sample:
+        out["ratio"] = math.exp(_mean(sample))
+    if len(sample) > 1:
+        centre, _, half = _interval(sample, config.ab.confidence)
+        out["interval"] = [math.exp(centre - half), math.exp(centre + half)]
+    return out
+
+
 def block_means(values: Sequence[float]) -> list[float]:
     """Means of up to ten consecutive blocks."""
     n = min(BLOCKS, len(values))
@@ -95,10 +149,17 @@ def free_runs(config: TrainConfig, a: Records, b: Records, control: Records | No
     return out
 
 
-def over_seeds(config: TrainConfig, pairs: Sequence[tuple[Records, Records]]) -> dict[str, Any]:
-    """The paired t-test over seeds; ``pairs`` are (baseline, arm) of each seed."""
+def _interval(values: Sequence[float], confidence: float) -> tuple[float, float, float]:
+    """Mean of the values, its standard error, and half of its confidence interval by the t-distribution."""
     from scipy.special import stdtrit
 
+    n, centre = len(values), _mean(values)
+    error = math.sqrt(sum((v - centre) ** 2 for v in values) / (n - 1) / n)
+    return centre, error, float(stdtrit(n - 1, 0.5 + confidence / 2)) * error
+
+
+def over_seeds(config: TrainConfig, pairs: Sequence[tuple[Records, Records]]) -> dict[str, Any]:
+    """The paired t-test over seeds; ``pairs`` are (baseline, arm) of each seed."""
     n = len(pairs)
     out: dict[str, Any] = {}
     for name, key in CURVES.items():
@@ -109,9 +170,7 @@ def over_seeds(config: TrainConfig, pairs: Sequence[tuple[Records, Records]]) ->
         if len(means) < n:  # measured in one run and not in the other
             out[f"{name}_difference"], out[f"{name}_agree"] = None, False
             continue
-        centre = _mean(means)
-        error = math.sqrt(sum((m - centre) ** 2 for m in means) / (n - 1) / n)
-        half = float(stdtrit(n - 1, 0.5 + config.ab.confidence / 2)) * error
+        centre, error, half = _interval(means, config.ab.confidence)
         limit = max(half, _tolerance(config, name, [a for a, _ in pairs]))
         out |= {f"{name}_difference": centre, f"{name}_standard_error": error, f"{name}_limit": limit}
         out[f"{name}_agree"] = abs(centre) <= limit

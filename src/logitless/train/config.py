@@ -6,7 +6,6 @@ The defaults are the ``tiny`` run: two-number addition, learned in about two min
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from logitless.lab.tools.command_config import ConfigError, number, one_of
 from logitless.lab.tools.command_config import load as load_schema
 from logitless.objectives.objective import Objective
 from logitless.objectives.presets import PRESETS
+from logitless.train.files import did_you_mean
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
 
@@ -146,6 +146,8 @@ class Train:
     kl_report: bool = True  # measure the KL to the initial policy even without the pull
     advantage_scale: str = one_of("group", "batch", "none")
     advantage_eps: float = number(1e-4, "(0, inf)")
+    # This call stops after so many of the run's steps, with the state saved; --resume goes on. 0: none
+    until: int = number(0, "[0, inf)")
     max_skipped: int = number(5, "[1, inf)")  # stop after so many steps in a row whose loss or gradient is not finite
     loss: Loss = dataclasses.field(default_factory=Loss)
 
@@ -209,6 +211,8 @@ class AB:
     # Replay: all arms, and a second baseline that differs in rounding alone, update on the baseline's completions.
     replay: bool = True
     replay_steps: int = number(0, "[0, inf)")  # 0: all
+    # Parts of the replay: every arm updates on the first part, then every arm on the second (times, like with like)
+    rounds: int = number(1, "[1, inf)")
     replay_factor: float = number(10.0, "[1, inf)")  # times the second baseline's distance that an arm may be away
     # Free runs: a second baseline that samples for itself, or several seeds; without, differences are not judged.
     control: bool = False
@@ -311,8 +315,7 @@ def objective_of(c: TrainConfig) -> Objective:
         names = [f.name for f in dataclasses.fields(Objective)]
         unknown = [k for k in fields if k not in names]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], names, n=1)
-            hint = f" Did you mean 'train.objective.{close[0]}'?" if close else ""
+            hint = did_you_mean(unknown[0], names, "train.objective.")
             raise ConfigError(f"train.objective.{unknown[0]} is not known.{hint}") from None
         raise ConfigError(f"train.objective: {error}") from None
 

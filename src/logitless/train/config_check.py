@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 
 from logitless.lab.tools.command_config import ConfigError, check_common, check_fields, sparse_backward_of
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
 from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, needs_rollout, objective_of, warm_start_fits
+from logitless.train.files import did_you_mean
 
 
 def check(c: TrainConfig) -> None:
@@ -44,6 +44,8 @@ def check(c: TrainConfig) -> None:
 
 def _check_rows(c: TrainConfig) -> None:
     t = c.train
+    if t.until and not c.checkpoint.every:
+        raise ConfigError(f"train.until: {t.until}, but checkpoint.every 0 saves no state to go on from")
     rows = t.prompts_per_step * t.group_size
     if t.group_size < 2 and t.advantage_scale == "group":
         raise ConfigError("train.group_size: 1 completion a prompt has no group to compare with, expected at least 2")
@@ -138,8 +140,7 @@ def _check_task(c: TrainConfig) -> None:
 
         name = c.model.architecture
         if name not in PRESETS:
-            close = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, PRESETS)
             raise ConfigError(f"model.architecture: {name!r}, expected one of {', '.join(PRESETS)}.{hint}")
         if not c.model.tokenizer and name != "tiny" and c.rollout.kind == "sample":
             raise ConfigError("model.tokenizer: random weights bring no tokenizer; give a folder, a .gguf or 'char'")
@@ -198,6 +199,5 @@ def _check_arms(c: TrainConfig) -> None:
             raise ConfigError(f"ab.arms: {name!r}, expected a name of letters, digits, '_', '-' and '.' (a folder's)")
         for key in overrides:
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(str(key), known)
                 raise ConfigError(f"ab.arms.{name}.{key} is not a key of train.loss ({', '.join(known)}).{hint}")

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from logitless.train.files import package
+
 SPLITS = ("train", "test")
 FORMS = ("bare", "chat")
 INSTRUCTION = "Reason step by step, and end with the answer as a number after ####."
@@ -86,37 +88,29 @@ def gsm8k(path: str | Path, split: str = "train", instruction: str = INSTRUCTION
     return problems
 
 
-def arithmetic(
-    limit: int,
-    split: str = "train",
-    *,
-    seed: int = 0,
-    form: str = "bare",
-    held_out: float = 0.1,
-    count: int = 10_000,
-    instruction: str = "",
-) -> list[Problem]:
-    """At most ``count`` sums ``a + b`` with ``0 <= a, b < limit``, in an order that the seed decides.
+_HELD_OUT, _MOST_SUMS = 0.1, 10_000
 
-    ``held_out`` of the pairs make the test split. They are set aside in both orders: if 3+4 is tested, 4+3 was not
-    trained on. ``form``: ``bare`` (``"3+4="``) or ``chat`` (``"What is 3 + 4?"`` and the instruction).
+
+def arithmetic(
+    limit: int, split: str = "train", *, seed: int = 0, form: str = "bare", instruction: str = ""
+) -> list[Problem]:
+    """At most 10,000 sums ``a + b`` with ``0 <= a, b < limit``, in an order that the seed decides.
+
+    A tenth of the pairs make the test split. They are set aside in both orders: if 3+4 is tested, 4+3 was not trained
+    on. ``form``: ``bare`` (``"3+4="``) or ``chat`` (``"What is 3 + 4?"`` and the instruction).
     """
     _check("split", split, SPLITS)
     _check("form", form, FORMS)
     if limit < 2 or limit > 2000:
         raise DataError(f"arithmetic: limit is {limit}, expected 2 to 2000.")
-    if not 0.0 < held_out < 1.0:
-        raise DataError(f"arithmetic: held_out is {held_out}, expected a fraction between 0 and 1.")
-    if count < 1:
-        raise DataError(f"arithmetic: count is {count}, expected at least 1.")
     low, high = np.triu_indices(limit)
     rng = np.random.default_rng([seed, limit])
     order = rng.permutation(len(low))
-    tested = max(1, round(held_out * len(low)))
+    tested = max(1, round(_HELD_OUT * len(low)))
     chosen = order[:tested] if split == "test" else order[tested:]
     pairs = np.stack([low[chosen], high[chosen]], axis=1)
     pairs = np.concatenate([pairs, pairs[pairs[:, 0] != pairs[:, 1], ::-1]])
-    pairs = pairs[rng.permutation(len(pairs))][:count]
+    pairs = pairs[rng.permutation(len(pairs))][:_MOST_SUMS]
     return [_sum(int(a), int(b), form, instruction) for a, b in pairs]
 
 
@@ -142,11 +136,7 @@ def reasoning_gym(
 
 def reasoning_gym_module() -> Any:
     """The package, or a word on how to get it."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise DataError("this task needs reasoning-gym: pip install 'logitless[reasoning]'") from None
-    return reasoning_gym
+    return package("reasoning_gym", DataError("this task needs reasoning-gym: pip install 'logitless[reasoning]'"))
 
 
 def _sum(a: int, b: int, form: str, instruction: str) -> Problem:

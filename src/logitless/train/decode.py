@@ -30,7 +30,6 @@ from jaxtyping import Bool, Float, Int
 from logitless.core.pytree import register
 from logitless.train.lora import LoRA
 from logitless.train.model import (
-    KVCache,
     ModelConfig,
     Params,
     decoder_layer,
@@ -118,13 +117,10 @@ class DecodeState:
         return dataclasses.replace(jax.tree.map(lambda x, y: x.at[take].set(y), whole, part), step=some.step)
 
 
-def spread_cache(cache: KVCache, group_size: int) -> list[tuple[Array, Array]]:
-    """A prompt's cache for each completion of its group, by layer."""
-
-    def one(x: Array) -> Array:
-        return jnp.repeat(jnp.swapaxes(x, 1, 2), group_size, axis=0)  # [B, KV, P, hd]
-
-    return [(one(cache.k[i]), one(cache.v[i])) for i in range(cache.k.shape[0])]
+def spread_cache(cache: tuple[Array, Array], group_size: int) -> list[tuple[Array, Array]]:
+    """A prompt's keys and values ``[L, B, P, KV, hd]`` for each completion of its group, by layer."""
+    k, v = (jnp.repeat(jnp.swapaxes(x, 2, 3), group_size, axis=1) for x in cache)
+    return list(zip(k, v, strict=True))
 
 
 def decode_step(d: Decoder, s: DecodeState, slot: Array) -> tuple[Float[Array, "B H"], DecodeState]:

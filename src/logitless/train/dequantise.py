@@ -11,20 +11,13 @@ sum, and is the ``gguf`` package's to the bit, whatever a compiler contracts or 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt8
-
-_SUPER = 256  # numbers in a block of the K types
-
-
-def _split(blocks: UInt8[Array, "N B"], *widths: int) -> list[Array]:
-    """Neighbouring columns, the last ones with what is left."""
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    return jnp.split(blocks, ends, axis=1)
 
 
 def _half(two_bytes: UInt8[Array, "N 2"]) -> Float[Array, "N 1"]:
@@ -41,34 +34,13 @@ def _bits(x: UInt8[Array, "N B"], group: int, shifts: Sequence[int], mask: int) 
     return ((x.reshape(len(x), -1, 1, group) >> by) & jnp.uint8(mask)).reshape(len(x), -1)
 
 
-def _q4_0(b: Array) -> Array:
-    d, q = _split(b, 2)
-    return _half(d) * (_bits(q, 16, (0, 4), 15).astype(jnp.float32) - 8)
+def _four_bits(q: UInt8[Array, "N 16"]) -> Array:
+    return _bits(q, 16, (0, 4), 15).astype(jnp.float32)
 
 
-def _q4_1(b: Array) -> Array:
-    d, m, q = _split(b, 2, 2)
-    return _half(d) * _bits(q, 16, (0, 4), 15).astype(jnp.float32) + _half(m)
-
-
-def _five_bits(high: UInt8[Array, "N 4"], low: UInt8[Array, "N 16"]) -> Array:
+def _five_bits(high: UInt8[Array, "N 4"], q: UInt8[Array, "N 16"]) -> Array:
     top = ((high[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)) & 1).reshape(len(high), -1)
-    return (_bits(low, 16, (0, 4), 15) | (top << 4)).astype(jnp.float32)
-
-
-def _q5_0(b: Array) -> Array:
-    d, high, low = _split(b, 2, 4)
-    return _half(d) * (_five_bits(high, low) - 16)
-
-
-def _q5_1(b: Array) -> Array:
-    d, m, high, low = _split(b, 2, 2, 4)
-    return _half(d) * _five_bits(high, low) + _half(m)
-
-
-def _q8_0(b: Array) -> Array:
-    d, q = _split(b, 2)
-    return _half(d) * _signed(q)
+    return (_bits(q, 16, (0, 4), 15) | (top << 4)).astype(jnp.float32)
 
 
 def _scaled(scale: Float[Array, "N G"], q: Array) -> Float[Array, "N G W"]:
@@ -76,66 +48,68 @@ def _scaled(scale: Float[Array, "N G"], q: Array) -> Float[Array, "N G W"]:
     return scale[:, :, None] * q.astype(jnp.float32).reshape(*scale.shape, -1)
 
 
-def _q2_k(b: Array) -> Array:
-    scales, q, d, m = _split(b, _SUPER // 16, _SUPER // 4, 2)
-    numbers = _scaled(_half(d) * (scales & 15).astype(jnp.float32), _bits(q, 32, (0, 2, 4, 6), 3))
-    return numbers - (_half(m) * (scales >> 4).astype(jnp.float32))[:, :, None]
+def _q2_k(s: Array, q: Array, d: Array, m: Array) -> Array:
+    numbers = _scaled(d * (s & 15).astype(jnp.float32), _bits(q, 32, (0, 2, 4, 6), 3))
+    return numbers - (m * (s >> 4).astype(jnp.float32))[:, :, None]
 
 
-def _q3_k(b: Array) -> Array:
-    high, low, scales, d = _split(b, _SUPER // 8, _SUPER // 4, 12)
-    small = _bits(scales[:, :8], 8, (0, 4), 15) | (_bits(scales[:, 8:], 4, (0, 2, 4, 6), 3) << 4)
-    q = _bits(low, 32, (0, 2, 4, 6), 3).astype(jnp.float32) - 4 * (1 - _bits(high, 32, range(8), 1).astype(jnp.float32))
-    return _scaled(_half(d) * (small.astype(jnp.float32) - 32), q)
+def _q3_k(h: Array, q: Array, s: Array, d: Array) -> Array:
+    small = _bits(s[:, :8], 8, (0, 4), 15) | (_bits(s[:, 8:], 4, (0, 2, 4, 6), 3) << 4)
+    q = _bits(q, 32, (0, 2, 4, 6), 3).astype(jnp.float32) - 4 * (1 - _bits(h, 32, range(8), 1).astype(jnp.float32))
+    return _scaled(d * (small.astype(jnp.float32) - 32), q)
 
 
-def _scales_and_mins(packed: UInt8[Array, "N 12"]) -> tuple[Array, Array]:
-    """Eight of each, of six bits: the first four in bytes 0-3 and 4-7, the others' high bits above them."""
-    a, b, low = (packed[:, 4 * i : 4 * i + 4] for i in range(3))
-    scales = jnp.concatenate([a & 63, (low & 15) | ((a >> 2) & 48)], axis=1)
-    mins = jnp.concatenate([b & 63, (low >> 4) | ((b >> 2) & 48)], axis=1)
-    return scales.astype(jnp.float32), mins.astype(jnp.float32)
+def _q6_k(q: Array, h: Array, s: Array, d: Array) -> Array:
+    q = _bits(q, 64, (0, 4), 15) | (_bits(h, 32, (0, 2, 4, 6), 3) << 4)
+    return _scaled(d * _signed(s), q.astype(jnp.float32) - 32)
 
 
-def _q4_k(b: Array) -> Array:
-    d, m, packed, q = _split(b, 2, 2, 12)
-    scales, mins = _scales_and_mins(packed)
-    return _scaled(_half(d) * scales, _bits(q, 32, (0, 4), 15)) - (_half(m) * mins)[:, :, None]
+def _with_mins(d: Array, m: Array, s: UInt8[Array, "N 12"], q: Array) -> Array:
+    """Scales and mins, eight of each, of six bits: four in bytes 0-3 and 4-7, the others' high bits above them."""
+    a, b, low = (s[:, 4 * i : 4 * i + 4] for i in range(3))
+    scales = jnp.concatenate([a & 63, (low & 15) | ((a >> 2) & 48)], axis=1).astype(jnp.float32)
+    mins = jnp.concatenate([b & 63, (low >> 4) | ((b >> 2) & 48)], axis=1).astype(jnp.float32)
+    return _scaled(d * scales, q) - (m * mins)[:, :, None]
 
 
-def _q5_k(b: Array) -> Array:
-    d, m, packed, high, low = _split(b, 2, 2, 12, _SUPER // 8)
-    scales, mins = _scales_and_mins(packed)
-    q = _bits(low, 32, (0, 4), 15) | (_bits(high, 32, range(8), 1) << 4)
-    return _scaled(_half(d) * scales, q) - (_half(m) * mins)[:, :, None]
+def _q5_k(d: Array, m: Array, s: Array, h: Array, q: Array) -> Array:
+    return _with_mins(d, m, s, _bits(q, 32, (0, 4), 15) | (_bits(h, 32, range(8), 1) << 4))
 
 
-def _q6_k(b: Array) -> Array:
-    low, high, scales, d = _split(b, _SUPER // 2, _SUPER // 4, _SUPER // 16)
-    q = _bits(low, 64, (0, 4), 15) | (_bits(high, 32, (0, 2, 4, 6), 3) << 4)
-    return _scaled(_half(d) * _signed(scales), q.astype(jnp.float32) - 32)
-
-
-def _plain(dtype: jnp.dtype) -> Callable[[Array], Array]:
-    return lambda b: jax.lax.bitcast_convert_type(b.reshape(len(b), -1, dtype.itemsize), dtype)
-
-
-_KINDS: dict[str, tuple[int, Callable[[Array], Array]]] = {
-    "F32": (4, _plain(jnp.dtype(jnp.float32))),
-    "F16": (2, _plain(jnp.dtype(jnp.float16))),
-    "BF16": (2, _plain(jnp.dtype(jnp.bfloat16))),
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-}
+_Kind = tuple[int, Callable[[Array], Array]]
 """Bytes of a block, and what makes numbers ``[N, ...]`` of blocks ``[N, bytes]``."""
+
+
+def _plain(dtype: jnp.dtype) -> _Kind:
+    return dtype.itemsize, lambda b: jax.lax.bitcast_convert_type(b.reshape(len(b), -1, dtype.itemsize), dtype)
+
+
+def _blocks(layout: str, numbers: Callable[..., Array]) -> _Kind:
+    """Blocks of neighbouring fields, each a letter and its bytes; ``numbers`` takes them, d and m as numbers."""
+    ends = list(itertools.accumulate(int(field[1:]) for field in layout.split()))
+
+    def read(blocks: UInt8[Array, "N B"]) -> Array:
+        parts = zip(layout.split(), jnp.split(blocks, ends[:-1], axis=1), strict=True)
+        return numbers(*(_half(part) if field[0] in "dm" else part for field, part in parts))
+
+    return ends[-1], read
+
+
+_KINDS: dict[str, _Kind] = {
+    "F32": _plain(jnp.dtype(jnp.float32)),
+    "F16": _plain(jnp.dtype(jnp.float16)),
+    "BF16": _plain(jnp.dtype(jnp.bfloat16)),
+    "Q4_0": _blocks("d2 q16", lambda d, q: d * (_four_bits(q) - 8)),
+    "Q4_1": _blocks("d2 m2 q16", lambda d, m, q: d * _four_bits(q) + m),
+    "Q5_0": _blocks("d2 h4 q16", lambda d, h, q: d * (_five_bits(h, q) - 16)),
+    "Q5_1": _blocks("d2 m2 h4 q16", lambda d, m, h, q: d * _five_bits(h, q) + m),
+    "Q8_0": _blocks("d2 q32", lambda d, q: d * _signed(q)),
+    "Q2_K": _blocks("s16 q64 d2 m2", _q2_k),
+    "Q3_K": _blocks("h32 q64 s12 d2", _q3_k),
+    "Q4_K": _blocks("d2 m2 s12 q128", lambda d, m, s, q: _with_mins(d, m, s, _bits(q, 32, (0, 4), 15))),
+    "Q5_K": _blocks("d2 m2 s12 h32 q128", _q5_k),
+    "Q6_K": _blocks("q128 h64 s16 d2", _q6_k),
+}
 
 
 def known(kind: str) -> bool:

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
+from logitless.train.files import replace
 
 try:
     import fcntl
 except ImportError:  # not on Windows: there, nothing keeps a second run away
     fcntl = None  # type: ignore[assignment]
 
-FREE_ON_RESUME = ("run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache")
+FREE_ON_RESUME = (
+    "run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache", "train.until",
+)  # fmt: skip
 """Keys that may change between a run and its continuation."""
 LOCK = ".lock"
 
@@ -168,13 +171,3 @@ def keep_records(path: Path, last_step: int, say: Say) -> None:
         )
     kept = [line for line, r in zip(lines, records, strict=True) if r is not None and r["step"] <= last_step]
     replace(path, b"".join(line + b"\n" for line in kept))
-
-
-def replace(path: Path, text: str | bytes) -> None:
-    """Write a file so that a kill leaves the old one or the new one, whole."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.write(text.encode() if isinstance(text, str) else text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

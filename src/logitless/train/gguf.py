@@ -7,8 +7,6 @@ stored as they are.
 
 from __future__ import annotations
 
-import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from jax import Array
 
 from logitless.train import gguf_file
 from logitless.train.dequantise import dequantise, known
+from logitless.train.files import package
 from logitless.train.gguf_file import GGUFFile, Tensor
 from logitless.train.model import ModelConfig, ModelError, Params
-from logitless.train.weights import Rows, TensorNames, assemble, check_tensors, rows_at_once, threads
+from logitless.train.weights import TensorNames, assemble, check_tensors
 
 GGUF_NAMES = TensorNames(
     top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
@@ -42,44 +41,28 @@ GGUF_NAMES = TensorNames(
     },
     prefix="blk.{i}.",
 )
-_LARGE = 1 << 25  # elements of a tensor that is worth several threads
-_SAME_MATRIX = 0.2  # relative difference of two quantisations of it; 4 against 6 bits is about 0.07
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def load_gguf(
-    path: str | Path, dtype: Any = jnp.float32, tie_head: bool = False, *, on_device: bool | None = None
-) -> tuple[ModelConfig, Params]:
-    """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype``.
+def load_gguf(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
+    """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype`` on the device.
 
-    Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model. With
-    ``tie_head`` the output's copy, which has more bits, serves as both, provided that the two are alike. ``on_device``:
-    dequantise there (dequantise.py) and not on the host; the same to the bit. ``None``: unless the device is a CPU.
+    Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model.
     """
     file = _read(path)
     config = _config(path, file)
-    tensors = dict(file.tensors)
-    if tie_head and not config.tie_word_embeddings:
-        config = dataclasses.replace(config, tie_word_embeddings=True)
-        tensors[GGUF_NAMES.top["embed"]] = _tied(path, tensors)
+    tensors = file.tensors
     permuted = {}
     if _field(path, file, "general.architecture") == "llama":
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
-    whole = set(GGUF_NAMES.top.values())
-    there = on_device if on_device is not None else jax.default_backend() != "cpu"
+    def read(name: str) -> Array:
+        return _numbers(*_blocks(path, tensors[name]), permuted.get(name, 0), dtype)
 
-    def read(name: str) -> Rows:
-        if len(tensors[name].shape) == 2 and (there or not (name in permuted or name in whole)):
-            return _Dequantised(path, tensors[name], permuted.get(name, 0))
-        rows = _dequantised(path, tensors[name], dtype=dtype)
-        return unpermute(rows, permuted[name]) if name in permuted else rows
-
-    place = partial(_placed, dtype=dtype) if there else None
-    return config, assemble(str(path), config, GGUF_NAMES, _shapes(tensors), read, dtype, place)
+    return config, assemble(str(path), config, GGUF_NAMES, _shapes(tensors), read, dtype)
 
 
 def gguf_shape(path: str | Path) -> ModelConfig:
@@ -94,95 +77,23 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _tied(path: str | Path, tensors: dict[str, Tensor]) -> Tensor:
-    """Take the output's tensor out and return it, if its first rows are those of the embedding but for quantisation."""
-    head, embed = tensors.pop(GGUF_NAMES.top["lm_head"]), tensors[GGUF_NAMES.top["embed"]]
-    rows = [_dequantised(path, tensor, rows=1024) for tensor in (head, embed)]
-    error = np.linalg.norm(rows[0] - rows[1]) / np.linalg.norm(rows[0])
-    if not error < _SAME_MATRIX:
-        raise ModelError(f"{path}: tie_head, but output and embedding differ by {error:.0%}: they are two matrices.")
-    return head
+def _blocks(path: str | Path, tensor: Tensor) -> tuple[np.ndarray, str]:
+    """Rows as the device takes them: bytes and their type; or numbers, and no type, where it has no such type."""
+    kind, data = tensor.kind.name, tensor.data
+    if known(kind):
+        return (data if data.ndim == 2 else data[None]), kind
+    from gguf import quants
 
-
-class _Dequantised:
-    """A matrix that is dequantised by the rows that are asked for: nobody needs all of them at once."""
-
-    def __init__(self, path: str | Path, tensor: Tensor, permuted: int = 0):
-        self.path, self.tensor, self.shape = path, tensor, tensor.shape
-        self.permuted = permuted
-        """Heads of a matrix whose rows are in another order; by rows it cannot be had."""
-
-    def __getitem__(self, some: slice) -> np.ndarray:
-        assert not self.permuted
-        return _dequantise(self.path, self.tensor, some)
-
-    def blocks(self) -> tuple[str, np.ndarray]:
-        """The rows as the device can take them: type and bytes, or no type and numbers."""
-        tensor = self.tensor
-        if known(tensor.kind.name):
-            return tensor.kind.name, tensor.data
-        return "", _dequantised(self.path, tensor)
-
-
-def _placed(matrices: list[Any], layered: bool, dtype: Any) -> Array:
-    """:func:`logitless.train.weights.assemble`'s ``on_device`` for :class:`_Dequantised` matrices."""
-    if not layered:
-        kind, data = matrices[0].blocks()
-        return _numbers(data, kind, matrices[0].permuted, dtype)
-    rows, columns = matrices[0].shape
-    out = jnp.zeros((len(matrices), columns, rows), dtype)
-    for i, matrix in enumerate(matrices):
-        kind, data = matrix.blocks()
-        out = _put_layer(out, np.int32(i), data, kind, matrix.permuted)
-    return out
+    try:
+        return quants.dequantize(data, tensor.kind), ""
+    except (NotImplementedError, ValueError) as error:
+        raise ModelError(f"{path}: tensor {tensor.name!r} of type {kind}: {error}") from None
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _numbers(data: Array, kind: str, permuted: int, dtype: Any) -> Array:
     rows = (dequantise(kind, data) if kind else data).astype(dtype)
     return unpermute(rows, permuted) if permuted else rows
-
-
-@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _put_layer(out: Array, i: Array, data: Array, kind: str, permuted: int) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(out, _numbers(data, kind, permuted, out.dtype).T, i, 0)
-
-
-def _dequantise(path: str | Path, tensor: Tensor, some: slice = slice(None)) -> np.ndarray:
-    """Some rows, in float32."""
-    from gguf import GGML_QUANT_SIZES, quants
-
-    data, kind = tensor.data[some], tensor.kind
-    try:
-        blocks = getattr(getattr(quants, kind.name, None), "dequantize_blocks", None)
-        if blocks is None:  # plain numbers
-            return quants.dequantize(data, kind)
-        # quants.dequantize would go through them in groups of 16 rows: small steps, at each of which threads wait.
-        return blocks(data.reshape(-1, GGML_QUANT_SIZES[kind][1])).reshape(*data.shape[:-1], tensor.shape[-1])
-    except (NotImplementedError, ValueError) as error:
-        raise ModelError(f"{path}: tensor {tensor.name!r} of type {kind.name}: {error}") from None
-
-
-def _dequantised(path: str | Path, tensor: Tensor, rows: int | None = None, dtype: Any = np.float32) -> np.ndarray:
-    """The tensor in ``dtype``, a block of rows at a time: no float32 copy of all of it. A large one's blocks are done
-    side by side (the others' layers are, in :func:`assemble`)."""
-    if len(tensor.shape) != 2:
-        return _dequantise(path, tensor, slice(rows)).astype(dtype, copy=False)
-    length, width = tensor.shape
-    out = np.empty((length if rows is None else min(rows, length), width), dtype)
-    step = rows_at_once(width)
-
-    def fill(start: int) -> None:
-        out[start : start + step] = _dequantise(path, tensor, slice(start, min(start + step, len(out))))
-
-    starts = range(0, len(out), step)
-    if out.size < _LARGE:
-        for start in starts:
-            fill(start)
-    else:
-        with ThreadPoolExecutor(threads()) as pool:
-            list(pool.map(fill, starts))
-    return out
 
 
 def unpermute(rows: Any, heads: int) -> Any:
@@ -195,11 +106,9 @@ def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
 
     The settings are those of a hub folder's ``tokenizer_config.json``: the special tokens and the chat template.
     """
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, normalizers, pre_tokenizers
-    except ImportError:
-        raise ModelError("tokenizers are missing: pip install 'logitless[train]'") from None
+    tokenizers = package("tokenizers", ModelError("tokenizers are missing: pip install 'logitless[train]'"))
+    decoders, models, normalizers = tokenizers.decoders, tokenizers.models, tokenizers.normalizers
+    pre_tokenizers = tokenizers.pre_tokenizers
     file = _read(path)
     kind = _field(path, file, "tokenizer.ggml.model")
     if kind != "gpt2":
@@ -274,10 +183,7 @@ def _config(path: str | Path, file: GGUFFile) -> ModelConfig:
 
 
 def _read(path: str | Path) -> GGUFFile:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'") from None
+    package("gguf", ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'"))
     if not Path(path).is_file():
         raise ModelError(f"{path}: no such file.")
     try:

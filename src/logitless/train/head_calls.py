@@ -42,54 +42,41 @@ def head_options(config: TrainConfig, **more: Any) -> Options:
     )
 
 
-def _naive_logp(objective: Objective, hidden: Array, head: Array, targets: Array, dtype: Any) -> Array:
-    """What the naive form has for the objective: no temperature of the logits, but one of the log-probabilities."""
+def _naive(config: TrainConfig, objective: Objective, hidden: Array, head: Array, targets: Array) -> Array:
+    """The naive form's log-probabilities: no temperature of the logits, but one of the log-probabilities."""
+    dtype = jnp.dtype(config.train.loss.logits_dtype)
     return divided(naive_head_logp(hidden, head, targets, dtype), objective.temperature)
 
 
 def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., Array]:
     """``logp(hidden, head, targets, mask)``: ``[B, C]``, 0 where the mask is."""
-    logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
-    if loss_backend(config) == NAIVE:
+    naive = loss_backend(config) == NAIVE
+    library: dict[str, Any] = {} if naive else dict(sharding=loss_sharding(config), options=head_options(config))
 
-        def naive(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
-            return jnp.where(mask, _naive_logp(objective, hidden, head, targets, logits_dtype), 0.0)
+    def logp(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
+        if naive:
+            return jnp.where(mask, _naive(config, objective, hidden, head, targets), 0.0)
+        return linear_logprobs(hidden, Head(head, layout="vh"), targets, mask=mask, objective=objective, **library).logp
 
-        return naive
-
-    options, sharding = head_options(config), loss_sharding(config)
-
-    def library(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
-        weight = Head(head, layout="vh")
-        return linear_logprobs(
-            hidden, weight, targets, mask=mask, objective=objective, sharding=sharding, options=options
-        ).logp
-
-    return library
+    return logp
 
 
 def make_head_loss(config: TrainConfig, objective: Objective) -> Callable[..., tuple[Array, Metrics]]:
     """``loss(hidden, head, targets, **arrays)`` with the arrays of :func:`logitless.linear_grpo_loss`."""
-    if loss_backend(config) == NAIVE:
-        logits_dtype = jnp.dtype(config.train.loss.logits_dtype)
+    naive = loss_backend(config) == NAIVE
+    sparse = config.train.loss.sparse_backward
+    library: dict[str, Any] = {}
+    if not naive:
+        library = dict(sharding=loss_sharding(config), options=head_options(config, sparse_backward=sparse))
 
-        def naive(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
-            logp = _naive_logp(objective, hidden, head, targets, logits_dtype)
-            none, no = jnp.zeros_like(logp), jnp.zeros(logp.shape, bool)
-            loss, metrics = policy_loss(
-                TokenStats(logp, none, none, none, none, no, none, none), objective=objective, **arrays
-            )
-            return loss, {k: v for k, v in metrics.items() if k not in NOT_MEASURED}
+    def loss(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
+        if not naive:
+            weight = Head(head, layout="vh")
+            return linear_grpo_loss(hidden, weight, targets, objective=objective, **library, **arrays)
+        logp = _naive(config, objective, hidden, head, targets)
+        none, no = jnp.zeros_like(logp), jnp.zeros(logp.shape, bool)
+        stats = TokenStats(logp, none, none, none, none, no, none, none)
+        value, metrics = policy_loss(stats, objective=objective, **arrays)
+        return value, {k: v for k, v in metrics.items() if k not in NOT_MEASURED}
 
-        return naive
-
-    options = head_options(config, sparse_backward=config.train.loss.sparse_backward)
-    sharding = loss_sharding(config)
-
-    def library(hidden: Array, head: Array, targets: Array, **arrays: Any) -> tuple[Array, Metrics]:
-        weight = Head(head, layout="vh")
-        return linear_grpo_loss(
-            hidden, weight, targets, objective=objective, sharding=sharding, options=options, **arrays
-        )
-
-    return library
+    return loss

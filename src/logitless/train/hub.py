@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.lab.tools.compiled import user_cache
+from logitless.train.files import in_a_line, package
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>{_PART}\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
@@ -19,12 +20,12 @@ WANTED = ("config.json", "generation_config.json", "tokenizer*", "chat_template*
 """Of a repository's own folder: what :mod:`logitless.train.weights` and the tokenizer read."""
 
 
-class NotInReach(Exception):
-    """Why a model did not come from the hub, and what to do."""
-
-
 class FetchError(RuntimeError):
     """There is no model by that name or path; the message says what to do."""
+
+
+def _not_there(source: str, why: str) -> FetchError:
+    return FetchError(f"no model at {source}: no such folder or file here, and as a hub id: {why}")
 
 
 def by_name(name: str, cache_dir: str | Path | None = None) -> Path:
@@ -46,10 +47,7 @@ def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Pat
             f"no model at {source}: expected a hub folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-0.5B. "
             f"Without a hub, `python scripts/fetch.py` in a checkout puts some models into {by_name('', cache_dir)}."
         )
-    try:
-        return download(str(source))
-    except NotInReach as error:
-        raise FetchError(f"no model at {source}: no such folder or file here, and as a hub id: {error}") from None
+    return download(str(source))
 
 
 def missing(source: str | Path, cache_dir: str | Path | None = None) -> bool:
@@ -77,35 +75,27 @@ def cached(source: str) -> Path | None:
 
 def download(source: str) -> Path:
     """The folder or file of a hub id, from the cache where it is complete there."""
-    client()
+    client(source)
     if (there := cached(source)) is not None:
         return there
     try:
         found = _get(source, here=False)
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        raise NotInReach(
-            f"{source}: not in the hub's cache, and the hub did not give it ({type(error).__name__}: {said}). "
+        raise _not_there(
+            source,
+            f"not in the hub's cache, and the hub did not give it ({in_a_line(error)}). "
             "Go online; for a gated model set HF_TOKEN; or set HF_HOME to a cache that has it, or give a folder that "
-            "holds config.json and *.safetensors."
+            "holds config.json and *.safetensors.",
         ) from None
     if found is None:
-        raise NotInReach(
-            f"{source}: the repository holds no config.json with *.safetensors; name a file of it instead."
-        )
+        raise _not_there(source, "the repository holds no config.json with *.safetensors; name a file of it instead.")
     return found
 
 
-def client() -> Any:
+def client(source: str) -> Any:
     """huggingface_hub, which is asked for by name where it is missing."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise NotInReach(
-            "a hub id needs huggingface_hub: pip install 'logitless[hub]'; or give a folder that holds config.json and "
-            "*.safetensors"
-        ) from None
-    return huggingface_hub
+    advice = "pip install 'logitless[hub]'; or give a folder that holds config.json and *.safetensors"
+    return package("huggingface_hub", _not_there(source, f"a hub id needs huggingface_hub: {advice}"))
 
 
 def _get(source: str, *, here: bool) -> Path | None:
@@ -113,8 +103,8 @@ def _get(source: str, *, here: bool) -> Path | None:
     assert match is not None
     where = dict(repo_id=match["repo"], revision=match["revision"], local_files_only=here)
     if match["file"]:
-        return Path(client().hf_hub_download(filename=match["file"], **where))
-    folder = Path(client().snapshot_download(allow_patterns=list(WANTED), **where))
+        return Path(client(source).hf_hub_download(filename=match["file"], **where))
+    folder = Path(client(source).snapshot_download(allow_patterns=list(WANTED), **where))
     return folder if _complete(folder) else None
 
 

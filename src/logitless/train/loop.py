@@ -31,6 +31,7 @@ from logitless.lab.tools.tracking import Tracker
 from logitless.train import checkpoints, hub, recorded
 from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
+from logitless.train.files import replace
 from logitless.train.folder import (
     Say,
     check_folder,
@@ -39,7 +40,6 @@ from logitless.train.folder import (
     open_folder,
     read_records,
     read_summary,
-    replace,
     run_folder,
 )
 from logitless.train.model import num_params
@@ -102,7 +102,7 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
         check_warm_start(config, task, folder)
     # Compiling needs shapes alone and begins beside the loading, unless there may be nothing left to do.
     finished = read_summary(folder, say) if resume else None
-    early = finished is None
+    early = finished is None or finished["steps"] < steps
     with ThreadPoolExecutor(1) as pool:
         compiling = time.perf_counter()
         compiled = pool.submit(trainer.compile, *trainer.like()) if early else None
@@ -169,13 +169,14 @@ class _Loop:
             numbers, evaluated = self.trainer.evaluate(state, frozen)
             self._write_samples(evaluated, 0)
             self.tracker.log({"step": 0, **numbers})
-        for step in range(start + 1, self.steps + 1):
+        until = min(self.config.train.until or self.steps, self.steps)
+        for step in range(start + 1, until + 1):
             # A step that can be saved is finished and saved when a signal comes; else there is nothing to wait for.
             with held("step") if self.config.checkpoint.every else contextlib.nullcontext() as hold:
                 state = self._step(state, frozen, step, progress)
                 stop = hold is not None and hold.received is not None
                 every = self.config.checkpoint.every
-                if every and (stop or step == self.steps or step % every == 0):
+                if every and (stop or step == until or step % every == 0):
                     self._save(step, state)
             if hold is not None and hold.received is not None and step < self.steps and self.last_saved is not None:
                 raise Stopped(hold.received, self.last_saved)
@@ -192,7 +193,7 @@ class _Loop:
             progress.phase("evaluating")
             numbers, evaluated = self.trainer.evaluate(state, frozen)
         try:
-            self._trace(state, rolled, step)
+            self._trace(state, rolled, record, step)
             if evaluated is not None:
                 self._write_samples(evaluated, step)
             self.tracker.log({**record, **numbers})
@@ -211,13 +212,13 @@ class _Loop:
             return False
         return step % every == 0 or step == self.steps
 
-    def _trace(self, state: State, rolled: Rollouts, step: int) -> None:
+    def _trace(self, state: State, rolled: Rollouts, record: dict[str, Any], step: int) -> None:
         """Keep what another loss can be compared by (recorded.py), where the run is asked for it."""
         if not self.trainer.traced(step):
             return
         if not self.config.rollout.replay:
             recorded.save_rollouts(self.folder, step, rolled)
-        recorded.save_trace(self.folder, step, rolled, self.trainer.sample_weights(state.trained))
+        recorded.save_trace(self.folder, step, rolled, record, self.trainer.sample_weights(state.trained))
 
     def _write_samples(self, rolled: Rollouts, step: int) -> None:
         lines = []

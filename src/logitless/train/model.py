@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.core.pytree import register
-from logitless.train.attention import cached_attention, causal_attention, masked_attention
+from logitless.train.attention import causal_attention, masked_attention
 
 if TYPE_CHECKING:
     from logitless.train.lora import LoRA
@@ -78,43 +77,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"ModelConfig: head_dim is {self.head_dim}, expected an even number (rotary pairs).")
-
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
-        """The model of a hub folder's ``config.json``; what this decoder does not compute is refused by name."""
-        from logitless.train.architectures import config_from_hf
-
-        return config_from_hf(hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that ``transformers`` reads this model with."""
-        from logitless.train.architectures import config_to_hf
-
-        return config_to_hf(self)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of the tokens so far. Slot ``s`` holds the ``s``-th token that was fed, in every row."""
-
-    k: Float[Array, "L B S KV hd"]
-    v: Float[Array, "L B S KV hd"]
-    valid: Bool[Array, "B S"]
-    """False where nothing was written yet, and at padding."""
-    length: Int[Array, ""]
-    """The next free slot, the same for all rows."""
-
-
-def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any = jnp.float32) -> KVCache:
-    """A cache with room for ``length`` tokens in each of ``batch`` rows."""
-    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-    return KVCache(
-        k=jnp.zeros(shape, dtype),
-        v=jnp.zeros(shape, dtype),
-        valid=jnp.zeros((batch, length), bool),
-        length=jnp.zeros((), jnp.int32),
-    )
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -182,83 +144,42 @@ def hidden_states(
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     *,
-    cache: KVCache | None = None,
-    sees: Bool[Array, "B T T"] | None = None,
     lora: LoRA | None = None,
-    compute_dtype: Any = jnp.float32,
     remat: bool = False,
-    attention: str = "auto",
-    layout: jax.sharding.Sharding | None = None,
-) -> tuple[Float[Array, "B T H"], KVCache | None]:
-    """Hidden states after the final norm, in ``compute_dtype``; with ``cache``, the cache with these tokens added.
-
-    A token sees itself and the valid tokens before it; its rotation is by ``positions``. Where ``valid`` is False the
-    token is padding, wherever it stands: no real token's result depends on it, and its own result means nothing.
-
-    Without a cache (training), the real tokens of each row are moved to its front for the time being. Causality then
-    hides the padding by itself, and no ``[B, T, T]`` mask exists. With a cache, tokens are written to slots
-    ``[cache.length, cache.length + T)``; the caller sees to it that they exist (a traced length cannot be checked).
-
-    Packed rows say for themselves which of the tokens before it a token ``sees``
-    (:meth:`logitless.Packed.attention_mask`).
-
-    ``remat`` recomputes each layer in the backward pass and keeps its input alone. ``attention``: ``"cudnn"`` (flash
-    attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can serve. ``layout``: how the states
-    ``[B, T, H]`` between the layers lie on a mesh, and so do their gradients. Over a mesh it must be said: left to
-    choose, XLA's partitioner has been seen to give other gradients (data x fsdp x tensor, one row a device).
-    """
-    if cache is None:
-        parts = without_cache(
-            config, tokens, positions, valid, sees=sees, lora=lora, compute_dtype=compute_dtype, attention=attention,
-            layout=layout,
-        )  # fmt: skip
-        return parts.hidden(params, lora, remat), None
-    _check(config, tokens, positions, valid, cache)
-    if sees is not None:
-        raise ModelError("hidden_states: sees is for packed rows, which have no cache; leave one of them out.")
-    tokens = jnp.where(valid, tokens, 0)
-    slots_valid = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.length))
-    rotation = rotary(config, positions)
-
-    def layer(carry: Any, wi: tuple[Params, Array]) -> tuple[Any, None]:
-        (x, *kv), (weights, index) = carry, wi
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            start = (index, 0, cache.length, 0, 0)
-            kv[:] = [
-                jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
-                for old, new in zip(kv, (k, v), strict=True)
-            ]
-            k, v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False).astype(compute_dtype) for a in kv)
-            return cached_attention(q, k, v, slots_valid, cache.length)
-
-        base, adapters = (layer_in_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
-        x = decoder_layer(config, base, x, rotation, attend, adapters, lora)
-        return (x, *kv), None
-
-    # The cache is carried, not scanned over: a step writes its own slots in place and copies nothing else.
-    start = (_embedded(params["embed"], tokens, compute_dtype), cache.k, cache.v)
-    (x, k, v), _ = jax.lax.scan(layer, start, (stacked_layers(params, lora), jnp.arange(config.num_layers)))
-    x = rms_norm(x, params["norm"], config.rms_norm_eps)
-    return x, KVCache(k, v, valid=slots_valid, length=cache.length + tokens.shape[1])
+    **options: Any,
+) -> Float[Array, "B T H"]:
+    """Hidden states after the final norm; ``options`` are those of :func:`model_pass`. ``remat`` recomputes each layer
+    in the backward pass and keeps its input alone."""
+    return model_pass(config, tokens, positions, valid, lora=lora, **options).hidden(params, lora, remat)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A pass without a cache, cut where its layers begin and end: ``x = embedded(..)``, ``x = layer(x, ..)`` for each,
+    """A pass of the model, cut where its layers begin and end: ``x = embedded(..)``, ``x = layer(x, ..)`` for each,
     ``hidden = finished(x, ..)``."""
 
     tokens: Int[Array, "B T"]
     """As they are embedded."""
+    valid: Bool[Array, "B T"]
+    """Which of them are real, in the same order."""
     embedded: Callable[[Array], Array]
     """``x`` from the embedding ``[V, H]``."""
-    layer: Callable[[Array, Params], Array]
-    """``x`` after a layer, whose weights are one of :func:`stacked_layers`."""
+    read_layer: Callable[[Array, Params], tuple[Array, tuple[Array, Array]]]
+    """``x`` after a layer, whose weights are one of :func:`stacked_layers`; and the layer's keys and values."""
     finished: Callable[[Array, Array], Array]
     """Hidden states from ``x`` and the final norm's weights."""
 
+    def layer(self, x: Array, weights: Params) -> Array:
+        """``x`` after a layer."""
+        return self.read_layer(x, weights)[0]
+
+    def hidden_and_cache(self, params: Params, lora: LoRA | None) -> tuple[Array, tuple[Array, Array]]:
+        """The hidden states, and the keys and values ``[L, B, T, KV, hd]`` of all layers, in the order of ``valid``."""
+        x, cache = jax.lax.scan(self.read_layer, self.embedded(params["embed"]), stacked_layers(params, lora))
+        return self.finished(x, params["norm"]), cache
+
     def hidden(self, params: Params, lora: LoRA | None, remat: bool) -> Array:
-        """All of it."""
+        """The hidden states."""
         layer = jax.checkpoint(self.layer) if remat else self.layer
         stacked = stacked_layers(params, lora)
         x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), self.embedded(params["embed"]), stacked)
@@ -269,7 +190,7 @@ class Parts:
         return dataclasses.replace(self, finished=lambda x, norm: last(self.finished(x, norm)))
 
 
-def without_cache(
+def model_pass(
     config: ModelConfig,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -281,45 +202,63 @@ def without_cache(
     attention: str = "auto",
     layout: jax.sharding.Sharding | None = None,
 ) -> Parts:
-    """The parts of :func:`hidden_states` without a cache; of ``lora`` only the scale is read."""
-    _check(config, tokens, positions, valid, None)
+    """The parts of a pass in ``compute_dtype``; of ``lora`` only the scale is read.
+
+    A token sees itself and the valid tokens before it; its rotation is by ``positions``. Where ``valid`` is False the
+    token is padding, wherever it stands: no real token's result depends on it, and its own result means nothing. The
+    real tokens of each row are moved to its front for the time being. Causality then hides the padding by itself, and
+    no ``[B, T, T]`` mask exists.
+
+    Packed rows say for themselves which of the tokens before it a token ``sees``
+    (:meth:`logitless.Packed.attention_mask`).
+
+    ``attention``: ``"cudnn"`` (flash attention; GPU, bfloat16 or float16), ``"xla"``, or ``"auto"``: cudnn where it can
+    serve. ``layout``: how the states ``[B, T, H]`` between the layers lie on a mesh, and so do their gradients. Over a
+    mesh it must be said: left to choose, XLA's partitioner has been seen to give other gradients (data x fsdp x tensor,
+    one row a device).
+    """
+    _check(tokens, positions, valid)
     # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
     tokens = jnp.where(valid, tokens, 0)
     front: Any = None
     if sees is None:
         front = jnp.argsort(~valid, axis=1, stable=True)
-        tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
+        tokens, positions, valid = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions, valid))
     elif sees.shape != (*tokens.shape, tokens.shape[1]):
         got, want = list(sees.shape), [*tokens.shape, tokens.shape[1]]
-        raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want} and no cache.")
+        raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want}.")
     rotation = rotary(config, positions)
 
     def laid_out(x: Array) -> Array:
         return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        if sees is not None:
-            return masked_attention(q, k, v, sees, implementation=attention)
-        return causal_attention(q, k, v, implementation=attention)
-
-    def layer(x: Array, weights: Params) -> Array:
+    def layer(x: Array, weights: Params) -> tuple[Array, tuple[Array, Array]]:
         base, adapters = (layer_in_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
-        return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora))
+        cache: Any = None
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = k, v
+            if sees is not None:
+                return masked_attention(q, k, v, sees, implementation=attention)
+            return causal_attention(q, k, v, implementation=attention)
+
+        return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora)), cache
 
     def finished(x: Array, norm: Array) -> Array:
         x = rms_norm(x, norm, config.rms_norm_eps)
         return x if front is None else jnp.take_along_axis(x, jnp.argsort(front, axis=1)[..., None], axis=1)
 
-    return Parts(tokens, lambda embed: _embedded(embed, tokens, compute_dtype), layer, finished)
+    def embedded(embed: Array) -> Array:
+        x = embed.at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan)
+        return x.astype(compute_dtype)
+
+    return Parts(tokens, valid, embedded, layer, finished)
 
 
 def stacked_layers(params: Params, lora: LoRA | None) -> Params:
     """What a scan over the layers takes: their weights and adapters."""
     return {"base": params["layers"], "lora": {} if lora is None else lora.layers}
-
-
-def _embedded(embed: Float[Array, "V H"], tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T H"]:
-    return embed.at[tokens].get(mode="fill", wrap_negative_indices=False, fill_value=jnp.nan).astype(dtype)
 
 
 def layer_in_dtype(weights: Params, dtype: Any) -> Params:
@@ -388,17 +327,6 @@ def num_params(params: Params) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
 
-def matmul_flops(config: ModelConfig, tokens: int, context: float) -> float:
-    """FLOPs of one forward pass's matmuls over ``tokens`` tokens that attend to ``context`` tokens on average.
-
-    The head is counted. A backward pass costs twice as much; rematerialisation adds the layers' forward once more.
-    """
-    maps = sum(math.prod(shape) for shape in layer_shapes(config).values() if len(shape) == 2)
-    head = config.vocab_size * config.hidden_size
-    attention = 2 * context * config.num_heads * config.head_dim
-    return 2.0 * tokens * (config.num_layers * (maps + attention) + head)
-
-
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """``x / rms(x) * weight`` in float32, in ``x``'s dtype again."""
     wide = x.astype(jnp.float32)
@@ -420,7 +348,7 @@ def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _check(config: ModelConfig, tokens: Array, positions: Array, valid: Array, cache: KVCache | None) -> None:
+def _check(tokens: Array, positions: Array, valid: Array) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ModelError(f"hidden_states: tokens is {tokens.dtype}{list(tokens.shape)}, expected integers [B, T].")
     if positions.shape != tokens.shape or not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -429,10 +357,3 @@ def _check(config: ModelConfig, tokens: Array, positions: Array, valid: Array, c
     if valid.shape != tokens.shape or valid.dtype != jnp.bool_:
         got = f"{valid.dtype}{list(valid.shape)}"
         raise ModelError(f"hidden_states: valid is {got}, expected bool {list(tokens.shape)} like tokens.")
-    if cache is None:
-        return
-    slots = (config.num_layers, tokens.shape[0], cache.k.shape[2], config.num_kv_heads, config.head_dim)
-    if cache.k.shape != slots:
-        raise ModelError(f"hidden_states: the cache's k is {list(cache.k.shape)}, expected {list(slots)}.")
-    if tokens.shape[1] > slots[2]:
-        raise ModelError(f"hidden_states: {tokens.shape[1]} tokens into a cache of {slots[2]} slots; make it longer.")

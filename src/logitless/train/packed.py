@@ -35,7 +35,7 @@ from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, Parts, without_cache
+from logitless.train.model import ModelConfig, Params, Parts, model_pass
 from logitless.train.update import (
     Batch,
     Policy,
@@ -139,7 +139,7 @@ def packed_parts(
     layout: jax.sharding.Sharding | None = None,
 ) -> Parts:
     """Hidden states of one micro-batch."""
-    return without_cache(
+    return model_pass(
         model, rows.tokens, rows.positions, rows.segment_ids > 0, sees=rows.attention_mask(), lora=lora,
         compute_dtype=compute_dtype, layout=layout,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """What a run keeps of each step so that another loss can be held against it, and how it is read back.
 
     <run_dir>/rollouts/step_00000001.npz   prompts, completions and rewards, for another run (rollout.replay)
-    <run_dir>/trace/step_00000001.npz      log-probabilities of the tokens before the updates, weights after them
+    <run_dir>/trace/step_00000001.npz      losses and norms of the updates, log-probabilities of the tokens before them,
+                                           weights after them
 
 Of the weights a fixed sample is kept, every n-th number of each array with n odd: a distance over it is that of all
 weights to about a percent, at 64 KiB a step.
@@ -10,8 +11,8 @@ weights to about a percent, at 64 KiB a step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from logitless.train.config import ConfigError
+from logitless.train.files import in_a_line, replaced
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
 from logitless.train.task import Prompts
@@ -55,15 +57,12 @@ def _file(folder: Path, kind: str, step: int) -> Path:
 
 
 def _write(file: Path, **arrays: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".new")
-    with beside.open("wb") as out:
+    with replaced(file) as beside, beside.open("wb") as out:
         np.savez(out, **arrays)
-    os.replace(beside, file)
 
 
 _ROLLOUTS = dict(prompt="iNP", prompt_valid="bNP", completion="iNC", mask="bNC", logp="fNC", rewards="fN", parts="U")
-_TRACE = dict(logp="fT", weights="fW")
+_TRACE = dict(losses="fE", grad_norms="fE", logp="fT", weights="fW")
 """Arrays of a file by name: the kind of their numbers, and their axes."""
 
 
@@ -73,8 +72,7 @@ def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
         with np.load(file, allow_pickle=False) as found:
             arrays = {name: found[name] for name in layout}
     except Exception as error:  # whatever damaged bytes make of the reader
-        detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{file}: not readable as a recorded step ({type(error).__name__}: {detail})") from None
+        raise ConfigError(f"{file}: not readable as a recorded step ({in_a_line(error)})") from None
     sizes: dict[str, int] = {}
     for name, x in arrays.items():
         kind, axes = layout[name][0], layout[name][1:]
@@ -84,12 +82,9 @@ def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def steps_in(folder: Path) -> int:
-    """Steps whose rollouts are in the run's folder, counted from the first."""
-    n = 0
-    while _file(folder, "rollouts", n + 1).exists():
-        n += 1
-    return n
+def steps_in(folder: Path, kind: str = "rollouts") -> int:
+    """Steps whose rollouts (or ``trace``) are in the run's folder, counted from the first."""
+    return next(n for n in itertools.count() if not _file(folder, kind, n + 1).exists())
 
 
 def save_rollouts(folder: Path, step: int, rolled: Rollouts) -> None:
@@ -149,30 +144,18 @@ def read_rollouts(folder: Path, step: int) -> Rollouts:
     )
 
 
-def save_trace(folder: Path, step: int, rolled: Rollouts, weights: Array) -> None:
+def save_trace(folder: Path, step: int, rolled: Rollouts, record: dict[str, Any], weights: Array) -> None:
     """Keep what a step did; ``rolled.trainer_logp`` must have been measured."""
     assert rolled.trainer_logp is not None
+    losses, norms = (
+        np.array([np.nan if v is None else v for v in record[k]], np.float64)
+        for k in ("train/losses", "train/grad_norms")
+    )
     live = np.asarray(rolled.trainer_logp)[np.asarray(rolled.completions.mask)]
-    _write(_file(folder, "trace", step), logp=live, weights=np.asarray(weights))
+    _write(_file(folder, "trace", step), losses=losses, grad_norms=norms, logp=live, weights=np.asarray(weights))
 
 
-def load_traces(folder: Path, records: list[dict[str, Any]]) -> list[Trace]:
-    """The steps of a run from its first on, as far as they were traced; ``records`` are its metrics."""
-    out: list[Trace] = []
-    for record in records:
-        file = _file(folder, "trace", record.get("step", 0))
-        if "train/losses" in record and file.exists():
-            arrays = _read(file, _TRACE)
-            losses, norms = (_numbers(folder, record, key) for key in ("train/losses", "train/grad_norms"))
-            out.append(Trace(losses, norms, arrays["logp"], arrays["weights"]))
-    return out
-
-
-def _numbers(folder: Path, record: dict[str, Any], key: str) -> np.ndarray:
-    """A list of a step's record; NaN where it has ``null``."""
-    try:
-        return np.array([np.nan if v is None else v for v in record[key]], np.float64)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"{folder / 'metrics.jsonl'}: step {record['step']}: {key} is not a list of numbers"
-        ) from None
+def load_traces(folder: Path) -> list[Trace]:
+    """The steps of a run from its first on, as far as they were traced."""
+    steps = range(1, steps_in(folder, "trace") + 1)
+    return [Trace(**_read(_file(folder, "trace", step), _TRACE)) for step in steps]

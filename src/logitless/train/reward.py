@@ -6,7 +6,6 @@ here, or ``"package.module:function"`` or ``"path/to/file.py:function"`` of one'
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -21,6 +20,7 @@ import numpy as np
 
 from logitless.train.bounds import TooLong, time_limit
 from logitless.train.data import Problem
+from logitless.train.files import did_you_mean
 
 Reward = Callable[[str, Problem], float]
 
@@ -113,8 +113,7 @@ def load_reward(spec: str) -> Reward:
         return REWARDS[spec]
     module_name, _, name = spec.rpartition(":")
     if not module_name or not name:
-        close = difflib.get_close_matches(spec, REWARDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(spec, REWARDS)
         raise RewardError(f"reward {spec!r}: expected {', '.join(REWARDS)} or 'package.module:function'.{hint}")
     function = function_of("reward", spec)
     try:

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from logitless.core.pytree import register
 from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, empty_cache, hidden_states, lm_head, positions_of
+from logitless.train.model import ModelConfig, Params, lm_head, model_pass, positions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +141,10 @@ def generate(
         )
 
     # The prompt is read once and its keys and values are shared out to the group.
-    hidden, cache = hidden_states(
-        params, config, prompts, positions_of(prompt_valid), prompt_valid,
-        cache=empty_cache(config, prompts.shape[0], width, compute_dtype), lora=lora, compute_dtype=compute_dtype,
-    )  # fmt: skip
-    assert cache is not None
+    prompt = model_pass(
+        config, prompts, positions_of(prompt_valid), prompt_valid, lora=lora, compute_dtype=compute_dtype
+    )
+    hidden, cache = prompt.hidden_and_cache(params, lora)
     out = Completions(
         tokens=jnp.full((rows, s.max_new), s.pad_id, jnp.int32),
         mask=jnp.zeros((rows, s.max_new), bool),
@@ -156,7 +155,7 @@ def generate(
         done=jnp.zeros(rows, bool),
         token=jnp.zeros(rows, jnp.int32),
         position=jnp.repeat(jnp.sum(prompt_valid, axis=1, dtype=jnp.int32), s.group_size) - 1,
-        valid=jnp.repeat(prompt_valid, s.group_size, axis=0),
+        valid=jnp.repeat(prompt.valid, s.group_size, axis=0),
         caches=spread_cache(cache, s.group_size),
         own=(out, row_keys),
     )

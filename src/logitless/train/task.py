@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def build_task(config: TrainConfig) -> Task:
     m = config.model
     if config.rollout.kind == "sample":
         source = m.tokenizer or m.weights or "char"
-        tokenizer = cast(TextTokenizer, load_tokenizer(source, m.cache_dir or None))
+        tokenizer = load_tokenizer(source, m.cache_dir or None)
         train, held_out = (_problems(config, split) for split in data.SPLITS)
         held_out = held_out[: config.eval.problems]
     shape, load = _model(config, tokenizer)

@@ -9,42 +9,19 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from logitless.train.bounds import TooLong, memory_limit, time_limit
+from logitless.train.files import in_a_line, package, replaced
 from logitless.train.model import ModelError
 
-SYSTEM_PROMPTS = (
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-)
-"""Default system messages of Qwen2.5 and of SmolLM2; both write chats as ChatML."""
+NO_TOKENIZERS = ModelError("tokenizers need the tokenizers package: pip install 'logitless[train]'")
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 5.0, 256 << 20
 """What rendering one chat may take."""
 Messages = Sequence[dict[str, str]]
 """A chat: ``{"role": "system" | "user" | "assistant", "content": text}`` each."""
-
-
-class TextTokenizer(Protocol):
-    """What the trainer asks of a tokenizer."""
-
-    vocab_size: int
-    eos_id: int
-    pad_id: int
-    stop_ids: tuple[int, ...]
-    """Tokens that end a completion, ``eos_id`` among them."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with no token added."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens left out."""
-
-    def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
-        """Ids of a prompt: the bare text, or a user's message up to where the assistant's answer starts."""
 
 
 class Tokenizer:
@@ -60,7 +37,7 @@ class Tokenizer:
         pad = self._special("pad_token")
         self.eos_id: int = eos
         self.pad_id: int = eos if pad is None else pad
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((eos, *stop_ids)))  # each ends a completion
         for token_id in (*self.stop_ids, self.pad_id):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"{source}: token id {token_id!r}, expected 0 to {self.vocab_size - 1}.")
@@ -77,7 +54,9 @@ class Tokenizer:
         if not file.is_file():
             raise ModelError(f"{folder}: holds no tokenizer.json.")
         try:
-            backend = _tokenizers().Tokenizer.from_file(str(file))
+            backend = package("tokenizers", NO_TOKENIZERS).Tokenizer.from_file(str(file))
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(f"{file}: not readable as a tokenizer: {error}") from None
         settings = _json(folder / "tokenizer_config.json")
@@ -97,9 +76,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``, so that a folder of weights is complete."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json.partial"))
-        os.replace(folder / "tokenizer.json.partial", folder / "tokenizer.json")
+        with replaced(folder / "tokenizer.json") as beside:
+            self._backend.save(str(beside))
         kept = {key: value for key, value in self._settings.items() if value is not None}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **kept}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -116,7 +94,8 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def encode_prompt(self, prompt: str, *, chat: bool, system: str | None = None) -> list[int]:
-        """See :class:`TextTokenizer`. Without ``system``, a chat begins with the template's own system message."""
+        """Ids of a prompt: the bare text, or a user's message up to where the assistant's answer starts. Without
+        ``system``, a chat begins with the template's own system message."""
         if not chat:
             if system is not None:
                 raise ModelError("a system message needs a chat: a bare prompt has no place for it.")
@@ -125,16 +104,9 @@ class Tokenizer:
         return self.encode(self.chat([*messages, {"role": "user", "content": prompt}]))
 
     def chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        """A chat as text, by the tokenizer's own template: rendered with jinja2, or ChatML without it."""
+        """A chat as text, by the tokenizer's own template."""
         if self.chat_template is None:
             raise ModelError(f"{self._source}: has no chat template; use bare prompts, or an instruction-tuned model.")
-        try:
-            import jinja2  # noqa: F401
-        except ImportError:
-            system = next((s for s in SYSTEM_PROMPTS if s in self.chat_template), None)
-            if system is None or "<|im_start|>" not in self.chat_template:
-                raise ModelError(f"{self._source}: its chat template needs jinja2: pip install jinja2") from None
-            return chatml(messages, system, add_generation_prompt)
         return render(self.chat_template, messages, add_generation_prompt, self._special_texts())
 
     def _special(self, key: str) -> int | None:
@@ -183,6 +155,9 @@ class CharTokenizer:
         return self.encode(prompt)
 
 
+TextTokenizer = Tokenizer | CharTokenizer
+
+
 def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> TextTokenizer:
     """The tokenizer at ``source``: a folder, a ``.gguf``, a fetched name, or ``"char"``."""
     if str(source) == "char":
@@ -193,14 +168,6 @@ def load_tokenizer(source: str | Path, cache_dir: str | Path | None = None) -> T
     path = local_source(source, cache_dir)
     with untrusted(path):
         return Tokenizer.from_gguf(path) if path.suffix == ".gguf" else Tokenizer.from_folder(path)
-
-
-def chatml(messages: Messages, default_system: str | None, add_generation_prompt: bool = True) -> str:
-    """A chat as ChatML; ``default_system`` speaks first where the chat has no system message."""
-    if default_system is not None and (not messages or messages[0]["role"] != "system"):
-        messages = [{"role": "system", "content": default_system}, *messages]
-    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 
 def render(template: str, messages: Messages, add_generation_prompt: bool, special: dict[str, str]) -> str:
@@ -215,19 +182,18 @@ def render(template: str, messages: Messages, add_generation_prompt: bool, speci
     except TooLong:
         raise ModelError(f"the chat template is not rendered after {TEMPLATE_SECONDS:g} s; it may be a loop") from None
     except Exception as error:  # whatever a template divides by, asks for or nests
-        detail = " ".join(str(error).split())[:200]
-        raise ModelError(f"the chat template cannot be rendered: {type(error).__name__}: {detail}") from None
+        raise ModelError(f"the chat template cannot be rendered: {in_a_line(error)}") from None
 
 
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
     """Compiled once: it takes longer than rendering, and a data set has thousands of chats."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    sandbox = package("jinja2.sandbox", ModelError("chat templates need jinja2: pip install 'logitless[train]'"))
 
     def raise_exception(message: str) -> None:
         raise ModelError(f"the chat template refuses these messages: {message}")
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(template)
@@ -238,14 +204,6 @@ def _default_template(template: Any) -> str | None:
     if isinstance(template, list):
         return next((one["template"] for one in template if one.get("name") == "default"), None)
     return template
-
-
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ModelError("tokenizers need the tokenizers package: pip install 'logitless[train]'") from None
-    return tokenizers
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ activations are rows everywhere (:func:`logitless.train.model.hidden_states`, ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -68,22 +69,18 @@ def weight_spec(path: Any, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*[None] * (len(shape) - 2), *axes)
 
 
-def place_weights(tree: Any, mesh: Mesh | None) -> Any:
+def place_weights(tree: Any, mesh: Mesh | None, put: Callable[..., Any] = jax.device_put) -> Any:
     """Weights laid out over the mesh (``None``: on the default device)."""
     if mesh is None:
-        return jax.device_put(tree)
+        return put(tree)
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(x, NamedSharding(mesh, weight_spec(path, x.shape, mesh))), tree
+        lambda path, x: put(x, NamedSharding(mesh, weight_spec(path, x.shape, mesh))), tree
     )
 
 
 def keep_layout(tree: Any, mesh: Mesh | None) -> Any:
     """Weights (or moments) computed under ``jit``, in the layout of :func:`place_weights`."""
-    if mesh is None:
-        return tree
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, weight_spec(path, x.shape, mesh))), tree
-    )
+    return tree if mesh is None else place_weights(tree, mesh, jax.lax.with_sharding_constraint)
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:

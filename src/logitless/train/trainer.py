@@ -30,10 +30,10 @@ from logitless.train.model import param_shapes
 from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.recorded import load_rollouts, sample_weights
-from logitless.train.rollout import Sampling, generate, in_compute_dtype
+from logitless.train.rollout import Completions, Sampling, generate, in_compute_dtype
 from logitless.train.run_records import Rollouts, step_record
 from logitless.train.sampler import load_sampler
-from logitless.train.task import Task
+from logitless.train.task import Prompts, Task
 from logitless.train.update import (
     Batch,
     Policy,
@@ -161,18 +161,12 @@ class Trainer:
         jobs: list[tuple[Any, ...]] = []
         rows = t.prompts_per_step * t.group_size
 
-        def batch(count: int, **logp: Any) -> Any:
-            prompt, wide = (count, r.max_prompt_tokens), (count, r.max_completion_tokens)
-            empty: Any = Batch(
-                prompt=np.zeros(prompt, np.int32),  # type: ignore[arg-type]
-                prompt_valid=np.zeros(prompt, bool),  # type: ignore[arg-type]
-                completion=np.zeros(wide, np.int32),  # type: ignore[arg-type]
-                mask=np.zeros(wide, bool),  # type: ignore[arg-type]
-                advantages=np.zeros(count, np.float32),  # type: ignore[arg-type]
-                **{k: np.zeros(wide, np.float32) for k, wanted in logp.items() if wanted},  # type: ignore[arg-type]
-            )
-            if self.packed:
-                empty = pack_batch(self.config, self.objective, empty, skip=False)
+        rolled = random_rollouts(self.config, 1, 0)  # what is in it does not matter
+
+        def batch(count: int, *logp: str) -> Any:
+            given = self._host_batch(rolled, rolled.rewards).rows(0, count)
+            given = given.with_logp(**dict.fromkeys(logp, np.asarray(rolled.completions.logp)[:count]))  # type: ignore[arg-type]
+            empty: Any = pack_batch(self.config, self.objective, given, skip=False) if self.packed else given
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty)
 
         def prompts(count: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -186,14 +180,14 @@ class Trainer:
             jobs.append((self.rollout_program, params, lora, *prompts((r.rows or rows) // t.group_size)))
         if sampled and self.config.eval.every:
             jobs.append((self.eval_program, params, lora, *prompts(self._evaluated_at_once())))
-        scored = batch(rows, rollout_logp=sampled)
+        scored = batch(rows)
         if self._needs_old or self.traced(1):
             jobs.append((self.score_program, params, lora, scored))
         if self._needs_ref:
             jobs.append((self.score_program, frozen.params, None, scored))
         base = frozen if state.trained.params is None else Policy(None, None)
         for old in (False, True)[: 1 + self._needs_old]:
-            part = batch(rows // t.minibatches, rollout_logp=sampled, old_logp=old, ref_logp=self._needs_ref)
+            part = batch(rows // t.minibatches, *["old_logp"] * old, *["ref_logp"] * self._needs_ref)
             jobs.append((self.update_program, state, base, part))
         with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
             for done in [pool.submit(program.compile, *args) for program, *args in jobs]:
@@ -230,12 +224,9 @@ class Trainer:
         compiled = self._compile_seconds()
         rolled = self.rollouts(state, frozen, step)
         done = rolled.completions
-        advantages = np.asarray(
-            group_advantages(jnp.asarray(rolled.rewards), t.group_size, scale=t.advantage_scale, eps=t.advantage_eps)  # type: ignore[arg-type]
-        )
-        host = Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, advantages)  # type: ignore[arg-type]
-        if c.rollout.kind == "sample":
-            host = dataclasses.replace(host, rollout_logp=done.logp)
+        scale: Any = t.advantage_scale
+        advantages = group_advantages(jnp.asarray(rolled.rewards), t.group_size, scale=scale, eps=t.advantage_eps)
+        host = self._host_batch(rolled, np.asarray(advantages))
         batch = host if self.packed else train_mesh.place_rows(host, self.mesh)
         record: dict[str, Any] = {"step": step}
         with self.timed("score"):
@@ -266,6 +257,12 @@ class Trainer:
         record["throughput/update_tokens_per_s"] = live * len(updates) / self.times["update"]
         return state, record, rolled
 
+    def _host_batch(self, rolled: Rollouts, advantages: np.ndarray) -> Batch:
+        """The completions as the updates take them."""
+        prompts, done = rolled.prompts, rolled.completions
+        logp = done.logp if self.config.rollout.kind == "sample" else None
+        return Batch(prompts.tokens, prompts.valid, done.tokens, done.mask, advantages, logp)  # type: ignore[arg-type]
+
     def _packed(self, batch: Batch, skip: bool) -> PackedBatch:
         packed = pack_batch(self.config, self.objective, batch, skip)
         return train_mesh.place_micro_batches(packed, self.mesh)
@@ -295,20 +292,27 @@ class Trainer:
             updates = jax.device_get(updates)
         return state, updates
 
+    def completions(
+        self, program: Program, params: Any, lora: Any, prompts: Prompts, key: Any, at_once: int, group_size: int
+    ) -> Completions:
+        """A sampling program's completions of the prompts, on the host; so many prompts in a call. The last call takes
+        some of the first prompts again, so that one program does."""
+        count, parts = len(prompts.tokens), []
+        for start in range(0, count, at_once):
+            rows = np.arange(start, start + at_once) % count
+            tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
+            parts.append(program(params, lora, tokens, valid, key, jnp.int32(start * group_size)))
+        host = [jax.device_get(part) for part in parts]
+        return jax.tree.map(lambda *x: np.concatenate(x)[: count * group_size], *host)
+
     def evaluate(self, state: State, frozen: Policy) -> tuple[dict[str, Any], Rollouts]:
         """Greedy completions of the held-out problems."""
         start, compiled = time.perf_counter(), self._compile_seconds()
         problems = self.task.held_out
         prompts = self.task.encode(problems)
         params, lora = whole_policy(state.trained, frozen)
-        # The last ones are evaluated with some of the first, so that one program does.
         at_once = self._evaluated_at_once()
-        chunks = []
-        for first in range(0, len(problems), at_once):
-            rows = np.arange(first, first + at_once) % len(problems)
-            tokens, valid = train_mesh.place_rows((prompts.tokens[rows], prompts.valid[rows]), self.mesh)
-            chunks.append(jax.device_get(self.eval_program(params, lora, tokens, valid, self.key, jnp.int32(0))))
-        completions = jax.tree.map(lambda *x: np.concatenate(x)[: len(problems)], *chunks)
+        completions = self.completions(self.eval_program, params, lora, prompts, self.key, at_once, 1)
         texts = self.task.decode(completions)
         rewards, parts = self.task.rewards(texts, problems)
         record = {"eval/reward": float(rewards.mean()), "eval/length_mean": float(completions.mask.sum(1).mean())}

@@ -31,7 +31,7 @@ from logitless.train.backward import add_gradients
 from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.head_calls import make_head_logp, make_head_loss
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, Parts, lm_head, positions_of, without_cache
+from logitless.train.model import ModelConfig, Params, Parts, lm_head, model_pass, positions_of
 
 
 @register
@@ -129,9 +129,7 @@ def completion_parts(
     """Hidden states that predict the completion's tokens: those of the last prompt token and of all but the last."""
     tokens = jnp.concatenate([batch.prompt, batch.completion[:, :-1]], axis=1)
     valid = jnp.concatenate([batch.prompt_valid, batch.mask[:, :-1]], axis=1)
-    parts = without_cache(
-        model, tokens, positions_of(valid), valid, lora=lora, compute_dtype=compute_dtype, layout=layout
-    )
+    parts = model_pass(model, tokens, positions_of(valid), valid, lora=lora, compute_dtype=compute_dtype, layout=layout)
     return parts.then(lambda hidden: hidden[:, batch.prompt.shape[1] - 1 :])
 
 

@@ -60,7 +60,7 @@ def warm_start(config: TrainConfig, task: Task, params: Params, folder: Path, sa
 
 
 def _cache(config: TrainConfig, folder: Path) -> Path:
-    return Path(config.warm_start.cache or folder) / "warm_start"
+    return Path(config.warm_start.cache or folder) / "warm_start.safetensors"
 
 
 def _digest(config: TrainConfig) -> str:

@@ -2,8 +2,8 @@
 
 Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
 ``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
-each tensor is read, checked and copied to its place, so that the peak is the model plus one stack of layers, and a
-layer for each core: they are read side by side, since NumPy lets go of the interpreter while it computes.
+each tensor is read, checked and written into its place on the device, so that the peak is the model plus a tensor for
+each thread.
 """
 
 from __future__ import annotations
@@ -14,36 +14,29 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from logitless.train.architectures import config_from_hf, config_to_hf
+from logitless.train.files import in_a_line, package, replace
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
 
 SHARD_BYTES = 4 << 30
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_AT_ONCE, _THREADS = 1 << 16, 4
+_THREADS = 4
 
 
 def threads() -> int:
-    """How many load weights: a few, since each of their many NumPy calls ends with a wait for Python's lock."""
+    """How many load weights: a few, since they share one interpreter and one path to the device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _THREADS)
-
-
-def rows_at_once(width: int) -> int:
-    """As many rows as stay in a core's cache with the temporaries made of them; a cache line of float32 at least."""
-    return max(16, _AT_ONCE // max(width, 1) // 16 * 16)
-
-
-def transpose(rows: Rows, out: np.ndarray) -> None:
-    """``out[...] = rows.T``, a few rows at a time: a third of the time of NumPy's own, which strides over all."""
-    step = rows_at_once(rows.shape[-1])
-    for first in range(0, rows.shape[0], step):
-        out[..., first : first + step] = rows[first : first + step].T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +73,9 @@ HF_NAMES = TensorNames(
 )
 
 
-class Rows(Protocol):
-    """A tensor that is read by its rows: an array, or something that makes them when they are asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, some: slice, /) -> np.ndarray: ...
+@partial(jax.jit, donate_argnums=0)
+def _put_layer(stack: Array, i: Array, tensor: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, tensor.T.astype(stack.dtype), i, 0)
 
 
 def assemble(
@@ -94,47 +83,33 @@ def assemble(
     config: ModelConfig,
     names: TensorNames,
     available: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Rows],
+    read: Callable[[str], Any],
     dtype: Any = jnp.float32,
-    on_device: Callable[[list[Rows], bool], Any] | None = None,
 ) -> Params:
-    """The parameter tree from tensors that ``read`` returns by their names in the file ``source``, whose shapes are
-    ``available``.
-
-    ``on_device(matrices, layered)``, where it is given, makes an array of a stack of layers' matrices, transposed, or
-    of the one matrix in the list as it is, without the host.
-    """
-    shapes = param_shapes(config)
-    top = {name: names.top[name] for name in shapes if name != "layers"}
-    layers = {name: [names.of_layer(name, i) for i in range(config.num_layers)] for name in layer_shapes(config)}
+    """The parameter tree from arrays that ``read`` returns by their names in the file ``source``, whose shapes are
+    ``available``."""
     check_tensors(source, config, names, available)
-
-    def whole(name: str) -> Any:
-        tensor = read(top[name])
-        if on_device is not None and len(shapes[name]) == 2:
-            return on_device([tensor], False)
-        return jnp.asarray(np.asarray(tensor[:], dtype))
-
-    def stacked(name: str, pool: ThreadPoolExecutor) -> Any:
-        shape = shapes["layers"][name]
-        if on_device is not None and len(shape) == 3:
-            return on_device([read(one) for one in layers[name]], True)
-        out = np.empty(shape, dtype)
-
-        def fill(i: int) -> None:
-            transpose(read(layers[name][i]), out[i])
-
-        list(pool.map(fill, range(len(layers[name]))))  # which raises what a layer raised
-        return jnp.asarray(out)
-
-    params: Params = {name: whole(name) for name in top}
+    shapes = param_shapes(config)
+    params: Params = {
+        name: jnp.asarray(read(names.top[name]), dtype).reshape(shape)
+        for name, shape in shapes.items()
+        if name != "layers"
+    }
     head = names.top["lm_head"]
-    if config.tie_word_embeddings and head in available and not np.array_equal(read(head)[:], read(top["embed"])[:]):
+    if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(names.top["embed"])):
         # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
         raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
-    with ThreadPoolExecutor(threads()) as pool, ThreadPoolExecutor(1 if on_device is None else threads()) as outer:
-        # A stack at a time on the host, for its memory; on the device side by side, for its programs to compile.
-        params["layers"] = dict(zip(layers, outer.map(lambda name: stacked(name, pool), layers), strict=True))
+
+    def stacked(name: str) -> Array:
+        shape = shapes["layers"][name]
+        stack = jnp.zeros(shape, dtype)
+        for i in range(config.num_layers):
+            tensor = jnp.asarray(read(names.of_layer(name, i)))
+            stack = _put_layer(stack, np.int32(i), tensor.reshape(shape[:0:-1]))
+        return stack
+
+    with ThreadPoolExecutor(threads()) as pool:
+        params["layers"] = dict(zip(shapes["layers"], pool.map(stacked, shapes["layers"]), strict=True))
     return params
 
 
@@ -157,7 +132,7 @@ def check_tensors(
 def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
     """The model of a hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    config = config_from_hf(read_json(folder / "config.json"))
     with _open_shards(folder) as tensors:
         read = lambda name: tensors[name].get_tensor(name)  # noqa: E731
         return config, assemble(str(folder), config, HF_NAMES, _shapes(tensors), read, dtype)
@@ -174,7 +149,7 @@ def save_safetensors(
 
     Everything is written under other names first and then moved into place, ``config.json`` last.
     """
-    save_file = _safetensors().numpy.save_file
+    save_file = _safetensors().save_file
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, np.ndarray]] = [{}]
@@ -197,26 +172,22 @@ def save_safetensors(
         os.replace(folder / f"{file}.partial", folder / file)
     if count > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": str(params["embed"].dtype)})
+        replace(folder / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+    about = {**config_to_hf(config), "torch_dtype": str(params["embed"].dtype)}
+    replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
     return [folder / file for file in files]
 
 
 def load_model(
-    source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None, *, tie_head: bool = False
+    source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None
 ) -> tuple[ModelConfig, Params]:
-    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py has fetched.
-
-    ``tie_head`` is for GGUF files that hold a tied head twice; see :func:`logitless.train.gguf.load_gguf`.
-    """
+    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py fetched."""
     from logitless.train.gguf import load_gguf
     from logitless.train.hub import local_source
 
     path = local_source(source, cache_dir)
-    if tie_head and path.suffix != ".gguf":
-        raise ModelError(f"{path}: tie_head is for GGUF files; here config.json says whether the head is tied.")
     with untrusted(path):
-        return load_gguf(path, dtype, tie_head) if path.suffix == ".gguf" else load_safetensors(path, dtype)
+        return load_gguf(path, dtype) if path.suffix == ".gguf" else load_safetensors(path, dtype)
 
 
 def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> ModelConfig:
@@ -228,7 +199,7 @@ def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> Mode
     with untrusted(path):
         if path.suffix == ".gguf":
             return gguf_shape(path)
-        config = ModelConfig.from_hf(read_json(path / "config.json"))
+        config = config_from_hf(read_json(path / "config.json"))
         with _open_shards(path) as tensors:
             check_tensors(str(path), config, HF_NAMES, _shapes(tensors))
         return config
@@ -242,8 +213,7 @@ def untrusted(path: Path) -> Iterator[None]:
     except (ModelError, OSError):
         raise
     except Exception as error:
-        detail = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path}: not readable as a model: {type(error).__name__}: {detail}") from error
+        raise ModelError(f"{path}: not readable as a model: {in_a_line(error)}") from error
 
 
 def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
@@ -271,43 +241,39 @@ def _check_names(source: str, wanted: Collection[str], available: Collection[str
             raise ModelError(f"{source}: tensors {what}: {', '.join(names[:3])}{more}.")
 
 
+def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Files of weights that the folder should hold; and in which of them each tensor is, where an index says so."""
+    index = folder / _INDEX
+    where = _weight_map(index) if index.exists() else None
+    return ([_SINGLE] if where is None else sorted(set(where.values()))), where
+
+
 @contextlib.contextmanager
 def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
     """Each tensor's name with the open file that holds it."""
     safe_open = _safetensors().safe_open
-    index, single = folder / _INDEX, folder / _SINGLE
-    if index.exists():
-        where = _weight_map(index)
-    elif single.exists():
-        where = None
-    else:
-        raise ModelError(f"{folder}: holds neither {single.name} nor {index.name}.")
+    names, where = _shards(folder)
+    if where is None and not (folder / _SINGLE).exists():
+        raise ModelError(f"{folder}: holds neither {_SINGLE} nor {_INDEX}.")
+    files: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-
-        def opened(file: str) -> Any:
+        for name in names:
             try:
-                return stack.enter_context(safe_open(folder / file, framework="np"))
+                files[name] = stack.enter_context(safe_open(folder / name, framework="np"))
             except FileNotFoundError:
-                raise ModelError(f"{folder}: {index.name} names {file}, which is not there.") from None
+                raise ModelError(f"{folder}: {_INDEX} names {name}, which is not there.") from None
             except Exception as error:
-                raise ModelError(f"{folder / file}: not readable as safetensors: {error}") from None
-
-        if where is None:
-            file = opened(single.name)
-            yield {name: file for name in file.keys()}  # noqa: SIM118 (not a dictionary)
-            return
-        files = {name: opened(name) for name in sorted(set(where.values()))}
-        for name, file_name in where.items():
-            if name not in files[file_name].keys():  # noqa: SIM118
-                raise ModelError(f"{folder}: {index.name} says that {file_name} holds {name!r}; it does not.")
-        yield {name: files[file_name] for name, file_name in where.items()}
+                raise ModelError(f"{folder / name}: not readable as safetensors: {error}") from None
+        held = {tensor: file for file, opened in files.items() for tensor in opened.keys()}  # noqa: SIM118
+        for tensor, file in (where or {}).items():
+            if tensor not in files[file].keys():  # noqa: SIM118 (not a dictionary)
+                raise ModelError(f"{folder}: {_INDEX} says that {file} holds {tensor!r}; it does not.")
+        yield {tensor: files[file] for tensor, file in (held if where is None else where).items()}
 
 
 def missing_shards(folder: Path) -> list[str]:
     """Files of weights that the folder should hold and does not."""
-    index = folder / _INDEX
-    files = sorted(set(_weight_map(index).values())) if index.exists() else [_SINGLE]
-    return [file for file in files if not (folder / file).exists()]
+    return [file for file in _shards(folder)[0] if not (folder / file).exists()]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -322,11 +288,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ModelError("safetensors files need the safetensors package: pip install 'logitless[train]'") from None
-    return safetensors
+    advice = "safetensors files need the safetensors package: pip install 'logitless[train]'"
+    return package("safetensors.numpy", ModelError(advice))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -340,9 +303,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds {type(content).__name__}, expected a JSON object.")
     return content
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)

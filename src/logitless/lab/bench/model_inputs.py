@@ -44,7 +44,7 @@ def hidden_and_head(
     prompt = rng.integers(0, config.vocab_size, (batch, tokens), dtype=np.int32)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), prompt.shape)
     valid = np.ones(prompt.shape, bool)
-    hidden, _ = jax.jit(models.hidden_states, static_argnums=1)(params, config, prompt, positions, valid)
+    hidden = jax.jit(models.hidden_states, static_argnums=1)(params, config, prompt, positions, valid)
     hidden = np.asarray(hidden, np.float32)
     head = np.asarray(models.lm_head(params, config), np.float32)
     logits = hidden @ head.T
