@@ -22,7 +22,7 @@ import logitless
 
 WIDTH = grpo_optax.HIDDEN // 2
 DISTILLATION = logitless.Distillation(divergence="reverse_kl")
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3))
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 
 def train_teacher(steps: int, key: Array) -> dict[str, Any]:

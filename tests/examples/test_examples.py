@@ -44,7 +44,7 @@ def test_it_learns() -> None:
 
 
 def test_a_student_learns_from_its_teacher() -> None:
-    learned(example("distil_optax").main(STEPS, teacher_steps=40))
+    learned(example("distil_optax").main(2 * STEPS, teacher_steps=2 * STEPS))
 
 
 @pytest.mark.slow

@@ -21,12 +21,17 @@ STATIC = {f.name for f in dataclasses.fields(Distillation) if f.metadata.get("st
 
 
 def test_choices_are_structure_and_numbers_are_leaves() -> None:
-    o = Distillation(temperature=2, soft_weight=np.float32(0.5))
+    o = Distillation(divergence="jsd", mix=0.5, temperature=2, soft_weight=np.float32(0.5))
     leaves, tree = jax.tree.flatten(o)
     assert leaves == [0.5, 2.0, 0.5] and all(isinstance(leaf, float) for leaf in leaves)
     assert jax.tree.unflatten(tree, leaves) == o
     assert jax.tree.structure(o.replace(temperature=1.5, soft_weight=0.1)) == tree
-    for change in ({"divergence": "jsd"}, {"temperature_squared": True}, {"hard_weight": 0.1}, {"aggregation": "grpo"}):
+    for change in (
+        {"divergence": "reverse_kl", "mix": None},
+        {"temperature_squared": True},
+        {"hard_weight": 0.1},
+        {"aggregation": "grpo"},
+    ):
         assert jax.tree.structure(o.replace(**change)) != tree
     assert {"divergence", "temperature_squared", "aggregation", "count_rows"} == STATIC
 
@@ -120,7 +125,7 @@ MAPPED: list[tuple[Callable[..., Distillation], dict[str, Any], Distillation]] =
         {"beta": 0.3, "temperature": 0.7},
         Distillation(divergence="jsd", mix=0.3, temperature=0.7),
     ),
-    (Distillation.from_liger, {}, Distillation(divergence="jsd", soft_weight=0.5, hard_weight=0.5)),
+    (Distillation.from_liger, {}, Distillation(divergence="jsd", mix=0.5, soft_weight=0.5, hard_weight=0.5)),
     (
         Distillation.from_liger,
         {"beta": 1, "weight_hard_loss": 0, "weight_soft_loss": 2.0, "temperature": 3.0},
@@ -229,8 +234,10 @@ def test_no_setting_of_a_loss_is_passed_over(
 
 def test_a_gkd_config_samples_at_its_temperature_and_trains_at_one() -> None:
     config = {"beta": 0.5, "lmbda": 1.0, "temperature": 0.9, "seq_kd": False}
-    assert Distillation.from_trl(config) == Distillation(divergence="jsd")
-    assert Distillation.from_trl({"beta": 0.5, "temperature": 0.9}) == Distillation(divergence="jsd", temperature=0.9)
+    assert Distillation.from_trl(config) == Distillation(divergence="jsd", mix=0.5)
+    assert Distillation.from_trl({"beta": 0.5, "temperature": 0.9}) == Distillation(
+        divergence="jsd", mix=0.5, temperature=0.9
+    )
 
 
 def test_configs_of_other_losses_are_refused() -> None:

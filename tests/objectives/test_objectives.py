@@ -564,17 +564,17 @@ def objectives(draw: st.DrawFn) -> Objective:
     return objective_of(policy, level, draw(st.sampled_from(AGGREGATIONS)), **fields)
 
 
-@hypothesis.given(objective=objectives(), batch=batches())
-def _any_objective_on_any_batch(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
-    logp, entropy, inputs = batch
-    got = evaluate(objective, logp, entropy, **inputs)
-    agrees(got, objective, logp, entropy, **inputs)
-    assert not got.dlogp[~inputs["mask"]].any() and not got.dentropy[~inputs["mask"]].any()
-
-
 @pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_objective_on_any_batch(examples: int) -> None:
-    hypothesis.settings(max_examples=examples)(_any_objective_on_any_batch)()
+    @hypothesis.settings(max_examples=examples)
+    @hypothesis.given(objective=objectives(), batch=batches())
+    def check(objective: Objective, batch: tuple[Any, Any, dict[str, Any]]) -> None:
+        logp, entropy, inputs = batch
+        got = evaluate(objective, logp, entropy, **inputs)
+        agrees(got, objective, logp, entropy, **inputs)
+        assert not got.dlogp[~inputs["mask"]].any() and not got.dentropy[~inputs["mask"]].any()
+
+    check()
 
 
 # -- compile counts -------------------------------------------------------------------------------------------------
@@ -612,6 +612,8 @@ def test_changing_a_number_does_not_recompile() -> None:
     assert loss.count == 1
     changed = {}
     for name in NUMBERS:
+        if name == "mix":
+            continue  # of a divergence over the vocabulary, which log-probabilities alone do not have
         value = getattr(EVERY_NUMBER, name)
         assert isinstance(value, float), name
         changed[name] = loss(EVERY_NUMBER.replace(**{name: value * 0.5 if name == "top_entropy" else value * 1.25}))
@@ -634,7 +636,8 @@ def test_changing_a_choice_recompiles() -> None:
         correction_mode="mask", cispo_bound="interval", clip_metrics="liger", temperature_on="logp",
         count_rows="non_empty", off_policy_from="old", delta=2.0,  # a number that comes into being
     )  # fmt: skip
-    assert choices.keys() >= {f.name for f in dataclasses.fields(Objective) if f.metadata}
+    # The divergence belongs to kl="full", which log-probabilities alone do not have.
+    assert choices.keys() >= {f.name for f in dataclasses.fields(Objective) if f.metadata} - {"divergence"}
     for i, (name, choice) in enumerate(choices.items(), start=2):
         loss(base.replace(**{name: choice}))
         assert loss.count == i, name

@@ -127,7 +127,7 @@ divergence='reverse_kl' if that is meant.
 
         >>> from logitless import Distillation
         >>> Distillation.from_trl(beta=0.5, temperature=2.0)
-        Distillation(divergence='jsd', temperature=2.0)
+        Distillation(divergence='jsd', mix=0.5, temperature=2.0)
         """
         from logitless.settings.distillation_settings import from_trl
 
