@@ -360,7 +360,8 @@ def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) 
         raise ValueError(f"{name}: Head.layout={shown(given)}, expected 'vh' ([V, H]) or 'hv' ([H, V]).")
     if len(shape) != 2:
         raise ValueError(f"{name}: lm_head has shape {shape}, expected [V, H] or [H, V].")
-    fits = [k for k, d in (("vh", 1), ("hv", 0)) if shape[d] == width]
+    sides: tuple[tuple[Layout, int], ...] = ("vh", 1), ("hv", 0)
+    fits = [k for k, d in sides if shape[d] == width]
     if not fits or (given is not None and given not in fits):
         raise ValueError(
             f"{name}: lm_head has shape {shape}{'' if given is None else f' with Head.layout={given!r}'}, which does "
@@ -377,7 +378,7 @@ def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) 
             "fewer columns than hidden states have. Is hidden the logits? They go into grpo_loss or logprobs, which "
             "take no lm_head. If they are hidden states, say logitless.Head(lm_head, layout='hv')."
         )
-    return given or fits[0]  # type: ignore[return-value]
+    return next(k for k in fits if given in (None, k))
 
 
 def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None, Array | None, Any]:

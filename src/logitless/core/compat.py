@@ -55,24 +55,28 @@ def mosaic_gpu_reason() -> str | None:
     return None if version >= (0, 11) else f"it needs jax 0.11 or newer, this is {jax.__version__}"
 
 
+def _pallas_gpu() -> Any:
+    """The module of Mosaic GPU; its names and signatures differ between versions of jax."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
 def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
     """A whole (sub-)reference in registers with a given layout; the first jax 0.11 wants an index beside the reference.
 
     Loads from global memory into the layout of an accumulator are not ``optimized``.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = _pallas_gpu()
     index = inspect.signature(plgpu.load).parameters.get("idx")
     if index is not None and index.default is inspect.Parameter.empty:
-        return plgpu.load(ref, (), layout=layout, optimized=optimized)  # type: ignore[misc, arg-type, unused-ignore]
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg, unused-ignore]
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def gpu_interpreter() -> Any:
     """Pallas' interpreter of Mosaic GPU kernels, which jax 0.10 does not have."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]
+    return _pallas_gpu().InterpretGPUParams()
 
 
 def varying_axes(x: Any) -> frozenset[str]:

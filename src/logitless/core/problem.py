@@ -22,7 +22,7 @@ from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
 
 from logitless.core.divergences import Divergence
-from logitless.core.pytree import register, static
+from logitless.core.pytree import register, static, tree_of
 from logitless.core.stats import StatCotangents, TokenStats, blank_stats
 from logitless.core.transform import LogitTransform
 from logitless.objectives.inputs import LossInputs
@@ -104,7 +104,7 @@ class HeadGrads:
 
     def as_head(self, layout: Layout, lora_scale: Array | None) -> HeadArrays:
         """In the structure of the head."""
-        return HeadArrays(self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)  # type: ignore[arg-type]
+        return tree_of(HeadArrays, self.weight, self.bias, self.lora_a, self.lora_b, lora_scale, layout)
 
 
 @register
@@ -169,7 +169,7 @@ class Linear:
 
     def cotangent(self, g: Gradients) -> Linear:
         """Cotangents in the structure of the source; ``None`` (zero) where none was computed."""
-        return Linear(g.hidden, g.head.as_head(self.head.layout, None))  # type: ignore[arg-type]
+        return tree_of(Linear, g.hidden, g.head.as_head(self.head.layout, None))
 
 
 @register
@@ -264,7 +264,7 @@ class Problem(Generic[S]):
 
     def with_logits(self, logits: Array) -> Problem[Given]:
         """The same tokens, the policy's logits given."""
-        return dataclasses.replace(self, policy=Given(logits))  # type: ignore[arg-type, return-value]
+        return tree_of(dataclasses.replace, self, policy=Given(logits))
 
     def over_sources(self, f: Callable[[Any], Any]) -> Problem[S]:
         """The same call with ``f`` of every source of logits."""
@@ -319,7 +319,7 @@ class Problem(Generic[S]):
 
     def cotangent(self, g: Any) -> Problem[S]:
         """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
-        return Problem(self.policy.cotangent(g), None, None, call=self.call)  # type: ignore[arg-type]
+        return tree_of(Problem, self.policy.cotangent(g), None, None, call=self.call)
 
 
 @register

@@ -7,6 +7,7 @@ tracers or the placeholder objects that transformations put into leaves.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +24,8 @@ def static(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
 
 def register(cls: type[T]) -> type[T]:
     """Class decorator: register a dataclass as a pytree with named leaves."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    of: Any = cls
+    fields = dataclasses.fields(of)
     leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
@@ -44,3 +46,16 @@ def register(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def tree_of(make: Callable[..., T], *leaves: object, **named: object) -> T:
+    """The pytree that ``make`` builds, its leaves of any type: specs, shapes, dtypes, host arrays or ``None`` may stand
+    where the class declares arrays."""
+    return make(*leaves, **named)
+
+
+def with_leaves(tree: T, **leaves: object) -> T:
+    """A copy of ``tree`` with other leaves, of any type as in :func:`tree_of`."""
+    changes: dict[str, Any] = leaves
+    of: Any = tree
+    return dataclasses.replace(of, **changes)

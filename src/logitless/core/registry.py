@@ -16,7 +16,7 @@ _PLACES = {
     "pallas_tpu": "pallas_tpu.backend:PallasTpu",
     "mosaic_gpu": "mosaic_gpu.backend:MosaicGpu",
 }
-BACKENDS: dict[Level, dict[str, str]] = {
+BACKENDS: dict[str, dict[str, str]] = {
     level: {name: f"logitless.{level}.{place}" for name, place in _PLACES.items()} for level in get_args(Level)
 }
 """Module and class of each backend: the same place in the folder of either level."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from logitless.core.transform import LogitTransform, divided, times
 
 NEG_INF = float("-inf")
 _NOT_TRANSFORMED = LogitTransform()
+_NOT_GIVEN: Any = None  # no array: only in statistics that a user made
 
 
 @register
@@ -67,19 +69,19 @@ class TokenStats:
 
     logp: Array
     """Log-probability of the target."""
-    entropy: Array = None  # type: ignore[assignment]  # None only in statistics that a user made
+    entropy: Array = _NOT_GIVEN
     """Entropy of the whole distribution, in nats."""
-    lse: Array = None  # type: ignore[assignment]
+    lse: Array = _NOT_GIVEN
     """Logsumexp of the transformed logits."""
-    max_logit: Array = None  # type: ignore[assignment]
+    max_logit: Array = _NOT_GIVEN
     """Largest transformed logit (float32)."""
-    log_sum_p2: Array = None  # type: ignore[assignment]
+    log_sum_p2: Array = _NOT_GIVEN
     """``log sum_v p_v^2``, the negative Renyi-2 entropy (float32)."""
-    is_top1: Array = None  # type: ignore[assignment]
+    is_top1: Array = _NOT_GIVEN
     """Whether no other column has a larger logit than the target (bool)."""
-    max_logp: Array = None  # type: ignore[assignment]
+    max_logp: Array = _NOT_GIVEN
     """Largest log-probability of the row, ``max_logit - lse`` with all its digits (float32)."""
-    peak: Array = None  # type: ignore[assignment]
+    peak: Array = _NOT_GIVEN
     """``max_logit`` before its last factor (``u`` of ``logitless.core.transform``): what gradients are taken relative
     to (float32)."""
 

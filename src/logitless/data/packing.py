@@ -32,7 +32,7 @@ from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
-from logitless.core.pytree import register
+from logitless.core.pytree import register, tree_of
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
 
@@ -173,15 +173,16 @@ def pack(
         flat[where[where >= 0]] = x[mask][where >= 0]
         return flat.reshape(out.tokens.shape)
 
-    return Packed(
-        tokens=out.tokens,  # type: ignore[arg-type]
-        positions=out.positions,  # type: ignore[arg-type]
-        segment_ids=out.segments,  # type: ignore[arg-type]
-        prefix_ids=out.prefixes if share_prompts else None,  # type: ignore[arg-type]
-        targets=out.targets,  # type: ignore[arg-type]
-        mask=spread(mask),  # type: ignore[arg-type]
-        arrays={name: spread(x) for name, x in arrays.items()},  # type: ignore[misc]
-        slots=slots.astype(np.int32),  # type: ignore[arg-type]
+    return tree_of(
+        Packed,
+        tokens=out.tokens,
+        positions=out.positions,
+        segment_ids=out.segments,
+        prefix_ids=out.prefixes if share_prompts else None,
+        targets=out.targets,
+        mask=spread(mask),
+        arrays={name: spread(x) for name, x in arrays.items()},
+        slots=slots.astype(np.int32),
     )
 
 

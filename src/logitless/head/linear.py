@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from logitless.core.chunk_size import platform
 from logitless.core.problem import HeadArrays, HeadGrads, Wanted
+from logitless.core.pytree import tree_of
 from logitless.core.row_passes import over_columns
 
 _ZERO_DEPTH = 16  # of the matmul that writes zeros: the least that a tensor core takes
@@ -35,7 +36,7 @@ def precision_of(dtype: Any) -> lax.Precision | None:
     """
     if jnp.dtype(dtype) != jnp.float32:
         return lax.Precision.DEFAULT
-    return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None  # type: ignore[attr-defined]
+    return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
 
 
 def dx_dtype(logits_dtype: Any, h_dtype: Any, bias: bool) -> jnp.dtype:
@@ -154,7 +155,7 @@ def zero_grads(head: HeadArrays, want: Wanted, weight_dtype: Any = jnp.float32) 
     """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
     dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
     lora = jnp.float32 if want.lora else None
-    return _each(lambda x, dtype: _zeros(x.shape, dtype), head, HeadGrads(*dtypes, lora, lora))  # type: ignore[arg-type]
+    return _each(lambda x, dtype: _zeros(x.shape, dtype), head, tree_of(HeadGrads, *dtypes, lora, lora))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

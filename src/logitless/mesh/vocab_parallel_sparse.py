@@ -53,7 +53,7 @@ class SparseShard(VocabularyShard):
         return dataclasses.replace(p, targets=jnp.where(own < 0, _NO_COLUMN, own))
 
     def _statistics(self, p: Problem) -> TokenStats:
-        return VocabularyShard(self.own.own, self.place).statistics(p)[0]  # type: ignore[arg-type]
+        return VocabularyShard(self.own.own, self.place).statistics(p)[0]
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, Any]:
         blank = blank_report(p.n)

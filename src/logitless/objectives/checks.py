@@ -246,7 +246,8 @@ def named_fields(theirs: Mapping[str, str] = THEIR_NAMES) -> Callable[[type[T]],
             names(fields, cls, theirs)
             init(self, *args, **fields)
 
-        cls.__init__ = named_init  # type: ignore[method-assign,assignment]
+        of: Any = cls
+        of.__init__ = named_init
         return cls
 
     return decorate

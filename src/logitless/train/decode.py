@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.core.pytree import register
+from logitless.core.pytree import register, with_leaves
 from logitless.train.lora import LoRA
 from logitless.train.model import (
     ModelConfig,
@@ -108,12 +108,12 @@ class DecodeState:
 
     def rows(self, take: Int[Array, "R"]) -> DecodeState:
         """Some of the rows."""
-        bare = dataclasses.replace(self, step=None)  # type: ignore[arg-type]
+        bare = with_leaves(self, step=None)
         return dataclasses.replace(jax.tree.map(lambda x: x[take], bare), step=self.step)
 
     def with_rows(self, take: Int[Array, "R"], some: DecodeState) -> DecodeState:
         """The state with these rows as they are in ``some``."""
-        whole, part = (dataclasses.replace(s, step=None) for s in (self, some))  # type: ignore[arg-type]
+        whole, part = (with_leaves(s, step=None) for s in (self, some))
         return dataclasses.replace(jax.tree.map(lambda x, y: x.at[take].set(y), whole, part), step=some.step)
 
 

@@ -28,7 +28,7 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Int
 
-from logitless.core.pytree import register
+from logitless.core.pytree import register, tree_of, with_leaves
 from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
@@ -98,12 +98,13 @@ def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bo
     ends = np.cumsum([-(-p.tokens.shape[0] // size) for p in parts])
     rows = _joined(parts, [0, *ends[:-1] * size], n * size)
     shaped = jax.tree.map(lambda x: x.reshape(n, size, length), _bare(rows))
-    return PackedBatch(
+    return tree_of(
+        PackedBatch,
         rows=dataclasses.replace(shaped, slots=rows.slots),
-        learning=np.int32(ends[0]),  # type: ignore[arg-type]
-        used=np.int32(ends[-1]),  # type: ignore[arg-type]
-        mask=mask,  # type: ignore[arg-type]
-        learned=keep,  # type: ignore[arg-type]
+        learning=np.int32(ends[0]),
+        used=np.int32(ends[-1]),
+        mask=mask,
+        learned=keep,
     )
 
 
@@ -112,7 +113,7 @@ _rows_with_gradient = jax.jit(rows_with_gradient)
 
 def _bare(rows: Packed) -> Packed:
     """Without ``slots``, which are no array of slots."""
-    return dataclasses.replace(rows, slots=None)  # type: ignore[arg-type]
+    return with_leaves(rows, slots=None)
 
 
 def _joined(parts: list[Packed], starts: list[int], count: int) -> Packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from logitless.core.pytree import tree_of
 from logitless.train.config import TrainConfig
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
@@ -22,7 +23,7 @@ def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
     lengths = np.clip(rng.lognormal(np.log(width * 0.4), 0.6, (rows, 1)).astype(int), 1, width)
     mask = np.arange(width) < lengths
     prompts = Prompts(prompt, np.ones(prompt.shape, bool)).repeat(c.train.group_size)
-    completions = Completions(np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32))  # type: ignore[arg-type]
+    completions = tree_of(Completions, np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32))
     rewards = rng.integers(0, 2, rows).astype(np.float32)
     rewards[np.arange(rows) // c.train.group_size % 3 == 2] = 1.0
     return Rollouts(prompts, completions, rewards, {}, [])

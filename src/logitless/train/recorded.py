@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from logitless.core.pytree import tree_of
 from logitless.train.config import ConfigError
 from logitless.train.files import in_a_line, replaced
 from logitless.train.rollout import Completions
@@ -137,7 +138,7 @@ def read_rollouts(folder: Path, step: int) -> Rollouts:
         raise ConfigError(f"{file}: parts is not a JSON object of numbers") from None
     return Rollouts(
         Prompts(found["prompt"], found["prompt_valid"]),
-        Completions(found["completion"], found["mask"], found["logp"]),  # type: ignore[arg-type]
+        tree_of(Completions, found["completion"], found["mask"], found["logp"]),
         found["rewards"],
         parts,
         [],

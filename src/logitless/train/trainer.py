@@ -19,6 +19,7 @@ import numpy as np
 from logitless.api import linear_grpo_loss
 from logitless.core.explanation import explain
 from logitless.core.options import Head
+from logitless.core.pytree import tree_of
 from logitless.data.group_advantages import group_advantages
 from logitless.train import train_mesh
 from logitless.train.collect import collect
@@ -101,7 +102,7 @@ class Trainer:
             return explain(
                 linear_grpo_loss,
                 jax.ShapeDtypeStruct((rows, width, m.hidden_size), dtype),
-                Head(jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype), layout="vh"),  # type: ignore[arg-type]
+                tree_of(Head, jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype), layout="vh"),
                 objective=self.objective,
                 sharding=train_mesh.loss_sharding(c),
                 options=head_options(c, sparse_backward=c.train.loss.sparse_backward),
@@ -165,7 +166,7 @@ class Trainer:
 
         def batch(count: int, *logp: str) -> Any:
             given = self._host_batch(rolled, rolled.rewards).rows(0, count)
-            given = given.with_logp(**dict.fromkeys(logp, np.asarray(rolled.completions.logp)[:count]))  # type: ignore[arg-type]
+            given = given.with_logp(**dict.fromkeys(logp, np.asarray(rolled.completions.logp)[:count]))
             empty: Any = pack_batch(self.config, self.objective, given, skip=False) if self.packed else given
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty)
 
@@ -261,7 +262,7 @@ class Trainer:
         """The completions as the updates take them."""
         prompts, done = rolled.prompts, rolled.completions
         logp = done.logp if self.config.rollout.kind == "sample" else None
-        return Batch(prompts.tokens, prompts.valid, done.tokens, done.mask, advantages, logp)  # type: ignore[arg-type]
+        return tree_of(Batch, prompts.tokens, prompts.valid, done.tokens, done.mask, advantages, logp)
 
     def _packed(self, batch: Batch, skip: bool) -> PackedBatch:
         packed = pack_batch(self.config, self.objective, batch, skip)

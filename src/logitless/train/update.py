@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from logitless.core.pytree import register
+from logitless.core.pytree import register, with_leaves
 from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.correction import entropy_denominator
 from logitless.objectives.metrics import Metrics, reduce_metrics
@@ -61,9 +62,9 @@ class Batch:
         """``count`` rows from ``start`` on."""
         return jax.tree.map(lambda x: x[start : start + count], self)
 
-    def with_logp(self, **logp: Array | None) -> Batch:
+    def with_logp(self, **logp: Array | np.ndarray | None) -> Batch:
         """A copy with other log-probabilities."""
-        return dataclasses.replace(self, **logp)  # type: ignore[arg-type]
+        return with_leaves(self, **logp)
 
 
 @register
@@ -150,8 +151,8 @@ def apply_gradients(
     """One optimiser step, or none where loss or gradient is not finite; and what is to be known of it."""
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    steps, moments = optimizer.update(grads, state.optimizer, state.trained)  # type: ignore[arg-type]
-    new = State(optax.apply_updates(state.trained, steps), moments)  # type: ignore[arg-type]
+    steps, moments = optimizer.update(grads, state.optimizer, state.trained)
+    new = State(optax.apply_updates(state.trained, steps), moments)
     state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
     return state, dict(loss=loss, grad_norm=norm, finite=finite, metrics=metrics)
 

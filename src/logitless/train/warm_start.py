@@ -19,6 +19,7 @@ import optax
 
 from logitless.api import linear_logprobs
 from logitless.core.options import Head, Options
+from logitless.core.pytree import tree_of
 from logitless.lab.exits import check_folder
 from logitless.train import checkpoints
 from logitless.train.config import ConfigError, TrainConfig
@@ -88,7 +89,7 @@ def examples(config: TrainConfig, task: Task, step: int) -> Batch:
             raise ConfigError(f"rollout.max_completion_tokens: {width}, but the answer {answer!r} needs {len(ids)}")
         completion[i, : len(ids)], mask[i, : len(ids)] = ids, True
     prompts = task.encode(problems)
-    return Batch(prompts.tokens, prompts.valid, completion, mask, np.zeros(w.batch, np.float32))  # type: ignore[arg-type]
+    return tree_of(Batch, prompts.tokens, prompts.valid, completion, mask, np.zeros(w.batch, np.float32))
 
 
 def _train(config: TrainConfig, task: Task, params: Params) -> tuple[Params, float]:
@@ -107,7 +108,7 @@ def _train(config: TrainConfig, task: Task, params: Params) -> tuple[Params, flo
     def step(params: Params, moments: Any, batch: Batch) -> tuple[Params, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
         updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, loss  # type: ignore[return-value]
+        return optax.apply_updates(params, updates), moments, loss
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
     params = jax.tree.map(jnp.copy, params)

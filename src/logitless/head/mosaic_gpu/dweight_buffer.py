@@ -130,7 +130,7 @@ def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, h
     def of(half: Array | int) -> tuple[Array, Array]:
         begin = half * tiles
         lists = _of_tokens(listed, live, held, begin, tiles)
-        rows = dynamic_matmul.product(dx, part.weight, (held.rows, width, held.columns), lists=lists, **how)  # type: ignore
+        rows = dynamic_matmul.product(dx, part.weight, (held.rows, width, held.columns), lists=lists, **how)
         at = place - begin * TOKENS
         return (at >= 0) & (at < tiles * TOKENS), rows.at[at].get(mode="clip")
 

@@ -128,7 +128,7 @@ def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array 
     sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
     row, column = (jnp.arange(tile_count(size, tile)) * tile < live for size, live, tile in sizes)
     live = tuple(tile_count(jnp.int32(live), tile) for _, live, tile in sizes)
-    return All(row[:, None] & column[None, :], live)  # type: ignore[arg-type]
+    return All(row[:, None] & column[None, :], live)
 
 
 def met(s: Spans, index: Array, everything: Visits) -> Visits:

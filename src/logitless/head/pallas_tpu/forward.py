@@ -428,7 +428,7 @@ def forward_sweep(
         )
         moved += spec.kept * spec.vocab * item.itemsize
     scratch: Any = _Scratch(
-        RowSums(*[pltpu.VMEM((spec.lanes, 1), jnp.float32)] * 5),  # type: ignore[arg-type]
+        RowSums(*[pltpu.VMEM((spec.lanes, 1), jnp.float32)] * 5),
         pltpu.VMEM((spec.lanes, ROWS), jnp.float32),
         pltpu.VMEM((tokens, width), jnp.float32) if direction and halves else None,
         None if direction else pltpu.VMEM((tokens, relative), jnp.float32),

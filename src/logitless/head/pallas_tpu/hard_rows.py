@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
 from logitless.core.problem import Gradients, HeadGrads, Problem
-from logitless.core.pytree import register
+from logitless.core.pytree import register, tree_of
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import active_rows
 from logitless.head.pallas_tpu.active_rows import TURNS, Placing, Ready
@@ -225,7 +225,8 @@ def hard_sweep(
     )
     once, item = pl.Buffered(1), jnp.dtype(p.h.dtype).itemsize
     shapes, blocks = Gradients(None, HeadGrads(None, None)), Gradients(None, HeadGrads(None, None))
-    scratch, count, at, in_place = _Scratch(), k.n_live, 0, False
+    count, at, in_place = k.n_live, 0, False
+    scratch: Any = _Scratch()
     if hidden:
         rows = pl.cdiv(hidden, tokens) * tokens
         whole: Any = pl.BlockSpec((rows, width), lambda j, i, n_live: (0, 0), pipeline_mode=once)
@@ -234,9 +235,10 @@ def hard_sweep(
         scratch = dataclasses.replace(scratch, transposed=pltpu.VMEM((tokens, vocab), p.h.dtype))
     if known is not None:
         dtype, own = known.rows.dtype, _blocks(spec, width, read)
-        dw: Any = HeadGrads(
+        dw = tree_of(
+            HeadGrads,
             compat.hbm_output((spec.vocab, width), dtype, spec.interpret),
-            None if x.bias is None else jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32),  # type: ignore[arg-type]
+            None if x.bias is None else jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32),
         )
         shapes = dataclasses.replace(shapes, head=dw)
         blocks = dataclasses.replace(blocks, head=HeadGrads(own.weight, own.bias))
@@ -257,7 +259,7 @@ def hard_sweep(
             grid=(passes, steps),
             in_specs=[_blocks(spec, width, read)],
             out_specs=blocks,
-            scratch_shapes=[scratch],  # type: ignore[list-item]
+            scratch_shapes=[scratch],
         ),
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(

@@ -322,4 +322,4 @@ def once_dense(
         return (dx if dx.dtype == x.dtype else x), stats, loss.cotangents(stats), total
 
     _, *rest = once(dense, body, (x, *carry))
-    return tuple(rest)  # type: ignore[return-value]
+    return tuple(rest)

@@ -67,7 +67,7 @@ class Bench:
         """The allocator's peak of one step, on inputs whose numbers do not matter."""
         own = Arm(**arm)
         x, rest = case_arrays.blank(case, own.batch)
-        compiled: Any = arm_program.program(case, own).lower(x, rest).compile()  # type: ignore[attr-defined]
+        compiled = arm_program.program(case, own).lower(x, rest).compile()
         after_compile = _memory("peak_bytes_in_use")
         out = jax.block_until_ready(compiled(x, rest))
         return dict(device=_device_memory(_memory("peak_bytes_in_use"), after_compile, (x, rest), out))

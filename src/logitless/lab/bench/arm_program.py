@@ -20,7 +20,7 @@ SPARSE_METRICS = (
 """Metrics of a sparse backward, by their public names: in another tree they may be declared elsewhere."""
 
 
-def program(c: dict[str, Any], arm: Arm) -> Callable[..., dict[str, Any]]:
+def program(c: dict[str, Any], arm: Arm) -> jax.stages.Wrapped:
     """A jitted ``f(x, rest)`` that gives ``loss``, ``grads`` and ``metrics``; with ``call="loss"`` no gradients, with
     ``call="logprobs"`` the statistics alone; a copy reads and writes ``x`` once."""
     if arm.kind == "copy":

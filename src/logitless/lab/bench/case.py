@@ -105,7 +105,7 @@ def check(c: BenchConfig) -> None:
 
     check_common(c.seed, c.wandb_mode)
     check_fields(c)
-    known = registry.BACKENDS[c.level]  # type: ignore[index]
+    known = registry.BACKENDS[c.level]
     if c.kernel.backend not in ("", *known):
         raise ConfigError(f"kernel.backend: {c.kernel.backend!r}, expected one of nothing, {', '.join(known)}")
     for b in c.baselines:

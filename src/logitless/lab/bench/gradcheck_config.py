@@ -86,7 +86,7 @@ def check(c: GradcheckConfig) -> None:
     """Refuse by name what cannot be run."""
     check_common(c.seed, c.wandb_mode)
     check_fields(c)
-    backends = ("auto", *registry.BACKENDS[c.level])  # type: ignore[index]
+    backends = ("auto", *registry.BACKENDS[c.level])
     if c.backend not in backends:
         hint = did_you_mean(c.backend, backends)
         raise ConfigError(f"backend: {c.backend!r}, expected one of {', '.join(backends)}{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,8 @@ def arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray, 
 
 def _statistics_loss(stats: Any, weights: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
     values = {k: getattr(stats, k) for k in STATISTICS}
-    return sum(jnp.sum(values[k] * w) for k, w in weights.items()), values  # type: ignore[return-value]
+    total = functools.reduce(jnp.add, (jnp.sum(values[k] * w) for k, w in weights.items()))
+    return total, values
 
 
 def by_backend(

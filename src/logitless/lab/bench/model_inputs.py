@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from logitless.lab.tools.command_config import ConfigError
+
+if TYPE_CHECKING:
+    from logitless.train.model import ModelConfig
 
 
 def hidden_and_head(
@@ -52,11 +56,11 @@ def hidden_and_head(
     return hidden, head, targets
 
 
-def _cut(config: object, params: dict, layers: int, vocab: int) -> tuple:
+def _cut(config: ModelConfig, params: dict, layers: int, vocab: int) -> tuple:
     """The first ``layers`` layers and ``vocab`` tokens of a loaded model."""
     if layers:
         params = dict(params, layers=jax.tree.map(lambda x: x[:layers], params["layers"]))
     if vocab:
         params = {k: v[:vocab] if k in ("embed", "lm_head") else v for k, v in params.items()}
     there = jax.tree.leaves(params["layers"])[0].shape[0]
-    return dataclasses.replace(config, num_layers=there, vocab_size=params["embed"].shape[0]), params  # type: ignore
+    return dataclasses.replace(config, num_layers=there, vocab_size=params["embed"].shape[0]), params

@@ -93,7 +93,7 @@ def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
         raise ConfigError(f"suite {name!r} is not known; expected one of {', '.join(known)}")
     texts = [only] if any(only in c.name for c in known[name]) else only.split(",")  # names may have commas
     cases = [overridden(c, overrides) for c in known[name] if any(text in c.name for text in texts)]
-    real = [c for c in cases if c.inputs == "real" and not c.states]  # type: ignore[union-attr]
+    real = [c for c in cases if isinstance(c, BenchConfig) and c.inputs == "real" and not c.states]
     if real == cases and cases:
         raise ConfigError(f"{cases[0].name}: give states=FILE.npz, a model's own states, head and targets")
     cases = [c for c in cases if c not in real]

@@ -31,7 +31,7 @@ def graft(source: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[full] = module
     spec.loader.exec_module(module)
-    logitless.lab = module  # type: ignore[attr-defined]
+    logitless.lab = module
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ def compiled(
     if place is not None:
         sharding = given["sharding"]
         there = place.mesh
-        mesh = automatic(Mesh(np.array(devices).reshape(there.axis_sizes), there.axis_names))  # type: ignore[assignment]
+        own: Any = automatic(Mesh(np.array(devices).reshape(there.axis_sizes), there.axis_names))
+        mesh = own
         given = dict(given, sharding=dataclasses.replace(sharding, mesh=mesh))
         arrays = on_mesh(arrays, specs_of(arrays, given, place), mesh)
     elif devices[0] not in jax.devices()[:1]:

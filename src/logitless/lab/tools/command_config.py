@@ -89,8 +89,8 @@ def _known_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
     for name, kind in get_type_hints(schema).items():
         keys.append(prefix + name)
-        if dataclasses.is_dataclass(kind):
-            keys += _known_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            keys += _known_keys(kind, f"{prefix}{name}.")
     return keys
 
 
@@ -128,9 +128,10 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_explain(error, schema)}") from None
     try:
-        return OmegaConf.to_object(config)  # type: ignore[return-value]
+        made: Any = OmegaConf.to_object(config)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{path or 'configuration'}: {error}") from None
+    return made
 
 
 def _nearest(given: str, known: list[str]) -> str | None:

@@ -140,11 +140,11 @@ class _Operand:
 
     @property
     def across(self) -> int:
-        return self.x.shape[1 if self.deep else 0]  # type: ignore[union-attr, no-any-return]
+        return self.x.shape[1 if self.deep else 0]  # type: ignore[union-attr]
 
     @property
     def depth(self) -> int:
-        return self.x.shape[0 if self.deep else 1]  # type: ignore[union-attr, no-any-return]
+        return self.x.shape[0 if self.deep else 1]  # type: ignore[union-attr]
 
 
 def _slots(operands: list[_Operand]) -> tuple[Any, Any]:

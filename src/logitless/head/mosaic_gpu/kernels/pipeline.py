@@ -153,7 +153,7 @@ class Running:
 
     def depth(self, part: Array) -> tuple[Any, Any]:
         """The steps that a part of the depth has."""
-        return self.walk.depth(part, self.static.steps)  # type: ignore[no-any-return]
+        return self.walk.depth(part, self.static.steps)
 
     def _copy(self) -> None:
         """The copying warpgroup: fills slots of the ring in the order in which the others use them."""

@@ -181,7 +181,7 @@ class TileByTile(_Walk):
 
     @property
     def parts(self) -> Array:
-        return self.extents[2]  # type: ignore[no-any-return]
+        return self.extents[2]
 
     def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
         """The steps of a part of the depth."""
