@@ -9,7 +9,7 @@ With ``b = mix`` and ``m = (1 - b) p + b q``:
 ``dz`` is the gradient with respect to the student's transformed logits. The teacher is a constant.
 
 Numerics. ``KL(f || t)`` is a sum of terms ``f (exp(x) - 1 - x)`` with ``x = log t - log f``. None of them is negative:
-equal rows have a divergence of exactly 0, and near rows lose no digits. In a row whose peak holds more than half of the
+equal rows have a divergence of exactly 0, and near rows lose no digits. In a row whose peak holds more than 0.6 of the
 student's mass, the peak is left out of the sums and added at the end, from ``1 - p`` and ``1 - q``, which are sums over
 the other columns: there ``log p`` is 0 to all digits of a logsumexp, and ``p (d - sum p d)`` and ``p - q`` cancel.
 """
@@ -29,8 +29,10 @@ from logitless.core.transform import times
 from logitless.objectives.objective import Divergence
 
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-_HALF = -0.6931472
-"""``log(1/2)``: a column above it holds more than half of its row's mass, and no other does."""
+_HALF, _DOMINATED = -0.6931472, -0.5108256
+"""``log 0.5`` and ``log 0.6``. A row whose largest probability is above 0.6 is dominated, and its peak is the column
+above 0.5. The gap between the two is for logits that are made again, on other shards or in another loop, with other
+rounding: a row keeps exactly one peak."""
 
 
 @register
@@ -107,7 +109,7 @@ def _terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> A
 
 def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: Array | None = None) -> PairSums:
     """Sums over the last axis of ``log_p, log_q [..., V]``; ``apart`` marks a column that dominates the student's row
-    (:func:`dominates`)."""
+    (:func:`dominating`)."""
 
     def total(x: Array) -> Array:
         return jnp.sum(jnp.where(apart, 0.0, x), axis=-1)
@@ -118,16 +120,17 @@ def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: A
     return PairSums(total(_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak)
 
 
-def dominates(u: Array, s: TokenStats) -> Array:
-    """Columns that hold more than half of the student's mass: at most one of a row. ``s`` broadcasts against ``u``."""
-    return (u == s.peak) & (s.max_logp > _HALF)
+def dominating(log_p: Array, s: TokenStats) -> Array:
+    """The column that dominates the student's row: exactly one of a dominated row, none of any other. ``s`` broadcasts
+    against ``log_p``."""
+    return (log_p > _HALF) & (s.max_logp > _DOMINATED)
 
 
 def finish_pair(
     kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None
 ) -> TokenStats:
     """The student's statistics with those of the pair."""
-    dominated = stats.max_logp > _HALF
+    dominated = stats.max_logp > _DOMINATED
     rest = jnp.where(dominated, sums.rest, 0.0)
     shared = dominated & (sums.log_q_at_peak > _HALF)
     log_p = jnp.log1p(-rest)

@@ -26,7 +26,7 @@ from jax import Array, lax
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import (
     PairSums,
-    dominates,
+    dominating,
     empty_pair_sums,
     finish_pair,
     log_probabilities,
@@ -185,7 +185,7 @@ def _pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Arra
     u = swept_columns(columns(x, start, size), own, p.call.vocab_size, ids)
     t = swept_columns(columns(teacher_logits(p), start, size), other, p.call.vocab_size, ids)
     log_p, log_q = (log_probabilities(z, factor(f), s) for z, f, s in ((u, own, stats), (t, other, teacher)))
-    return _Pair(log_p, log_q, dominates(u, stats))
+    return _Pair(log_p, log_q, dominating(log_p, stats))
 
 
 def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats) -> PairSums:

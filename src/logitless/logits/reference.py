@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, PlainJax, Way
-from logitless.core.divergences import dominates, finish_pair, log_probabilities, pair_dz, pair_sums
+from logitless.core.divergences import dominating, finish_pair, log_probabilities, pair_dz, pair_sums
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns, teacher_logits, teacher_statistics
@@ -68,7 +68,8 @@ def _with_teacher(p: Problem[Given], u: Array, k: Array | None, stats: TokenStat
 def _log_p(u: Array, k: Array | None, stats: TokenStats) -> tuple[Array, Array]:
     """``(log p, where a column dominates its row)``."""
     wide = jax.tree.map(lambda a: a[:, None], stats)
-    return log_probabilities(u, k, wide), dominates(u, wide)
+    log_p = log_probabilities(u, k, wide)
+    return log_p, dominating(log_p, wide)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
