@@ -3,6 +3,7 @@ benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,18 @@ from logitless.lab.bench import ratios
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- from h200_suite.json: begin -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- from the suites: begin -->\n", "<!-- end -->\n"
 
-README_CASES = {
-    "linear_bpd1_t8192_h4096_vocab151936": "8,192 tokens, H=4096, V=151936, bf16 logits",
-    "linear_bpd1_t8192_h4096_vocab151936_f32logits": "the same, f32 logits",
-    "linear_bpd1_t8192_h4096_vocab151936, a quarter": "the same, bf16 logits, a quarter of the tokens live",
-    "qwen2.5-7b, RL batch": "Qwen2.5-7B, 24,576 tokens of an RL batch",
-    "qwen2.5-1.5b, 32k context": "Qwen2.5-1.5B, 32k context, f32 logits",
-    "qwen2.5-1.5b, 128k context": "Qwen2.5-1.5B, 128k context, f32 logits",
-    "logits_bpd1_t4096_vocab151936": "given logits (1, 4096, 151936), bf16",
-}
-"""Cases of the suite that README.md shows, and what it calls them."""
-README_ARMS = {
-    "naive": "dense, log_softmax",
-    "strong": "dense, strongest form",
-    "default": "**logitless**, no options",
-    "kernel": "**logitless**",
-}
+README_ROWS = (
+    ("an RL batch of Qwen2.5-7B, {live:.0%} of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
+    ("8,192 tokens, all live", "gpu-sparse", "sparse 8192x4096x151936, on-policy", "default, flat"),
+    (
+        'the same with `sparse_backward="auto"`', "gpu-sparse", "sparse 8192x4096x151936, on-policy",
+        "default, sparse backward",
+    ),
+    ("131,072 tokens of Qwen2.5-1.5B, all live", "h200", "qwen2.5-1.5b, 128k context", "default"),
+)  # fmt: skip
+"""What README.md shows: label, suite, case and arm; each beside the strongest dense form of float32 logits."""
 SUITES = {
     "h200": "The suite on one H200",
     "gpu-head": "Every arm of the fused head on one H200",
@@ -41,30 +36,30 @@ SUITES = {
     "gpu-logits": "Every arm over given logits on one H200",
     "cpu": "The suite on a CPU",
 }
-CLOCKS = {"device_ms": "device", "wall_ms": "a call", "back_to_back_ms": "back to back"}
-IN_TURN = """The arms of a case took turns in one process;
-a ratio is that of paired rounds, with its 95 % interval, to the dense form of the same logits dtype.
-Times are medians by the device's clock, of one call with the wait for it, and of calls dispatched back to
-back. `default` is the call without options. Temporaries: the compiler's plan, and the device's peak less
-inputs and outputs in a process that compiled nothing (+: an upper bound). The roofline is that of three
-matmuls over live tokens, or of one read and one write of the logits."""
+HOW = """Written by `python benchmarks/tables.py` from the files under benchmarks/results; each section names the command that
+makes its file. `logitless report benchmarks/results` shows every number of every file as tables and charts.
+
+How to read a suite: arms of a case alternate in one process. A ratio compares paired rounds with the dense form of the
+same logits dtype, with a 95 % interval; "none" means that the interval lies within 0.9 and 1.1 around one, "cannot
+tell" that it is wider. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the compiler's
+plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call with the
+options of its case. A file's `note` names the commits and calls where its cases come from several."""
+EARLIER = "the form before"
+"""In the name of a case that a file keeps for comparison: measured with an earlier version, and not on the page."""
 TRAINED = {
-    "random": "Training, Qwen2.5-1.5B shape, random weights",
-    "smollm2_arithmetic": "Training, SmolLM2-135M-Instruct on sums below 100",
-    "abc": "Training, the same with three losses: dense, fused exact, fused sparse",
+    "random": "Qwen2.5-1.5B shape, random weights",
+    "smollm2_arithmetic": "SmolLM2-135M, sums",
+    "abc": "SmolLM2-135M, sums, three losses",
 }
-TRAINED_ROWS = (
-    ("steps", "steps", 1, ".4g"),
-    ("sampled reward, first 10 steps", "train/reward_first10", 1, ".4g"),
-    ("sampled reward, last 10 steps", "train/reward_last10", 1, ".4g"),
-    ("held-out reward at the end", "eval/last", 1, ".4g"),
-    ("step, mean of the last 10 (s)", "time/train/step_avg_last10_s", 1, ".4g"),
-    ("update phase, last 10 (s)", "time/update_s/last10", 1, ".4g"),
-    ("device peak (GiB)", "memory/device_peak_bytes", 2**30, ".4g"),
-    ("KL, last 10 steps", "train/kl_last10", 1, ".4g"),
-    ("left-out mass, last 10 steps", "train/left_out_mass_last10", 1, ".4g"),
-    ("left-out mass of a token, largest", "train/left_out_mass_max", 1, ".4g"),
-)
+TRAINED_COLUMNS = {
+    "reward, first 10 steps": ("train/reward_first10", 1, ".3f"),
+    "last 10": ("train/reward_last10", 1, ".3f"),
+    "held-out": ("eval/last", 1, ".3f"),
+    "step, s": ("time/train/step_avg_last10_s", 1, ".3f"),
+    "update, s": ("time/update_s/last10", 1, ".3f"),
+    "peak, GiB": ("memory/device_peak_bytes", 2**30, ".1f"),
+}
+"""Key of a run's summary, unit and format."""
 
 
 def mib(n: float) -> str:
@@ -86,65 +81,81 @@ def first_ratio(row: dict[str, Any]) -> tuple[str, str]:
     return ("", "") if found is None else (ratio_text(next(iter(found[1].values()))), found[0])
 
 
+def suite_records(suite: str) -> list[dict[str, Any]]:
+    """The cases of a suite that are shown; none where there is no file."""
+    result = read(f"{suite.replace('-', '_')}_suite.json")
+    return [r for r in (result or {"records": []})["records"] if EARLIER not in r.get("name", "")]
+
+
 def suite_tables() -> list[str]:
     out: list[str] = []
     for suite, title in SUITES.items():
-        file = f"{suite.replace('-', '_')}_suite.json"
-        result = read(file)
-        if result is None:
+        records = suite_records(suite)
+        rows = [(r, arm, row) for r in records for arm, row in r.get("arms", {}).items()]
+        where = next((row["environment"] for _, _, row in rows if "error" not in row), None)
+        if where is None:
             continue
-        rows = [(r, arm, row) for r in result["records"] for arm, row in r.get("arms", {}).items()]
-        where = next((row["environment"] for _, _, row in rows if "error" not in row), {"device": "", "jax": ""})
-        said = f"{where['device']}, jax {where['jax']}, {result['seconds']:.0f} s in all. {IN_TURN}"
-        out += [f"## {title}", "", *said.split("\n"), *([result["note"]] if "note" in result else []), ""]
+        file = f"{suite.replace('-', '_')}_suite.json"
+        out += [f"## {title}", "", f"{where['device']}, jax {where['jax']}.", ""]
         out += [f"    logitless bench --suite {suite} --out benchmarks/results/{file}", ""]
-        out += [*_ratio_table(rows), *_gates(result["records"])]
+        out += [*_ratio_table(rows), *_gates(records), *_checks(records)]
     return out
 
 
 def _ratio_table(rows: list[Any]) -> list[str]:
-    clocks = [k for k in CLOCKS if any(k in row for _, _, row in rows)]
-    times = [f"ms, {CLOCKS[k]}" for k in clocks]
     cells = []
     for r, arm, row in rows:
         if "error" in row:
-            cells.append([r["name"], arm, row["error"][:90], *[""] * (4 + len(clocks))])
+            cells.append([r["name"], arm, row["error"][:90], "", "", ""])
             continue
-        plan, device, roofline = row["mem/compiler"], row["mem/device"], row["roofline_ratio"]
-        seen = "" if not device else mib(device["temporaries"]) + ("+" if device["from_compile"] else "")
-        cells.append([
-            r["name"], arm, *first_ratio(row), *(f"{row[k]:.2f}" if k in row else "" for k in clocks),
-            mib(plan["temporaries"]) if plan else "", seen, f"{roofline:.2f}" if roofline else "",
-        ])  # fmt: skip
-    return markdown(["case", "arm", "ratio", "to", *times, "MiB: plan", "seen", "x roofline"], cells)
+        plan, ms = row["mem/compiler"], row["median_ms"]
+        memory = mib(plan["temporaries"]) if plan else ""
+        cells.append([r["name"], arm, *first_ratio(row), f"{ms:.{2 if ms < 10 else 1}f}", memory])
+    return markdown(["case", "arm", "ratio", "to", "ms", "MiB"], cells)
+
+
+def _state(gate: dict[str, Any]) -> str:
+    return gate.get("state", "met" if gate["ok"] else "missed")
 
 
 def _gates(records: list[dict[str, Any]]) -> list[str]:
-    """The bars of a suite, and its checks against float64."""
+    """The bars of a suite."""
     cells = []
     for r in records:
-        for name, gate in r.get("gates", {}).items():
+        for name, gate in r.get("gates", {}).items() if "arms" in r else ():
             value = "" if gate["value"] is None else f"{gate['value']:.3g}"
             if gate.get("low") is not None:
                 value += f" [{gate['low']:.3g}, {gate['high']:.3g}]"
-            state = gate.get("state", "met" if gate["ok"] else "missed")
-            shown = state if gate["ok"] else f"**{state}**"
-            cells.append([r.get("name", r.get("config/name")), name, value, f"{gate['limit']:.3g}", shown])
+            shown = _state(gate) if gate["ok"] else f"**{_state(gate)}**"
+            cells.append([r["name"], name, value, f"{gate['limit']:.3g}", shown])
     return markdown(["case", "bar", "reached", "limit", ""], cells) if cells else []
 
 
+def _checks(records: list[dict[str, Any]]) -> list[str]:
+    """How many comparisons with the dense form and float64 there were, and which of them failed."""
+    gates = {f"{r['config/name']}: {k}": g for r in records if "arms" not in r for k, g in r.get("gates", {}).items()}
+    if not gates:
+        return []
+    missed = [f"**{name}** {g['value']:.3g} of {g['limit']:.3g}" for name, g in gates.items() if _state(g) != "met"]
+    said = f"missed: {', '.join(missed)}" if missed else "all met"
+    return [f"Loss and gradients against the dense form and float64, before anything is timed: {len(gates)} bars, {said}.", ""]
+
+
 def training_tables() -> list[str]:
-    out: list[str] = []
+    commands, cells = [], []
     for case, title in TRAINED.items():
         result = read(f"train_h200_{case}.json")
         if result is None:
             continue
-        arms, agreement = result["arms"], result["agreement"]
-        tests = [agreement["test"]] if "test" in agreement else [f"{k}: {own['test']}" for k, own in agreement.items()]
-        out += [f"## {title}", "", f"`benchmarks/results/train_h200_{case}.json`; {'; '.join(tests)}.", ""]
-        out += [f"    python benchmarks/train_h200.py {case.split('_')[-1]} --out results", ""]
-        out += tables_gsm8k.table({name: a["summary"] for name, a in arms.items()}, TRAINED_ROWS)
-    return out
+        commands.append(f"    python benchmarks/train_h200.py {case.split('_')[-1]} --out results")
+        for arm in result["arms"].values():
+            found = arm["summary"]
+            values = [(found.get(key), unit, form) for key, unit, form in TRAINED_COLUMNS.values()]
+            cells.append([title, found["loss_backend"], *("" if v is None else format(v / u, f) for v, u, f in values)])
+            if arm is not next(iter(result["arms"].values())):
+                cells[-1][0] = ""
+    head = ["## Training runs on one H200", "", "`benchmarks/results/train_h200_*.json`, one row for each arm.", ""]
+    return [*head, *commands, "", *markdown(["run", "loss", *TRAINED_COLUMNS], cells)] if cells else []
 
 
 def sharded_tables() -> list[str]:
@@ -152,7 +163,7 @@ def sharded_tables() -> list[str]:
     if result is None:
         return []
     cells = [
-        [slice_name, layout, name, mib(row["peak_bytes"]), sent(row), row["versions"]["libtpu"]]
+        [slice_name, layout, name, mib(row["peak_bytes"]), sent(row)]
         for slice_name, layouts in result["slices"].items()
         for layout, programs in layouts.items()
         for name, row in programs.items()
@@ -166,7 +177,7 @@ def sharded_tables() -> list[str]:
         "",
         f"    {result['command']}",
         "",
-        *markdown(["slice", "layout", "program", "peak MiB a chip", "collectives, MiB", "libtpu"], cells),
+        *markdown(["slice", "layout", "program", "peak MiB a chip", "collectives, MiB"], cells),
     ]
 
 
@@ -183,45 +194,51 @@ def other_files(page: str) -> list[str]:
     """The records that the page does not name."""
     files = [p.name for p in sorted(RESULTS.iterdir()) if p.name not in page]
     listed = [f"- `{name}`" + (f": {what}" if (what := _what(name)) else "") for name in files]
-    head = (
-        "`logitless report benchmarks/results` shows every record as charts and tables. Files that are not named above:"
-    )
-    return ["## Other records", "", head, "", *listed, ""] if files else []
+    return ["## Other records", "", "Files that are not named above:", "", *listed, ""] if files else []
 
 
 def _what(name: str) -> str:
+    """The first clause of what a file says that it is."""
     result = read(name) if name.endswith(".json") else {}
-    return str(result.get("what", "")) if len(result.get("what", "")) > 20 else ""
+    first = re.split(r"[:;.(] ?", str(result.get("what", "")))[0]
+    return first if len(first) > 20 else ""
+
+
+def recorded_ratios() -> list[tuple[float, float, float]]:
+    """Every ratio of every suite, by every clock, and every bar that has an interval."""
+    found = []
+    for suite in SUITES:
+        for r in suite_records(suite):
+            told = [c for arm in r.get("arms", {}).values() for by in arm.get("ratios", {}).values() for c in by.values()]
+            told += [{**g, "ratio": g["value"]} for g in r.get("gates", {}).values()]
+            found += [(c["ratio"], c["low"], c["high"]) for c in told if c.get("low") is not None]
+    return found
 
 
 def readme() -> str:
     """README.md with its table made anew."""
-    records = {r["name"]: r["arms"] for r in read("h200_suite.json")["records"]}
-    arms = {k: v for k, v in README_ARMS.items() if any(k in records[name] for name in README_CASES)}
-
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None or "error" in row:
-            return "" if row is None else row["error"]
-        ms, memory = row["median_ms"], row["mem/compiler"]["temporaries"] / 2**20
-        said = f"{ms:.{2 if ms < 10 else 1}f} ms, {memory:,.{1 if memory < 100 else 0}f} MiB"
-        ratio, to = first_ratio(row)
-        return f"{ratio} of {to}; {said}" if to else said
-
-    cells = [[title, *(cell(records[name].get(arm)) for arm in arms)] for name, title in README_CASES.items()]
+    cells = []
+    for label, suite, case, arm in README_ROWS:
+        (record,) = (r for r in suite_records(suite) if r["name"] == case)
+        row, tokens = record["arms"][arm], record["config"]["tokens"]
+        dense = record["arms"].get("strong/f32", record["arms"]["strong"])
+        fits = "error" not in dense
+        (ratio,) = [r["device_ms"]["ratio"] for to, r in row["ratios"].items() if to == "strong/f32"] or [None]
+        cells.append([
+            label.format(live=row["live_tokens"] / tokens, tokens=tokens),
+            "-" if ratio is None else f"{ratio:.2f}",
+            mib(dense["mem/compiler"]["temporaries"]) if fits else dense["error"],
+            mib(row["mem/compiler"]["temporaries"]),
+        ])  # fmt: skip
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END, 1)[1]
-    table = "\n".join(markdown(["", *arms.values()], cells))
+    columns = ["loss with its gradients", "time / dense", "dense, MiB", "**logitless**, MiB"]
+    table = "\n".join(markdown(columns, cells))
     return tables_gsm8k.filled(before + BEGIN + table + END + after, tables_gsm8k.readme_part())
 
 
 def render() -> str:
-    head = [
-        "# Benchmarks",
-        "",
-        "Written by `python benchmarks/tables.py` from the JSON files under benchmarks/results; each table names the",
-        "command that made its file.",
-        "",
-    ]
+    head = ["# Benchmarks", "", HOW, ""]
     tables = [suite_tables(), training_tables(), tables_gsm8k.benchmark_tables(), sharded_tables()]
     page = "\n".join([*head, *(line for table in tables for line in table)])
     return "\n".join([page, *other_files(page)]).rstrip() + "\n"

@@ -27,6 +27,8 @@ LOGITS: dict[str, Any] = dict(level="logits", tokens=4096, rows=1, vocab=151936,
 SMALL: dict[str, Any] = dict(
     level="head", tokens=512, rows=4, hidden=64, vocab=32768, dtype="float32", repeats=2, rounds=5
 )
+PACKED: dict[str, Any] = dict(batch_kind="uniform", tokens=9065, rows=1, moving=0.67)
+"""The live tokens of the RL batch (seed 0) without prompts and padding, as a packed dense loss would have them."""
 LONG: dict[str, Any] = dict(level="head", rows=1, model="qwen2.5-1.5b", baselines=["strong"], **F32)
 
 
@@ -51,7 +53,10 @@ def suites() -> dict[str, list[Case]]:
             case("linear_bpd1_t8192_h4096_vocab151936, sparse", **LINEAR, **BF16, inputs="realistic",
                  baselines=["strong"], kernel=Kernel(sparse_backward="auto")),
             case("qwen2.5-7b, RL batch", level="head", model="qwen2.5-7b", tokens=24576, rows=24, batch_kind="rl",
-                 baselines=["strong"], **BF16),
+                 baselines=["strong", "strong/f32"], arms={
+                     "packed/f32": dict(of="strong/f32", batch=PACKED),
+                     "default, to packed": dict(of="default", against="packed/f32"),
+                 }, **BF16),
             case("qwen2.5-1.5b, 32k context", tokens=32768, **LONG),
             case("qwen2.5-1.5b, 128k context", tokens=131072, **LONG),
         ],
