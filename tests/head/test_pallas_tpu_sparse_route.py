@@ -55,8 +55,8 @@ def trace(tokens: int, width: int, vocab: int, options: dict[str, Any]) -> None:
         "lm_head": struct((vocab, width) if vh else (width, vocab), jnp.bfloat16),
     }
     rest = {"targets": struct((1, tokens), jnp.int32), "advantages": struct((1,), jnp.float32)}
-    if options.pop("bias", False):
-        arrays["bias"] = struct((vocab,), jnp.bfloat16)
+    if bias := options.pop("bias", False):
+        (rest if bias == "frozen" else arrays)["bias"] = struct((vocab,), jnp.bfloat16)
     if options.pop("lora", False):
         rows, columns = arrays["lm_head"].shape
         arrays["lora"] = struct((rows, 4), jnp.bfloat16), struct((4, columns), jnp.bfloat16)
@@ -87,6 +87,12 @@ def test_gradients_trace_with_64_bit_numbers(sparse: str | float) -> None:
 def test_token_counts_below_a_chunk_trace(tokens: int) -> None:
     """1000 and 300 are fewer than a group of hard rows, and no multiple of the kernels' token tile."""
     trace(tokens, 256, 6000, OPTIONS[tokens % 3])
+
+
+@pytest.mark.parametrize("objective", [Objective(), GSPO], ids=["in forward", "later"])
+def test_a_bias_without_a_gradient_traces(objective: Objective) -> None:
+    """The sweep of the hard rows makes dbias beside dW, asked for or not."""
+    trace(64, 128, 1024, dict(bias="frozen", objective=objective))
 
 
 @pytest.mark.slow

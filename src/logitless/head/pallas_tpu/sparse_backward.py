@@ -151,7 +151,7 @@ def gradients(
         return Gradients(None, HeadGrads(None, None)), report
     mean = in_their_place(jnp.ones((1, 1), jnp.float32), mass, without(known.g, hard | ~moving), p.transform)
     total = _with_hard_rows(rule, want, f, known, hard, slabs, mean[:, 0], active)
-    bias = total.head.bias
+    bias = total.head.bias if want.bias else None  # the sweep makes dbias beside dW, asked for or not
     if bias is not None and slabs.bias is not None:
         bias = bias.at[active.index].set(slabs.bias, mode="drop", unique_indices=True)
     if bias is not None and p.head.bias is not None and not p.call.partial_head:
