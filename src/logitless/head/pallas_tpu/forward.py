@@ -187,50 +187,82 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
     """One (token tile, vocabulary tile) step. If E leaves in halves, steps behind the last tile of the vocabulary write
     a part of the tokens each; without a direction one such step takes in the last block."""
     i, j = pl.program_id(0), pl.program_id(1)
-    live, vocab = spec.live(i, n_live), spec.tiles.vocab
-    expected = out.expected if scratch.expected is None else scratch.expected
-    acc, pending = scratch.sums, scratch.pending
+    step = _Step(spec, refs, out, scratch, i, j, spec.live(i, n_live))
+    step.begin(n_live)
+    inside = step.live & (j < spec.vocab_steps) if spec.leaving else step.live
+    if step.expected is None:
+        over_vocabulary(spec, inside, _Statistics(step).of_tile)
+        pl.when(step.live & (j == spec.vocab_steps))(_Statistics(step).flush)
+    else:
+        over_vocabulary(spec, inside, _Direction(step).of_tile)
+    pl.when(step.live & (j == spec.vocab_steps - (step.expected is not None)))(step.write_sums)
+    if scratch.expected is not None:
+        block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]
+        pl.when(step.live & (j >= spec.vocab_steps) & (block * size < spec.n))(step.write_halves)
 
-    def transform_of(rows: Any) -> LogitTransform:
-        return spec.transform(refs.scalars, number(rows, TEMPERATURE))
 
-    def number(rows: Any, k: int) -> Array:
-        return scratch.token[rows, k : k + 1]
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A grid step, and what those for statistics and for the direction share."""
 
-    @pl.when(live & (j == 0))
-    def _() -> None:
-        turn_around(refs.token, scratch.token)
-        acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
-        for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
-            ref[...] = jnp.zeros_like(ref)
-        if expected is not None:
-            zero_rows(expected)
+    spec: Spec
+    refs: Operands
+    out: _Out
+    scratch: _Scratch
+    i: Any  # the token tile
+    j: Any  # the vocabulary tile
+    live: Any  # whether the token tile has a live token
 
-    dead = spec.dead_rows(i, n_live)
-    if out.maxima is not None and dead is not None:
+    @property
+    def expected(self) -> Any:
+        """The accumulator E, or ``None``."""
+        return self.out.expected if self.scratch.expected is None else self.scratch.expected
 
-        @pl.when(live & (j == 0) & dead[0])
-        def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
-            clear_dead(refs.h, 0, dead[1])
-            if refs.low is not None:
-                clear_dead(refs.low, 0, dead[1])
+    def number(self, rows: Any, k: int) -> Array:
+        """The ``k``-th number of each token, ``[rows, 1]``."""
+        return self.scratch.token[rows, k : k + 1]
 
-    def read(rows: Any) -> RowSums:
-        return jax.tree.map(lambda ref: ref[rows, :], acc)
+    def transform(self, rows: Any) -> LogitTransform:
+        return self.spec.transform(self.refs.scalars, self.number(rows, TEMPERATURE))
 
-    def write(rows: Any, sums: RowSums) -> None:
-        jax.tree.map(lambda ref, value: ref.__setitem__((rows, slice(None)), value), acc, sums)
+    def read(self, rows: Any) -> RowSums:
+        return jax.tree.map(lambda ref: ref[rows, :], self.scratch.sums)
 
-    def logits(rows: Any, block: slice) -> list[Array]:
-        return [raw_logits(spec, refs, rows, piece) for piece in pieces_of(block)]
+    def write(self, rows: Any, sums: RowSums) -> None:
+        jax.tree.map(lambda ref, value: ref.__setitem__((rows, slice(None)), value), self.scratch.sums, sums)
+
+    def logits(self, rows: Any, pieces: list[slice]) -> list[Array]:
+        return [raw_logits(self.spec, self.refs, rows, piece) for piece in pieces]
+
+    def begin(self, n_live: Any) -> None:
+        """Before a token tile's first vocabulary tile."""
+        acc = self.scratch.sums
+
+        @pl.when(self.live & (self.j == 0))
+        def _() -> None:
+            turn_around(self.refs.token, self.scratch.token)
+            acc.maximum[...] = jnp.full_like(acc.maximum, LOW)
+            for ref in jax.tree.leaves((acc.total, acc.centred, acc.squares, acc.target)):
+                ref[...] = jnp.zeros_like(ref)
+            if self.expected is not None:
+                zero_rows(self.expected)
+
+        dead = self.spec.dead_rows(self.i, n_live)
+        if self.out.maxima is not None and dead is not None:
+
+            @pl.when(self.live & (self.j == 0) & dead[0])
+            def _() -> None:  # a column's maximum is over all rows of the block, and a dead one may hold NaN
+                clear_dead(self.refs.h, 0, dead[1])
+                if self.refs.low is not None:
+                    clear_dead(self.refs.low, 0, dead[1])
 
     def take_in(
-        rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = None
+        self, rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = None
     ) -> tuple[RowSums, Array, list[Array], list[Array]]:
         """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
         count."""
-        transform, others, at = transform_of(rows), [], 0
-        target = number(rows, TARGET_COLUMN).astype(jnp.int32) - (j * vocab + first)
+        spec, transform, others, at = self.spec, self.transform(rows), [], 0
+        target = self.number(rows, TARGET_COLUMN).astype(jnp.int32) - (self.j * spec.tiles.vocab + first)
         for piece in x:
             column, u = column_ids(piece), swept(piece, transform)
             if limit is not None:
@@ -243,114 +275,145 @@ def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratc
         others, sums = _apart(spec, (others, sums))
         return _apart(spec, _absorb(sums, others, factor(transform), beside, functools.partial(_apart, spec)))
 
-    def with_direction(width: int, masked: bool) -> None:
+    def write_sums(self) -> None:
+        """The sums of the token tile, which are complete."""
+
+        def leave(part: Part) -> None:
+            s = self.read(part.rows)
+            m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
+            columns, lane = jnp.zeros((part.size, LANES), jnp.float32), column_ids(jnp.zeros((part.size, LANES)))
+            for n, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, self.transform(part.rows)), x_y)):
+                columns = jnp.where(lane == n, value, columns)
+            self.out.sums[:, part.rows] = columns.T[:ROWS, :]
+
+        over_lanes(self.spec.lanes, leave)
+
+    def write_halves(self) -> None:
+        """A part of the token tile's rows of E, as two arrays."""
+        high, rest = self.out.high, self.out.rest
+        first = (self.j - self.spec.vocab_steps) * high.shape[0]
+
+        def of(part: Part) -> Array:
+            return self.expected[pl.ds(first + part.first, part.size), :]
+
+        fill_rows(high, lambda part: upper_half(of(part)).astype(high.dtype))
+        fill_rows(rest, lambda part: (of(part) - upper_half(of(part))).astype(rest.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction:
+    """Statistics and E: a block's exponentials meet their columns of the head beside the next block's logits."""
+
+    step: _Step
+
+    def of_tile(self, width: int, masked: bool) -> None:
+        """The first ``width`` columns of the vocabulary tile; ``masked``: those of the tail count."""
+        spec, refs = self.step.spec, self.step.refs
         if masked:
             clear_outside(spec, refs, width)
-        blocks = blocks_of(width)
-
-        def rows_of(part: Part) -> None:
-            rows, sums, x = part.rows, read(part.rows), logits(part.rows, blocks[0])
-            for n, block in enumerate(blocks):
-                following = logits(rows, blocks[n + 1]) if n + 1 < len(blocks) else []
-                limit = spec.tail - block.start if masked and n + 1 == len(blocks) else None
-                sums, a, e, _ = take_in(rows, sums, x, block.start, limit)
-                if spec.has_softcap:
-                    # Columns at -inf have no weight; their slope may be 0 * inf.
-                    e = [
-                        jnp.where(p > 0, pull_back(p, own, transform_of(rows)), 0.0)
-                        for p, own in zip(e, x, strict=True)
-                    ]
-                rounded = jnp.concatenate([piece.astype(refs.weight.dtype) for piece in e], axis=1)
-                for some in depths_of(block):
-                    own = rounded[:, some.start - block.start : some.stop - block.start]
-                    add_head_rows(spec, refs, expected, rows, a if some.start == block.start else None, own, some)
-                if spec.kept:
-                    pl.when(i < spec.kept_steps)(functools.partial(keep, rounded, rows, block))
-                    at = lax.broadcasted_iota(jnp.int32, (part.size, out.tops.shape[1]), 1)
-                    is_own = at == j * len(blocks_of(vocab)) + n
-                    out.tops[rows, :] = jnp.where(is_own, sums.maximum, out.tops[rows, :])
-                x = following
-            write(rows, sums)
-
         unit = LANES if spec.kept else SUBLANES  # what is kept of a [V, H] head has tokens along the lanes
         most = TURN if width > 2 * PIECE else LANES  # a narrow tail takes little time and should take little code
-        over_parts(spec.tiles.tokens, 2 * vocab * refs.h.shape[1], unit, rows_of, most)
+        work = 2 * spec.tiles.vocab * refs.h.shape[1]
+        over_parts(spec.tiles.tokens, work, unit, functools.partial(self.of_rows, blocks_of(width), masked), most)
 
-    def keep(e: Array, rows: Any, block: slice) -> None:
-        if spec.layout == "vh":
-            out.kept[block, rows] = e.T
-        else:
-            out.kept[rows, block] = e
+    def of_rows(self, blocks: list[slice], masked: bool, part: Part) -> None:
+        step, rows = self.step, part.rows
+        sums, x = step.read(rows), step.logits(rows, pieces_of(blocks[0]))
+        for n, block in enumerate(blocks):
+            following = step.logits(rows, pieces_of(blocks[n + 1])) if n + 1 < len(blocks) else []
+            limit = step.spec.tail - block.start if masked and n + 1 == len(blocks) else None
+            sums, a, e, _ = step.take_in(rows, sums, x, block.start, limit)
+            rounded = self.add(rows, block, x, a, e)
+            if step.spec.kept:
+                self.keep(part, n, block, rounded, sums)
+            x = following
+        step.write(rows, sums)
 
-    def of_statistics(width: int, masked: bool = False, flush: bool = False) -> None:
-        """The block that is pending is taken in beside the first matmuls, each other one beside those of the next; the
-        last one waits. ``flush``: it does not."""
-        before = spec.waiting(spec.tail_width if flush else vocab)
+    def add(self, rows: Any, block: slice, x: list[Array], a: Array, e: list[Array]) -> Array:
+        """E times ``a``, plus the block's exponentials ``e`` times its columns of the head; those, as they went in."""
+        step = self.step
+        if step.spec.has_softcap:
+            # Columns at -inf have no weight; their slope may be 0 * inf.
+            e = [jnp.where(p > 0, pull_back(p, own, step.transform(rows)), 0.0) for p, own in zip(e, x, strict=True)]
+        rounded = jnp.concatenate([piece.astype(step.refs.weight.dtype) for piece in e], axis=1)
+        for some in depths_of(block):
+            own = rounded[:, some.start - block.start : some.stop - block.start]
+            before = a if some.start == block.start else None
+            add_head_rows(step.spec, step.refs, step.expected, rows, before, own, some)
+        return rounded
+
+    def keep(self, part: Part, n: int, block: slice, e: Array, sums: RowSums) -> None:
+        """The exponentials of the tile's ``n``-th block, and the maximum that they are relative to."""
+        step, rows = self.step, part.rows
+        kept, tops = step.out.kept, step.out.tops
+
+        @pl.when(step.i < step.spec.kept_steps)
+        def _() -> None:
+            if step.spec.layout == "vh":
+                kept[block, rows] = e.T
+            else:
+                kept[rows, block] = e
+
+        at = lax.broadcasted_iota(jnp.int32, (part.size, tops.shape[1]), 1)
+        is_own = at == step.j * len(blocks_of(step.spec.tiles.vocab)) + n
+        tops[rows, :] = jnp.where(is_own, sums.maximum, tops[rows, :])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Statistics:
+    """Statistics alone: the block that is pending is taken in beside the first matmuls, each other one beside those of
+    the next; the last one waits for the next tile."""
+
+    step: _Step
+
+    def of_tile(self, width: int, masked: bool) -> None:
+        """The first ``width`` columns of the vocabulary tile."""
+        self._over_rows(blocks_of(width), self.step.spec.tiles.vocab, flush=False)
+
+    def flush(self) -> None:
+        """The block that is still pending behind the last tile."""
+        self._over_rows([slice(0, 0)], self.step.spec.tail_width, flush=True)
+
+    def _over_rows(self, blocks: list[slice], width: int, flush: bool) -> None:
+        """``width``: that of the tile before."""
+        out, spec = self.step.out, self.step.spec
         if out.maxima is not None:
             out.maxima[...] = jnp.full_like(out.maxima, NEG_INF)
+        body = functools.partial(self.of_rows, blocks, spec.waiting(width), flush)
+        over_parts(spec.tiles.tokens, 1, SUBLANES, body, TURN)
 
-        def rows_of(part: Part) -> None:
-            rows, sums = part.rows, read(part.rows)
-            x = [pending[rows, piece] for piece in pieces_of(slice(0, before.stop - before.start))]
-            first, limit = before.start - vocab, spec.tail - before.start if flush and spec.tail % LANES else None
-            for block in [slice(0, 0)] if flush else blocks_of(width):
-                following: list[Array] = []
-                pieces = pieces_of(block)
+    def of_rows(self, blocks: list[slice], before: slice, flush: bool, part: Part) -> None:
+        step, spec, rows = self.step, self.step.spec, part.rows
+        sums, vocab, pending = step.read(rows), spec.tiles.vocab, step.scratch.pending
+        x = [pending[rows, piece] for piece in pieces_of(slice(0, before.stop - before.start))]
+        first, limit = before.start - vocab, spec.tail - before.start if flush and spec.tail % LANES else None
+        for block in blocks:
+            following: list[Array] = []
+            pieces = pieces_of(block)
 
-                def beside(n: int, pieces: list[slice] = pieces, count: int = len(x), out: Any = following) -> None:
-                    for piece in pieces[n * len(pieces) // count : (n + 1) * len(pieces) // count]:
-                        out.append(raw_logits(spec, refs, rows, piece))
+            def beside(n: int, pieces: list[slice] = pieces, count: int = len(x), out: Any = following) -> None:
+                out += step.logits(rows, pieces[n * len(pieces) // count : (n + 1) * len(pieces) // count])
 
-                found, _, _, s = take_in(rows, sums, x, first, limit, beside)
-                # Nothing is pending at a row's first step, whatever stands there.
-                sums = jax.tree.map(lambda new, old: jnp.where(j > 0, new, old), found, sums) if first < 0 else found
-                if out.maxima is not None:
-                    put_maxima(rows, sums, s, 0 if flush else first - before.start + vocab)
-                x, first, limit = following, block.start, None
-            for place, piece in zip(pieces_of(slice(0, sum(piece.shape[1] for piece in x))), x, strict=True):
-                pending[rows, place] = piece
-            write(rows, sums)
+            found, _, _, s = step.take_in(rows, sums, x, first, limit, beside)
+            # Nothing is pending at a row's first step, whatever stands there.
+            sums = jax.tree.map(lambda new, old: jnp.where(step.j > 0, new, old), found, sums) if first < 0 else found
+            if step.out.maxima is not None:
+                self.put_maxima(rows, sums, s, 0 if flush else first - before.start + vocab)
+            x, first, limit = following, block.start, None
+        for place, piece in zip(pieces_of(slice(0, sum(piece.shape[1] for piece in x))), x, strict=True):
+            pending[rows, place] = piece
+        step.write(rows, sums)
 
-        over_parts(spec.tiles.tokens, 1, SUBLANES, rows_of, TURN)
-
-    def put_maxima(rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
-        top = times(factor(transform_of(rows)), sums.maximum)
-        bound = jnp.maximum(number(rows, FLOOR), top + jnp.log(sums.total))
+    def put_maxima(self, rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
+        """The block's maxima over these rows, from the step's column ``at`` on."""
+        step, maxima = self.step, self.step.out.maxima
+        top = times(factor(step.transform(rows)), sums.maximum)
+        bound = jnp.maximum(step.number(rows, FLOOR), top + jnp.log(sums.total))
         for piece in s:
             place = slice(at, at + piece.shape[1])
             found = jnp.max(piece + (top - bound), axis=0, keepdims=True)
-            out.maxima[0, :, place] = jnp.maximum(out.maxima[0, :, place], found)
+            maxima[0, :, place] = jnp.maximum(maxima[0, :, place], found)
             at = place.stop
-
-    inside = live & (j < spec.vocab_steps) if spec.leaving else live
-    over_vocabulary(spec, inside, of_statistics if expected is None else with_direction)
-    if expected is None:
-        pl.when(live & (j == spec.vocab_steps))(lambda: of_statistics(0, flush=True))
-
-    @pl.when(live & (j == spec.vocab_steps - (expected is not None)))
-    def _() -> None:
-        def leave(part: Part) -> None:
-            s = read(part.rows)
-            m, x_y = jnp.where(s.maximum > LOW, s.maximum, NEG_INF), s.target
-            columns, lane = jnp.zeros((part.size, LANES), jnp.float32), column_ids(jnp.zeros((part.size, LANES)))
-            for n, value in enumerate((m, s.total, s.centred, s.squares, swept(x_y, transform_of(part.rows)), x_y)):
-                columns = jnp.where(lane == n, value, columns)
-            out.sums[:, part.rows] = columns.T[:ROWS, :]
-
-        over_lanes(spec.lanes, leave)
-
-    if scratch.expected is not None:
-        block, size = i * spec.leaving + j - spec.vocab_steps, out.high.shape[0]
-
-        @pl.when(live & (j >= spec.vocab_steps) & (block * size < spec.n))
-        def _() -> None:
-            first = (j - spec.vocab_steps) * size
-
-            def of(part: Part) -> Array:
-                return expected[pl.ds(first + part.first, part.size), :]
-
-            fill_rows(out.high, lambda part: upper_half(of(part)).astype(out.high.dtype))
-            fill_rows(out.rest, lambda part: (of(part) - upper_half(of(part))).astype(out.rest.dtype))
 
 
 def _block_of_half(spec: Spec, width: int) -> pl.BlockSpec:
@@ -375,6 +438,38 @@ def _maxima_in_place(spec: Spec, found: Array) -> Array:
     return jnp.concatenate([found[:, size : size + most], found[:, end : end + spec.vocab_size - most]], axis=1)
 
 
+def _outputs(k: Launch, direction: bool, room: int, halves: bool, maxima: bool) -> tuple[_Out, _Out, int]:
+    """``(shapes, block specs, bytes written)`` of what :func:`forward_sweep` writes."""
+    spec, x, tokens, passes = k.spec, k.operands, k.spec.tiles.tokens, k.spec.token_steps
+    (n, width), spot = x.h.shape, compat.hbm_output
+    width += k.rank
+
+    # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
+    def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+        return i, 0
+
+    moved, struct = 4 * n * width * direction, jax.ShapeDtypeStruct
+    shapes: dict[str, Any] = {"sums": struct((ROWS, passes * spec.lanes), jnp.float32)}
+    blocks: dict[str, Any] = {"sums": pl.BlockSpec((ROWS, spec.lanes), lambda i, j, n_live: (0, i))}
+    if direction and halves:
+        shapes |= dict.fromkeys(("high", "rest"), spot((n, width), x.h.dtype, spec.interpret))
+        blocks |= dict.fromkeys(("high", "rest"), _block_of_half(spec, width))
+    elif direction:
+        shapes["expected"] = spot((n, width), jnp.float32, spec.interpret)
+        blocks["expected"] = pl.BlockSpec((tokens, width), own, pipeline_mode=pl.Buffered(1))
+    if maxima:
+        shapes["maxima"] = struct((passes, 1, (spec.vocab_steps + 1) * spec.tiles.vocab), jnp.float32)
+        blocks["maxima"] = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
+        moved += 4 * passes * spec.vocab_size
+    if direction and spec.kept:
+        plane = (spec.vocab, room) if spec.layout == "vh" else (room, spec.vocab)
+        count = pl.cdiv(spec.vocab_size, spec.block)
+        shapes |= dict(kept=spot(plane, x.weight.dtype, spec.interpret), tops=struct((n, count), jnp.float32))
+        blocks |= dict(kept=block_of_step(spec), tops=pl.BlockSpec((tokens, count), own))
+        moved += spec.kept * spec.vocab * x.weight.dtype.itemsize
+    return _Out(**shapes), _Out(**blocks), moved
+
+
 def forward_sweep(
     k: Launch, direction: bool, room: int = 0, halves: bool = False, maxima: bool = False
 ) -> tuple[RowSums, Array, Array | tuple[Array, Array] | None, Array | None, Kept | None]:
@@ -382,63 +477,24 @@ def forward_sweep(
     None)``, E ``[N, H + R]`` with LoRA; what belongs to dead tiles is not written. ``maxima`` takes a ``FLOOR`` among
     the tokens' numbers; a direction with ``spec.kept`` tokens asks for exponentials, with room for ``room`` tokens.
     With ``halves`` E is two arrays if hidden states have 16 bits, its upper half and what that leaves."""
-    halves = halves and k.operands.h.dtype != jnp.float32
-    spec, x = k.spec, k.operands
-    (n, width), tokens, passes = x.h.shape, spec.tiles.tokens, spec.token_steps
-    width += k.rank
-    relative = blocks_of(spec.tiles.vocab)[0].stop  # columns with one maximum
-    leaving = 0 if direction else 1
-    if direction and halves:
-        leaving = max(tokens // LANES, 1)
-    spec = dataclasses.replace(spec, leaving=leaving)
+    x, tokens = k.operands, k.spec.tiles.tokens
+    halves = direction and halves and x.h.dtype != jnp.float32
+    spec = dataclasses.replace(k.spec, leaving=1 - direction if not halves else max(tokens // LANES, 1))
     k = dataclasses.replace(k, spec=spec)
-
-    # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
-    def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
-        return i, 0
-
-    blocks = _Out(pl.BlockSpec((ROWS, spec.lanes), lambda i, j, n_live: (0, i)))
-    shapes = _Out(jax.ShapeDtypeStruct((ROWS, passes * spec.lanes), jnp.float32))
-    moved = passes * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes
-    if direction and halves:
-        half, block = compat.hbm_output((n, width), x.h.dtype, spec.interpret), _block_of_half(spec, width)
-        blocks = dataclasses.replace(blocks, high=block, rest=block)
-        shapes = dataclasses.replace(shapes, high=half, rest=half)
-    elif direction:
-        block = pl.BlockSpec((tokens, width), own, pipeline_mode=pl.Buffered(1))
-        blocks = dataclasses.replace(blocks, expected=block)
-        shapes = dataclasses.replace(shapes, expected=compat.hbm_output((n, width), jnp.float32, spec.interpret))
-    moved += 4 * n * width * direction
-    if maxima:
-        block = pl.BlockSpec((1, 1, spec.tiles.vocab), lambda i, j, n_live: (i, 0, j))
-        blocks = dataclasses.replace(blocks, maxima=block)
-        shape = jax.ShapeDtypeStruct((passes, 1, (spec.vocab_steps + 1) * spec.tiles.vocab), jnp.float32)
-        shapes = dataclasses.replace(shapes, maxima=shape)
-        moved += 4 * passes * spec.vocab_size
-    if direction and spec.kept:
-        plane = (spec.vocab, room) if spec.layout == "vh" else (room, spec.vocab)
-        item = x.weight.dtype
-        count = pl.cdiv(spec.vocab_size, relative)
-        tops = pl.BlockSpec((tokens, count), own)
-        blocks = dataclasses.replace(blocks, kept=block_of_step(spec), tops=tops)
-        shapes = dataclasses.replace(
-            shapes,
-            kept=compat.hbm_output(plane, item, spec.interpret),
-            tops=jax.ShapeDtypeStruct((n, count), jnp.float32),
-        )
-        moved += spec.kept * spec.vocab * item.itemsize
+    n, width = x.h.shape[0], x.h.shape[1] + k.rank
+    shapes, blocks, written = _outputs(k, direction, room, halves, maxima)
     scratch: Any = _Scratch(
         RowSums(*[pltpu.VMEM((spec.lanes, 1), jnp.float32)] * 5),
         pltpu.VMEM((spec.lanes, ROWS), jnp.float32),
-        pltpu.VMEM((tokens, width), jnp.float32) if direction and halves else None,
-        None if direction else pltpu.VMEM((tokens, relative), jnp.float32),
+        pltpu.VMEM((tokens, width), jnp.float32) if halves else None,
+        None if direction else pltpu.VMEM((tokens, spec.block), jnp.float32),
     )
     what = "direction" if direction else "maxima" if maxima else "stats"
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(passes, spec.vocab_steps + spec.leaving),
+            grid=(spec.token_steps, spec.vocab_steps + spec.leaving),
             in_specs=[sweep_blocks(k)],
             out_specs=blocks,
             scratch_shapes=[scratch],
@@ -448,13 +504,13 @@ def forward_sweep(
         cost_estimate=pl.CostEstimate(
             flops=(2 if direction else 1) * 2 * n * width * spec.vocab_size,
             transcendentals=n * spec.vocab_size,
-            bytes_accessed=moved,
+            bytes_accessed=spec.token_steps * (x.weight.nbytes + outer_bytes(k)) + x.h.nbytes + written,
         ),
         name=f"head_{what}_t{tokens}_v{spec.tiles.vocab}",
         interpret=spec.interpret,
     )(k.n_live, x)
     sums = out.sums[:, :n]
     columns = None if out.maxima is None else _maxima_in_place(spec, out.maxima[:, 0])
-    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[5, : spec.kept], relative)
-    expected = (out.high, out.rest) if direction and halves else out.expected
+    kept = None if out.kept is None else Kept(out.kept, out.tops[: spec.kept], sums[5, : spec.kept], spec.block)
+    expected = (out.high, out.rest) if halves else out.expected
     return RowSums(*(sums[k] for k in range(5))), sums[5], expected, columns, kept

@@ -169,6 +169,11 @@ class Spec:
         return pl.cdiv(self.n, self.tiles.tokens)
 
     @property
+    def block(self) -> int:
+        """Columns of a vocabulary tile whose exponentials are relative to one maximum."""
+        return blocks_of(self.tiles.vocab)[0].stop
+
+    @property
     def kept_steps(self) -> int:
         """Token tiles whose exponentials are kept."""
         return self.kept // self.tiles.tokens
