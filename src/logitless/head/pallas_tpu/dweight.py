@@ -97,12 +97,59 @@ class HeadSums:
     outer: Any = None  # [V, R] or [R, V] float32: of LoRA's outer factor, without its scale
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """The vocabulary tile ``j`` in a step: cotangents of the logits of some of its columns."""
+
+    spec: Spec
+    refs: Operands
+    j: Any
+
+    def at(self, part: Part) -> Any:
+        """The part's columns of the vocabulary in what has the head's layout."""
+        return (part.rows, slice(None)) if self.spec.layout == "vh" else (slice(None), part.rows)
+
+    def token(self, k: int) -> Array:
+        """The ``k``-th number of each token, as it meets the logits."""
+        return self.refs.token[k : k + 1, :] if self.spec.layout == "vh" else self.refs.token[:, k : k + 1]
+
+    def is_target(self, x: Array, part: Part) -> Array:
+        column, target = column_ids(x, self.spec.axis), self.token(TARGET).astype(jnp.int32)
+        return column == target - (self.j * self.spec.tiles.vocab + part.first)
+
+    def cotangent(self, part: Part) -> Array:
+        """Unrounded, with logits that are made again."""
+        refs, vh = self.refs, self.spec.layout == "vh"
+        h, w = refs.h[...], refs.weight[self.at(part)]
+        x = dot(w, h, (1, 1)) if vh else dot(h, w, (1, 0))
+        if refs.low is not None:
+            low, outer = refs.low[...], refs.outer[self.at(part)]
+            x = x + refs.scalars[3] * (dot(outer, low, (1, 1)) if vh else dot(low, outer, (1, 0)))
+        if refs.bias is not None:
+            # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
+            bias = refs.bias[:, part.rows]
+            x = x + (jnp.broadcast_to(bias, (8, part.size)).T[:, :1] if vh else bias)
+        x = rounded(self.spec, x)
+        return cotangent_of_logits(self.spec, x, self.token, self.is_target(x, part), refs.scalars)
+
+    def kept_cotangent(self, part: Part) -> Array:
+        """Unrounded, from exponentials that were kept."""
+        if self.spec.layout == "vh":
+            f = self.refs.factors[0]
+        else:
+            mine = column_ids(self.refs.factors) == self.j * self.spec.tiles.vocab // self.spec.kept_tile
+            f = jnp.sum(jnp.where(mine, self.refs.factors[...], 0.0), axis=1, keepdims=True)
+        e = self.refs.kept[self.at(part)].astype(jnp.float32)
+        # A token without a gradient may have nothing in its place, or anything.
+        return jnp.where(self.is_target(e, part), self.token(AT_TARGET), jnp.where(f != 0, e * f, 0.0))
+
+
 def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratch: HeadSums) -> None:
-    vh = spec.layout == "vh"
+    vh, vocab, axis = spec.layout == "vh", spec.tiles.vocab, spec.axis  # along which the vocabulary runs in the logits
     acc: Any = out.weight if scratch.weight is None else scratch.weight  # a float32 dW is its own accumulator
     dbias: Any = scratch.bias
     j, i = pl.program_id(0), pl.program_id(1)
-    vocab, axis = spec.tiles.vocab, spec.axis  # along which the vocabulary runs in the tile of logits
+    tile = _Tile(spec, refs, j)
 
     @pl.when(i == 0)
     def _() -> None:
@@ -110,9 +157,8 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
             zero_rows(ref)
 
     live, dead = spec.live(i, n_live), spec.dead_rows(i, n_live)
-    kept_steps = spec.kept_steps
     if spec.kept:
-        live = live & (i >= kept_steps)
+        live = live & (i >= spec.kept_steps)
     if dead is not None:
 
         @pl.when(live & dead[0])
@@ -121,70 +167,37 @@ def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratc
                 if ref is not None:
                     clear_dead(ref, axis, dead[1])
 
-    def token(k: int) -> Array:
-        return refs.token[k : k + 1, :] if vh else refs.token[:, k : k + 1]
-
-    def at(part: Part) -> Any:
-        """The part's columns of the vocabulary in what has the head's layout."""
-        return (part.rows, slice(None)) if vh else (slice(None), part.rows)
-
-    def cotangent(part: Part) -> Array:
-        """Of the logits of a part's columns, unrounded."""
-        h, w = refs.h[...], refs.weight[at(part)]
-        x = dot(w, h, (1, 1)) if vh else dot(h, w, (1, 0))
-        if refs.low is not None:
-            low, outer = refs.low[...], refs.outer[at(part)]
-            x = x + refs.scalars[3] * (dot(outer, low, (1, 1)) if vh else dot(low, outer, (1, 0)))
-        if refs.bias is not None:
-            # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
-            bias = refs.bias[:, part.rows]
-            x = x + (jnp.broadcast_to(bias, (8, part.size)).T[:, :1] if vh else bias)
-        x = rounded(spec, x)
-        return cotangent_of_logits(spec, x, token, is_target(x, part), refs.scalars)
-
-    def kept_cotangent(part: Part) -> Array:
-        if vh:
-            f = refs.factors[0]
-        else:
-            mine = column_ids(refs.factors) == j * vocab // spec.kept_tile
-            f = jnp.sum(jnp.where(mine, refs.factors[...], 0.0), axis=1, keepdims=True)
-        e = refs.kept[at(part)].astype(jnp.float32)
-        # A token without a gradient may have nothing in its place, or anything.
-        return jnp.where(is_target(e, part), token(AT_TARGET), jnp.where(f != 0, e * f, 0.0))
-
-    def is_target(x: Array, part: Part) -> Array:
-        return column_ids(x, axis) == token(TARGET).astype(jnp.int32) - (j * vocab + part.first)
-
     def add(cotangents: Callable[[Part], Array], masked: bool, part: Part) -> None:
         d = cotangents(part)
         if masked:
             d = jnp.where(column_ids(d, axis) < spec.vocab_size - (j * vocab + part.first), d, 0.0)
         if dbias is not None:
-            dbias[at(part)] += jnp.sum(d, axis=1 - axis, keepdims=True)
+            dbias[tile.at(part)] += jnp.sum(d, axis=1 - axis, keepdims=True)
         h = refs.h[...]
         d = d.astype(h.dtype)
         if acc is not None:
-            acc[at(part)] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
+            acc[tile.at(part)] += dot(d, h, (1, 0)) if vh else dot(refs.h_t[...], d, (1, 0))
         if out.outer is not None:
-            out.outer[at(part)] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
+            out.outer[tile.at(part)] += dot(d, refs.low[...], (1, 0)) if vh else dot(refs.low_t[...], d, (1, 0))
 
-    def step(cotangents: Callable[[Part], Array], masked: bool) -> None:
-        work = ((acc is not None) + (cotangents is cotangent)) * spec.tiles.tokens * refs.h.shape[1]
-        if cotangents is kept_cotangent:
+    def step(again: bool, masked: bool) -> None:
+        work = ((acc is not None) + again) * spec.tiles.tokens * refs.h.shape[1]
+        if not again:
             work //= 2  # there is one matmul, and a turn's filling and draining weighs twice as much
-        over_parts(vocab, work, LANES, functools.partial(add, cotangents, masked))
+        way = tile.cotangent if again else tile.kept_cotangent
+        over_parts(vocab, work, LANES, functools.partial(add, way, masked))
 
     # Columns beyond the array's end produce rows of dW that are never written, so only padding columns need a mask.
     whole = spec.vocab_size // vocab if spec.vocab_size < spec.vocab else pl.cdiv(spec.vocab, vocab)
-    ways = [] if refs.weight is None else [(live, cotangent)]
+    ways = [] if refs.weight is None else [(live, True)]
     if spec.kept:
-        moves = kept_tokens.has_gradient(n_live, jnp.minimum(i, kept_steps - 1), kept_steps)
-        ways.append(((i < kept_steps) & moves, kept_cotangent))
-    for taken, way in ways:
+        moves = kept_tokens.has_gradient(n_live, jnp.minimum(i, spec.kept_steps - 1), spec.kept_steps)
+        ways.append(((i < spec.kept_steps) & moves, False))
+    for taken, again in ways:
         if whole > 0:
-            pl.when(taken & (j < whole))(functools.partial(step, way, False))
+            pl.when(taken & (j < whole))(functools.partial(step, again, False))
         if spec.vocab_size < spec.vocab and spec.vocab_size % vocab:
-            pl.when(taken & (j == whole))(functools.partial(step, way, True))
+            pl.when(taken & (j == whole))(functools.partial(step, again, True))
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:

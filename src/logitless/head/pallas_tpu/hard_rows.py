@@ -86,6 +86,23 @@ def rows_beside(p: Problem, tokens: int) -> int:
     return (large - small) // (4 * width) // tokens * tokens
 
 
+def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Any, part: Part) -> Array:
+    """dx of the columns of a part of the vocabulary tile ``j``, unrounded; zero in those that are ready, and from the
+    ``end`` of those that count on."""
+    x = dot(refs.weight[part.rows, :], refs.h[...], (1, 1))
+    if refs.bias is not None:
+        # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
+        x = x + jnp.broadcast_to(refs.bias[:, part.rows], (8, part.size)).T[:, :1]
+    x = rounded(spec, x)
+    column = part.first + column_ids(x, 0)
+    is_target = column == refs.token[TARGET : TARGET + 1, :].astype(jnp.int32) - j * spec.tiles.vocab
+    d = cotangent_of_logits(spec, x, lambda k: refs.token[k : k + 1, :], is_target, refs.scalars)
+    counts = column < end
+    if scratch.is_ready is not None:
+        counts = counts & (scratch.is_ready[part.rows, :] == 0)
+    return jnp.where(counts, d, 0.0)
+
+
 def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scratch) -> None:
     vocab, tokens, width = spec.tiles.vocab, spec.tiles.tokens, refs.h.shape[1]
     j, i = pl.program_id(0), pl.program_id(1)
@@ -117,19 +134,7 @@ def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scra
         pl.when(taken & dead[0])(lambda: clear_dead(refs.h, 0, dead[1]))
 
     def cotangent(part: Part) -> None:
-        """dx of the part's columns, zero in those that are ready."""
-        x = dot(refs.weight[part.rows, :], refs.h[...], (1, 1))
-        if refs.bias is not None:
-            # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
-            x = x + jnp.broadcast_to(refs.bias[:, part.rows], (8, part.size)).T[:, :1]
-        x = rounded(spec, x)
-        column = part.first + column_ids(x, 0)
-        is_target = column == refs.token[TARGET : TARGET + 1, :].astype(jnp.int32) - j * vocab
-        d = cotangent_of_logits(spec, x, lambda k: refs.token[k : k + 1, :], is_target, refs.scalars)
-        counts = column < end
-        if placing is not None:
-            counts = counts & (scratch.is_ready[part.rows, :] == 0)
-        d = jnp.where(counts, d, 0.0)
+        d = _cotangent(spec, refs, scratch, end, j, part)
         if dbias is not None:
             dbias[part.rows, :] += jnp.sum(d, axis=1, keepdims=True)
         d = d.astype(refs.h.dtype)
@@ -194,6 +199,34 @@ def _blocks(spec: Spec, width: int, x: _Read) -> _Read:
     )
 
 
+def _buffers(spec: Spec, read: _Read, rows: Array | None, hidden: int) -> tuple[Any, Any, Any]:
+    """``(shapes, block specs, scratch)``: dW and dbias with ``rows`` that are ready, dH of ``hidden`` tokens."""
+    (tokens, vocab), width, item = (spec.tiles.tokens, spec.tiles.vocab), read.h.shape[1], read.h.dtype
+    shapes: Any = HeadGrads(None, None)
+    blocks: Any = HeadGrads(None, None)
+    scratch: dict[str, Any] = {}
+    dh: tuple[Any, Any] = None, None
+    if hidden:
+        size = pl.cdiv(hidden, tokens) * tokens, width
+        once = pl.BlockSpec(size, lambda j, i, n_live: (0, 0), pipeline_mode=pl.Buffered(1))
+        dh = jax.ShapeDtypeStruct(size, jnp.float32), once
+        scratch["transposed"] = pltpu.VMEM((tokens, vocab), item)
+    if rows is not None:
+        own, has_bias = _blocks(spec, width, read), read.bias is not None
+        dbias = jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32) if has_bias else None
+        shapes = tree_of(HeadGrads, compat.hbm_output((spec.vocab, width), rows.dtype, spec.interpret), dbias)
+        blocks = HeadGrads(own.weight, own.bias)
+        buffer, arrived, is_ready = active_rows.scratch(vocab, read.slots, width, rows.dtype)
+        # A float32 dW is its own accumulator; a tile that takes a single step needs none.
+        carried = spec.token_steps > 1 and rows.dtype != jnp.float32
+        scratch |= dict(
+            weight=pltpu.VMEM((vocab, width), jnp.float32) if carried else None,
+            bias=pltpu.VMEM((vocab, 1), jnp.float32) if has_bias else None,
+            d=pltpu.VMEM((vocab, tokens), item), buffer=buffer, arrived=arrived, is_ready=is_ready,
+        )  # fmt: skip
+    return Gradients(dh[0], shapes), Gradients(dh[1], blocks), _Scratch(**scratch)
+
+
 def hard_sweep(
     p: Problem,
     n_live: Array | int | None,
@@ -208,9 +241,8 @@ def hard_sweep(
     (``None``: of all). With dH ``[hidden, H]`` float32 of the first ``hidden`` tokens over the same other columns.
     Without ``known`` rows that dH alone, over all columns."""
     k = prepare("dhead", p, n_live, tiles)
-    spec, x = k.spec, k.operands
-    (n, width), (tokens, vocab) = p.h.shape, (spec.tiles.tokens, spec.tiles.vocab)
-    passes, padded = pl.cdiv(spec.vocab, vocab), spec.token_steps * tokens
+    spec, x, tokens, (n, width) = k.spec, k.operands, k.spec.tiles.tokens, p.h.shape
+    passes, times = pl.cdiv(spec.vocab, spec.tiles.vocab), 1 + (known is not None)
     steps: Any = (
         spec.token_steps if spec.all_live else jnp.clip(tiles_of_live(k.n_live[0], tokens), 1, spec.token_steps)
     )
@@ -219,39 +251,18 @@ def hard_sweep(
         h=x.h,
         weight=x.weight,
         bias=x.bias,
-        token=coefficients(p, k.live, stats, g, padded),
+        token=coefficients(p, k.live, stats, g, spec.token_steps * tokens),
         rows=None if known is None else compat.in_hbm(known.rows, spec.interpret),
         slots=None if known is None else active_rows.slots_by_part(known),
     )
-    once, item = pl.Buffered(1), jnp.dtype(p.h.dtype).itemsize
-    shapes, blocks = Gradients(None, HeadGrads(None, None)), Gradients(None, HeadGrads(None, None))
-    count, at, in_place = k.n_live, 0, False
-    scratch: Any = _Scratch()
-    if hidden:
-        rows = pl.cdiv(hidden, tokens) * tokens
-        whole: Any = pl.BlockSpec((rows, width), lambda j, i, n_live: (0, 0), pipeline_mode=once)
-        shape: Any = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-        shapes, blocks = dataclasses.replace(shapes, hidden=shape), dataclasses.replace(blocks, hidden=whole)
-        scratch = dataclasses.replace(scratch, transposed=pltpu.VMEM((tokens, vocab), p.h.dtype))
+    shapes, blocks, scratch = _buffers(spec, read, None if known is None else known.rows, hidden)
+    count, in_place = k.n_live, {}
     if known is not None:
-        dtype, own = known.rows.dtype, _blocks(spec, width, read)
-        dw = tree_of(
-            HeadGrads,
-            compat.hbm_output((spec.vocab, width), dtype, spec.interpret),
-            None if x.bias is None else jax.ShapeDtypeStruct((1, spec.vocab), jnp.float32),
-        )
-        shapes = dataclasses.replace(shapes, head=dw)
-        blocks = dataclasses.replace(blocks, head=HeadGrads(own.weight, own.bias))
-        # A float32 dW is its own accumulator; a tile that takes a single step needs none.
-        sums = pltpu.VMEM((vocab, width), jnp.float32) if spec.token_steps > 1 and dtype != jnp.float32 else None
-        bias = None if x.bias is None else pltpu.VMEM((vocab, 1), jnp.float32)
-        buffer, arrived, is_ready = active_rows.scratch(vocab, read.slots, width, dtype)
-        d = pltpu.VMEM((vocab, tokens), p.h.dtype)
-        scratch = _Scratch(sums, bias, d, scratch.transposed, buffer, arrived, is_ready)
+        count = active_rows.schedule(known, k.n_live, passes, spec.tiles.vocab)
         # The interpreter has no room for the end of a ragged block in an array that it is given.
-        in_place = known.rows.shape[0] == spec.vocab and not (spec.interpret and spec.vocab % vocab)
-        at = next(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is read.rows)
-        count = active_rows.schedule(known, k.n_live, passes, vocab)
+        if known.rows.shape[0] == spec.vocab and not (spec.interpret and spec.vocab % spec.tiles.vocab):
+            at = next(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is read.rows)
+            in_place = {1 + at: int(hidden > 0)}  # of the outputs dH comes first
     out = pl.pallas_call(
         functools.partial(_kernel, spec),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -266,12 +277,12 @@ def hard_sweep(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=tiles.vmem_limit
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * (n * (1 + (known is not None)) + hidden) * width * spec.vocab_size,
+            flops=2 * (n * times + hidden) * width * spec.vocab_size,
             transcendentals=n * spec.vocab_size,
-            bytes_accessed=x.weight.nbytes * (1 + (known is not None)) + passes * n * width * item,
+            bytes_accessed=x.weight.nbytes * times + passes * x.h.nbytes,
         ),
-        input_output_aliases={1 + at: int(hidden > 0)} if in_place else {},  # of the outputs dH comes first
-        name=f"head_{'hard' if known is not None else 'more'}_t{tokens}_v{vocab}",
+        input_output_aliases=in_place,
+        name=f"head_{'hard' if known is not None else 'more'}_t{tokens}_v{spec.tiles.vocab}",
         interpret=spec.interpret,
     )(count, read)
     dh, bias = out.hidden, out.head.bias
