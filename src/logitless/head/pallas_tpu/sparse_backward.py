@@ -12,6 +12,7 @@ parts make one gradient: ``sparse.py``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,8 +150,10 @@ def gradients(
     )
     if not want:
         return Gradients(None, HeadGrads(None, None)), report
-    mean = in_their_place(jnp.ones((1, 1), jnp.float32), mass, without(known.g, hard | ~moving), p.transform)
-    total = _with_hard_rows(rule, want, f, known, hard, slabs, mean[:, 0], active)
+    scale = in_their_place(jnp.ones((1, 1), jnp.float32), mass, without(known.g, hard | ~moving), p.transform)
+    mean = Mean(scale[:, 0], lambda: mean_row(rule, p))
+    ready = None if slabs.weight is None else Ready(slabs.weight, active.index, active.count)
+    total = _with_hard_rows(want, f, _hard_first(p, known, hard), slabs, mean, ready)
     bias = total.head.bias if want.bias else None  # the sweep makes dbias beside dW, asked for or not
     if bias is not None and slabs.bias is not None:
         bias = bias.at[active.index].set(slabs.bias, mode="drop", unique_indices=True)
@@ -159,66 +162,100 @@ def gradients(
     return Gradients(total.hidden, HeadGrads(total.head.weight, bias)), report
 
 
-def _with_hard_rows(
-    rule: Rule, want: Wanted, f: Ordered, known: Known, hard: Array, slabs: Slabs, mean: Array, active: Active
-) -> Gradients:
-    """The gradients of all rows: those of the slabs, what the ``hard`` ones add, and of the others the mean row of the
-    head times ``mean [tokens]``.
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """What stands for the columns that a row leaves out: the mean row of the head times ``scale [tokens]``."""
 
-    No branches: what one is given stays in memory until its end. How many hard rows there are is for the grid of the
-    first sweep and the turns of a loop to know. Their hidden states are gathered to the front of those of all, in
-    place, since none of them goes behind where it comes from; dH is then made where these stand.
-    """
-    p, size, interpret = f.p, f.p.n, interpreter(f.p.call.interpret)
-    tiles, count = _hard_tiles(p), jnp.sum(hard, dtype=jnp.int32)
-    group, part = group_of(p), next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
+    scale: Array
+    row: Callable[[], Array]
+
+
+def _numbers_at(at: Array, p: Problem, own: Known) -> tuple[Problem, Known]:
+    """The tokens ``at`` of a problem, and what is known of them."""
+
+    def take(a: Array) -> Array:
+        if a.ndim == 1:
+            return a.at[at].get(mode="promise_in_bounds")
+        return kernels.gather(a, at, interpreter(p.call.interpret))
+
+    return p.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hard:
+    """The hard rows of a problem's tokens, which stand first in ``p`` and ``known``."""
+
+    rows: Array  # [tokens] bool
+    count: Array
+    order: Array  # [tokens]: where each comes from
+    p: Problem
+    known: Known
+    tiles: Tiles
+
+
+def _hard_first(p: Problem, known: Known, hard: Array) -> _Hard:
+    """Hidden states of the ``hard`` rows are gathered to the front of those of all, in place, since none of them goes
+    behind where it comes from."""
+    tiles, size, count = _hard_tiles(p), p.n, jnp.sum(hard, dtype=jnp.int32)
+    part = next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
     order = jnp.minimum(positions(hard, size, chunk_of(p)), size - 1)
 
     def gathered(k: Array, h: Array) -> Array:
         rows = lax.dynamic_slice_in_dim(order, k * part, part)
-        return lax.dynamic_update_slice_in_dim(h, kernels.gather(h, rows, interpret), k * part, 0)
+        some = kernels.gather(h, rows, interpreter(p.call.interpret))
+        return lax.dynamic_update_slice_in_dim(h, some, k * part, 0)
 
-    def of(at: Array, q: Problem, own: Known) -> tuple[Problem, Known]:
-        def take(a: Array) -> Array:
-            return a.at[at].get(mode="promise_in_bounds") if a.ndim == 1 else kernels.gather(a, at, interpret)
-
-        return q.rows(take), Known(*jax.tree.map(take, (own.stats, own.g)))
-
-    q, own = of(order, p.with_hidden(p.targets), known)
+    q, own = _numbers_at(order, p.with_hidden(p.targets), known)
     q = q.with_hidden(lax.fori_loop(0, (count + (part - 1)) // part, gathered, p.h))
-    ready = None if slabs.weight is None else Ready(slabs.weight, active.index, active.count)
+    return _Hard(hard, count, order, q, own, tiles)
+
+
+def _with_hard_rows(want: Wanted, f: Ordered, hard: _Hard, slabs: Slabs, mean: Mean, ready: Ready | None) -> Gradients:
+    """The gradients of all rows: those of the slabs, what the hard ones add, and of the others ``mean``.
+
+    No branches: what one is given stays in memory until its end. How many hard rows there are is for the grid of the
+    first sweep and the turns of a loop to know. dH is made where their hidden states stand.
+    """
+    p, count, tiles, own = hard.p, hard.count, hard.tiles, hard.known
+    size, group, interpret = p.n, group_of(p), interpreter(p.call.interpret)
     dh, head, groups = slabs.dh, HeadGrads(None, None), 0
     if ready is not None:
-        out = hard_sweep(q, count, own.stats, own.g, ready, tiles, hidden=0 if dh is None else group)
+        out = hard_sweep(p, count, own.stats, own.g, ready, tiles, hidden=0 if dh is None else group)
         head, groups = out.head, 1
         if dh is not None and out.hidden is not None:
-            by_columns = kernels.gather(dh, order[jnp.minimum(jnp.arange(group), size - 1)], interpret)
+            by_columns = kernels.gather(dh, hard.order[jnp.minimum(jnp.arange(group), size - 1)], interpret)
             dh = lax.dynamic_update_slice_in_dim(dh, by_columns + out.hidden, size, 0)
     elif want.bias:
-        head = HeadGrads(None, kernels.dhead(q, count, own.stats, own.g, tiles=tiles, weight=False).bias)
+        head = HeadGrads(None, kernels.dhead(p, count, own.stats, own.g, tiles=tiles, weight=False).bias)
     if dh is None:
         return Gradients(None, head)
 
     def more(k: Array, dh: Array) -> Array:
         """``dh`` with a further group of the hard rows, over all columns."""
         at = k * group + jnp.arange(group, dtype=jnp.int32)
-        some, numbers = of(jnp.minimum(at, size - 1), q, own)
+        some, numbers = _numbers_at(jnp.minimum(at, size - 1), p, own)
         exact = hard_sweep(some, jnp.clip(count - k * group, 0, group), numbers.stats, numbers.g, None, tiles, group)
-        row = jnp.where(at < count, order[jnp.minimum(at, size - 1)], dh.shape[0])
+        row = jnp.where(at < count, hard.order[jnp.minimum(at, size - 1)], dh.shape[0])
         return dh.at[row].set(exact.hidden, mode="drop")
 
     dh = lax.fori_loop(groups, (count + (group - 1)) // group, more, dh)
-    rank, ids = jnp.cumsum(hard.astype(jnp.int32)) - 1, jnp.arange(size, dtype=jnp.int32)
-    row = f.put_back(jnp.where(hard & (rank < groups * group), size + rank, ids))
-    scale, c = f.put_back(mean), mean_row(rule, p)
+    rank, ids = jnp.cumsum(hard.rows.astype(jnp.int32)) - 1, jnp.arange(size, dtype=jnp.int32)
+    row = f.put_back(jnp.where(hard.rows & (rank < groups * group), size + rank, ids))
+    return Gradients(_dh_in_call_order(f, dh, row, mean, p), head)
+
+
+def _dh_in_call_order(f: Ordered, dh: Array, row: Array, mean: Mean, p: Problem) -> Array:
+    """Row ``row [N]`` of ``dh`` and the mean row for each token of the call; written over ``p.h`` if that fits."""
+    scale, c = f.put_back(mean.scale), mean.row()
     dtype = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
 
     def made(first: Array, count: int, _: Array) -> Array:
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
-        return (kernels.gather(dh, at, interpret) + by[:, None] * c).astype(dtype)
+        return (kernels.gather(dh, at, interpreter(p.call.interpret)) + by[:, None] * c).astype(dtype)
 
-    place = q.h if dtype == p.h.dtype and size == f.given.n else jnp.zeros((f.given.n, p.h.shape[1]), dtype)
-    return Gradients(in_parts(made, kernels.PART, place), head)
+    n = f.given.n
+    place = p.h if dtype == p.h.dtype and p.n == n else jnp.zeros((n, p.h.shape[1]), dtype)
+    return in_parts(made, kernels.PART, place)
 
 
 def group_of(p: Problem) -> int:
