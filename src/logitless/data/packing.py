@@ -165,25 +165,7 @@ def pack(
         for unit in units:
             out.put(row, unit, done, share_prompts)
 
-    where = out.slots[mask]  # the loss's tokens; the others that were read predict nothing that counts
-    slots = np.where(mask, out.slots, -1)
-
-    def spread(x: np.ndarray) -> np.ndarray:
-        flat = np.zeros(out.tokens.size, x.dtype)
-        flat[where[where >= 0]] = x[mask][where >= 0]
-        return flat.reshape(out.tokens.shape)
-
-    return tree_of(
-        Packed,
-        tokens=out.tokens,
-        positions=out.positions,
-        segment_ids=out.segments,
-        prefix_ids=out.prefixes if share_prompts else None,
-        targets=out.targets,
-        mask=spread(mask),
-        arrays={name: spread(x) for name, x in arrays.items()},
-        slots=slots.astype(np.int32),
-    )
+    return out.packed(mask, arrays, share_prompts)
 
 
 def unpack(packed: Packed, x: Array) -> Array:
@@ -292,6 +274,27 @@ class _Rows:
         self.segments[row, at] = self._count[row]
         self._used[row] += n
         return start
+
+    def packed(self, mask: np.ndarray, arrays: dict[str, np.ndarray], share: bool) -> Packed:
+        """The result; tokens outside the loss's ``mask``, which were read alone, predict nothing that counts."""
+        where = self.slots[mask]
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            flat = np.zeros(self.tokens.size, x.dtype)
+            flat[where[where >= 0]] = x[mask][where >= 0]
+            return flat.reshape(self.tokens.shape)
+
+        return tree_of(
+            Packed,
+            tokens=self.tokens,
+            positions=self.positions,
+            segment_ids=self.segments,
+            prefix_ids=self.prefixes if share else None,
+            targets=self.targets,
+            mask=spread(mask),
+            arrays={name: spread(x) for name, x in arrays.items()},
+            slots=np.where(mask, self.slots, -1).astype(np.int32),
+        )
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

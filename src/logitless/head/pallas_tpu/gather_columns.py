@@ -41,8 +41,9 @@ def _schedule(y: Array, blocks: int, columns: int) -> tuple[Array, Array, Array]
     return chunk, block.astype(jnp.int32), ends[-1:].astype(jnp.int32)
 
 
-def _kernel(vocab: int, columns: int, chunk: Any, block: Any, count: Any, y_ref: Any, w_ref: Any, out_ref: Any) -> None:
-    s = pl.program_id(0)
+def _kernel(size: tuple[int, int], chunk: Any, block: Any, count: Any, y_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    """``size``: columns of the head, and of a block."""
+    s, (vocab, columns) = pl.program_id(0), size
 
     @pl.when((s == 0) | (chunk[s] != chunk[jnp.maximum(s - 1, 0)]))
     def _() -> None:
@@ -89,7 +90,7 @@ def _columns_in_order(lm_head: Array, index: Array, interpret: Any) -> Array:
     item = lm_head.dtype.itemsize
     need = 2 * width * (columns + TOKENS) * item + 2 * width * TOKENS * 4 + 4 * columns * TOKENS * 4
     out = pl.pallas_call(
-        functools.partial(_kernel, vocab, columns),
+        functools.partial(_kernel, (vocab, columns)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(blocks + chunks,),

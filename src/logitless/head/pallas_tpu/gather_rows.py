@@ -55,8 +55,8 @@ def _rows_or_zeros(x: Array, number: Callable[[int], Array], beside: list[Array]
     return jnp.where(number(0) > 0, x, 0.0)
 
 
-def _kernel(made: Made, now: Any, following: Any, numbers: Any, x: Any, beside: Any, out: Any, *scratch: Any) -> None:
-    turned, buffer, arrived = scratch
+def _kernel(made: Made, rows_of: Any, numbers: Any, x: Any, beside: Any, out: Any, *scratch: Any) -> None:
+    (now, following), (turned, buffer, arrived) = rows_of, scratch
     i, slot, tokens = pl.program_id(0), lax.rem(pl.program_id(0), 2), out.shape[0]
     along = buffer.shape[1] // tokens  # rows of a copy
 
@@ -136,8 +136,7 @@ def made_of_rows(
         functools.partial(_kernel, made),
         grid=(steps,),
         in_specs=[
-            own(0),
-            own(1),
+            [own(0), own(1)],
             [line] * (1 + len(rows)),
             pl.BlockSpec(memory_space=pl.ANY),
             [block] * len(beside),
@@ -157,8 +156,7 @@ def made_of_rows(
         name=f"head_rows_t{tokens}",
         interpret=interpret,
     )(
-        scalars,
-        scalars,
+        [scalars, scalars],
         [(index % along)[None, :], *rows],
         compat.in_hbm(x, interpret),
         [compat.in_hbm(a, interpret) for a in beside],

@@ -104,7 +104,7 @@ def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict
         true = runs.by_oracle(c, objective, x, rest)
         record["loss_oracle"] = true.loss
         for name, truth, a, b in zip(names, true.grads, ref.grads, kernel.grads, strict=True):
-            _contract(record, gates, name, truth, a, b, x[0].dtype, c)
+            _contract(record, gates, name, (truth, a, b), x[0].dtype, c)
         _statistics(record, gates, true, ref, kernel, c.contract)
     record["gates"] = {k: dict(value=v, limit=limit, ok=bool(v <= limit)) for k, (v, limit) in gates.items()}
     record["passed"] = all(g["ok"] for g in record["gates"].values())
@@ -139,19 +139,18 @@ def _contract(
     record: dict[str, Any],
     gates: Gates,
     name: str,
-    truth: np.ndarray,
-    ref: np.ndarray,
-    kernel: np.ndarray,
+    values: tuple[np.ndarray, np.ndarray, np.ndarray],
     dtype: Any,
     c: GradcheckConfig,
 ) -> None:
     """The backend's error against float64 in units of the reference's: in norm, and the largest. Of an element, or,
     with a sparse backward, of a row: what it leaves out is a row's, and may move an element by a unit in its last
-    place.
+    place. ``values``: the truth, the reference's and the backend's.
 
     The reference may be lucky, so that its error has a floor: two units in the last place of float32 (a probability's
     and its cotangent's), or a quarter of one in the gradient's own dtype.
     """
+    truth, ref, kernel = values
     floor = max(2 * float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(dtype).eps) / 4)
     judged = ("norm", "max" if c.sparse_backward == "off" else "row")
     for what, size in SIZES.items():
