@@ -23,7 +23,7 @@ from logitless.api import (
 )
 from logitless.core.loss_stats import with_stats
 from logitless.core.options import Head, Options
-from logitless.core.stats import TokenStats
+from logitless.core.stats import SelectedStats, TokenStats
 from logitless.core.validation import validate_targets
 from logitless.data.group_advantages import group_advantages
 from logitless.data.next_tokens import next_tokens
@@ -53,6 +53,7 @@ __all__ = [
     "Objective",
     "Options",
     "Packed",
+    "SelectedStats",
     "Sharding",
     "TokenStats",
     "UnusedArgumentWarning",

@@ -32,8 +32,10 @@ from logitless.objectives.objective import Objective
 @named_arguments
 def logprobs(
     logits: Float[Array, "*tokens V"],
-    targets: Int[Array, "*tokens"],
+    targets: Int[Array, "*tokens"] | None = None,
     *,
+    ids: Int[Array, "*tokens K"] | None = None,
+    support: Int[Array, "*tokens K"] | None = None,
     mask: Array | None = None,
     objective: Objective | None = None,
     temperature: Float[Array, "*#tokens"] | float = 1.0,
@@ -51,6 +53,12 @@ def logprobs(
     Args:
       logits: any float dtype; statistics are float32.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
+        Where ``ids`` are given they may be left out: ``logp`` is then that of id 0.
+      ids: more ids for each token, -1 for none: ``selected.logp [..., K]``, their ``mass`` together and ``log_rest``,
+        the log of what is left, all with gradients, from the same matmul.
+      support: ids that a token's softmax is over, ragged by -1, such as those that top-p or top-k sampling kept; all
+        statistics are those of that softmax. A row of -1 has the whole vocabulary. A live target outside its support
+        gives NaN; ``Options(validate=True)`` finds it.
       mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
         have zero statistics and no gradient, whatever stands there.
       objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
@@ -76,6 +84,7 @@ def grpo_loss(
     *,
     advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
     mask: Array | None = None,
+    support: Int[Array, "B T K"] | None = None,
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,
     rollout_logp: Float[Array, "B T"] | None = None,
@@ -99,6 +108,8 @@ def grpo_loss(
     Args:
       logits, targets, mask: as for :func:`logprobs`; ``mask`` is 1 on completion tokens.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
+      support: ids that each token's softmax is over, as for :func:`linear_logprobs`; ``old_logp`` and ``rollout_logp``
+        are then over the same ids.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
       ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
       rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
@@ -125,8 +136,10 @@ def grpo_loss(
 def linear_logprobs(
     hidden: Float[Array, "*tokens H"],
     lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
-    targets: Int[Array, "*tokens"],
+    targets: Int[Array, "*tokens"] | None = None,
     *,
+    ids: Int[Array, "*tokens K"] | None = None,
+    support: Int[Array, "*tokens K"] | None = None,
     mask: Array | None = None,
     objective: Objective | None = None,
     temperature: Float[Array, "*#tokens"] | float = 1.0,
@@ -144,6 +157,12 @@ def linear_logprobs(
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
         bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
+        Where ``ids`` are given they may be left out: ``logp`` is then that of id 0.
+      ids: more ids for each token, -1 for none: ``selected.logp [..., K]``, their ``mass`` together and ``log_rest``,
+        the log of what is left, all with gradients, from the same matmul.
+      support: ids that a token's softmax is over, ragged by -1, such as those that top-p or top-k sampling kept; all
+        statistics are those of that softmax. A row of -1 has the whole vocabulary. A live target outside its support
+        gives NaN; ``Options(validate=True)`` finds it.
       mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
         have zero statistics, no gradient and no cost.
       objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
@@ -168,6 +187,7 @@ def linear_grpo_loss(
     *,
     advantages: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B T"],
     mask: Array | None = None,
+    support: Int[Array, "B T K"] | None = None,
     old_logp: Float[Array, "B T"] | None = None,
     ref_logp: Float[Array, "B T"] | None = None,
     ref_hidden: Float[Array, "B T H2"] | None = None,
@@ -198,6 +218,8 @@ def linear_grpo_loss(
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
       mask: 1 on completion tokens, and bool or 0 and 1, as for :func:`logprobs`; prompts and padding have no loss, no
         gradient and no cost.
+      support: ids that each token's softmax is over, as for :func:`linear_logprobs`; ``old_logp`` and ``rollout_logp``
+        are then over the same ids.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
       ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
       ref_hidden, ref_lm_head: alternative to ``ref_logp``: the reference's log-probabilities are computed inside this
@@ -421,7 +443,7 @@ def _statistics(b: Bound) -> tuple[TokenStats, Any]:
 
 def _as_read(b: Bound, stats: TokenStats) -> TokenStats:
     """Statistics in the shape of the tokens, ``logp`` divided by the temperature of ``temperature_on="logp"``."""
-    stats = stats.map(lambda s: s.reshape(b.shape))
+    stats = stats.map(lambda s: s.reshape(*b.shape, *s.shape[stats.lse.ndim :]))
     return dataclasses.replace(stats, logp=divided(stats.logp, b.logp_temperature))
 
 

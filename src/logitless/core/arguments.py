@@ -94,6 +94,8 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     p = problem(name, given, is_loss)
     if given.get("divergence") is not None:
         p = dataclasses.replace(p, teacher=_teacher(name, given, p, is_loss))
+    ids, support = _more_ids(name, given, p)
+    p = dataclasses.replace(p, ids=ids, support=support)
     shape = p.targets.shape
     divisor = None if objective is None else logp_temperature(name, objective, shape, p.live)
     loss = None
@@ -141,6 +143,24 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
         )
     source, transform = jax.lax.stop_gradient((teacher.policy, teacher.transform))
     return Teacher(source, transform, jnp.asarray(mix, jnp.float32) if kind == "jsd" else None, kind)
+
+
+def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Array | None, Array | None]:
+    """``(ids, support)`` of a call's tokens; at most one of them is there."""
+    asked = {k: given.get(k) for k in ("ids", "support")}
+    present = [k for k, v in asked.items() if v is not None]
+    if not present:
+        return None, None
+    if len(present) == 2:
+        raise ValueError(f"{name}: ids and support were both given; ask for one after the other.")
+    if p.teacher is not None:
+        raise NotImplementedError(f"{name}: {present[0]} beside a second distribution is not there yet.")
+    (what,) = present
+    array = validation.id_array(name, what, asked[what], p.targets.shape)
+    if given["validate"]:
+        needed = given["targets"] if what == "support" else None
+        validation.validate_ids(name, what, asked[what], p.call.vocab_size, given["mask"], needed)
+    return (array, None) if what == "ids" else (None, array)
 
 
 def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -261,7 +281,7 @@ def _transform(name: str, given: dict[str, Any], shape: tuple[int, ...]) -> Logi
 
 def _targets(name: str, given: dict[str, Any], shape: tuple[int, ...], shape_of: str) -> Array:
     """The target ids; zeros where a call that can do without them has none."""
-    if given["targets"] is None and given.get("divergence") is not None:
+    if given["targets"] is None and (given.get("divergence") is not None or given.get("ids") is not None):
         return jnp.zeros(shape, jnp.int32)
     return validation.target_array(name, given["targets"], shape, shape_of)
 
@@ -269,7 +289,7 @@ def _targets(name: str, given: dict[str, Any], shape: tuple[int, ...], shape_of:
 def _columns(name: str, given: dict[str, Any], width: int, of: str) -> int:
     """The number of real columns; the targets are checked against it, if asked for."""
     columns = validation.vocabulary(name, given["vocab_size"], width, of)
-    if given["validate"]:
+    if given["validate"] and given["targets"] is not None:
         validation.validate_targets(given["targets"], columns, given["mask"])
     return columns
 

@@ -232,6 +232,8 @@ class Problem(Generic[S]):
     live: Array | None = None
     tolerance: Array | None = None  # mass that a row's gradient may leave out; None: exact
     teacher: Teacher | None = None
+    ids: Array | None = None  # [*tokens, K], whose log-probabilities are asked for; -1: none
+    support: Array | None = None  # [*tokens, K], ids that the softmax is over; a row of -1: the whole vocabulary
     call: Call = static(kw_only=True)
 
     @property
@@ -287,7 +289,14 @@ class Problem(Generic[S]):
             transform=self.transform.rows(take),
             live=None if self.live is None else take(self.live),
             teacher=None if self.teacher is None else self.teacher.rows(take),
+            ids=None if self.ids is None else take(self.ids),
+            support=None if self.support is None else take(self.support),
         )
+
+    @property
+    def more_ids(self) -> str | None:
+        """The argument that gives each token more ids than its target; ``None`` where there is none."""
+        return "ids=" if self.ids is not None else "support=" if self.support is not None else None
 
     @property
     def stages(self) -> int:
@@ -296,7 +305,7 @@ class Problem(Generic[S]):
 
     def blank_stats(self) -> TokenStats:
         """Statistics of tokens that nobody has visited, in the structure of this call's."""
-        return blank_stats(self.n, pair=self.teacher is not None)
+        return blank_stats(self.n, self.teacher is not None, 0 if self.ids is None else self.ids.shape[-1])
 
     def flat(self, rank: int) -> Problem[S]:
         """The same call with the ``rank`` dimensions of its tokens flattened."""

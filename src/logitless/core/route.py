@@ -112,6 +112,11 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     columns_apart = place is not None and bool(place.vocab)
     chunk = _chunk(own) if from_hidden else 0
     own = own.calling(chunk=chunk, logp_only=loss is None or loss.objective.entropy_coef is None)
+    if columns_apart and p.more_ids is not None:
+        raise NotImplementedError(
+            f"{p.call.name}: {p.more_ids} over a vocabulary that is cut over devices is not there yet. Shard the "
+            "tokens, and the head over their axes (FSDP)."
+        )
     chosen, because = _choose(own, level, columns_apart)
     runs, exact_because = _first_that_supports(own, level, chosen, place)
     keeps = getattr(runs, "tokens_kept", None)
@@ -195,6 +200,8 @@ def _first_that_supports(p: Any, level: Level, name: str, place: Any) -> tuple[B
         return exact, None
     if p.teacher is not None:
         return exact, "a call with a teacher has none"
+    if p.more_ids is not None:
+        return exact, f"a call with {p.more_ids} has none"
     split, why = _split(p, exact, place), None
     for sparse in registry.sparse_backends(name):
         why = sparse.supports(p, split)
@@ -229,6 +236,8 @@ def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
         needs = RUNS_ON[kernel]
         if p.teacher is not None:
             return f"{name}: backend={kernel!r} has no kernel for a second distribution"
+        if p.more_ids is not None:
+            return f"{name}: backend={kernel!r} has no kernel for {p.more_ids}, more than one id for each token"
         if here != needs and not p.call.interpret:
             device = f"the default device here is a {here.upper()}"
             return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"

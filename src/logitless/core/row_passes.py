@@ -52,6 +52,7 @@ from logitless.core.stats import (
     row_sums,
     sums_of,
     valid_targets,
+    where_rows,
 )
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 
@@ -271,24 +272,44 @@ def probabilities(x: Array, p: Rows, stats: TokenStats, ids: Array) -> Array:
     return jnp.exp(log_probability(u, factor(t), s))
 
 
-def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None) -> Array:
+@register
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What a row of dlogits is made of, ``[C, 1]`` each: ``exp(s) (a - b s)`` with ``s = k (u - centre)``
+    (``stats.dz_line``), and the target's own value."""
+
+    centre: Array
+    a: Array
+    b: Array
+    at_target: Array
+    moves: Array  # whether the row has a gradient
+
+
+def dx(
+    x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None,
+    line: Line | None = None,
+) -> Array:  # fmt: skip
     """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``; zero rows where ``g`` is.
+    ``line`` takes the place of the line that follows from ``stats`` and ``g``.
 
     Nothing is reduced, so every compiler makes one loop of it, without temporaries. With a ``tile`` it takes so many
     columns at a time and, with the dtype of ``x``, is written over ``x`` whatever the compiler thinks of that.
     """
-    transform, peak = p.transform.column(), stats.peak[:, None]
+    transform = p.transform.column()
     k, vocab_size = factor(transform), p.call.vocab_size
-    (a, b), at_target, moves = _row_terms(peak, p, stats, g)
+    if line is None:
+        peak = stats.peak[:, None]
+        (a, b), at_target, moves = _row_terms(peak, p, stats, g)
+        line = Line(peak, a, b, at_target, moves)
     as_columns = jax.tree.map(lambda s: s[:, None], stats)
 
     def step(start: Array | int, size: int, out: Array) -> Array:
         ids = start + column_ids(size)
         part = columns(out if dtype == x.dtype else x, start, size)
-        difference = times(k, swept_columns(part, transform, vocab_size, ids) - peak)
+        difference = times(k, swept_columns(part, transform, vocab_size, ids) - line.centre)
         e = jnp.exp(difference)
-        others = jnp.where((e == 0) | ~moves, 0.0, e * (a - b * difference))  # 0 * inf must not appear
-        d = jnp.where(ids == p.targets[:, None], at_target, others)
+        others = jnp.where((e == 0) | ~line.moves, 0.0, e * (line.a - line.b * difference))  # no 0 * inf
+        d = jnp.where(ids == p.targets[:, None], line.at_target, others)
         if g.divergence is not None:
             g_divergence = g.divergence[:, None]
             of_pair = g_divergence * _dz_of_pair(out if dtype == x.dtype else x, p, as_columns, start, size)
@@ -350,7 +371,7 @@ class Visit:
     def known(self, out: TokenStats, g: StatCotangents, n: int) -> tuple[TokenStats, StatCotangents]:
         """The chunk's own statistics and cotangents, the latter zero in the padding."""
         inside = self.inside(n)
-        return jax.tree.map(self.take, out), jax.tree.map(lambda a: jnp.where(inside, self.take(a), 0.0), g)
+        return jax.tree.map(self.take, out), jax.tree.map(lambda a: where_rows(inside, self.take(a)), g)
 
     def put_all(self, out: T, values: T) -> T:
         """:meth:`put` for the arrays of two trees."""

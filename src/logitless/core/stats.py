@@ -53,6 +53,26 @@ class PairStats:
 
 @register
 @dataclasses.dataclass(frozen=True)
+class SelectedStats:
+    """Log-probabilities at the ids that a call was given for each token; the first three are differentiable.
+
+    Exactly 0 where a token is masked; an id of -1 has a log-probability of 0 and no mass.
+    """
+
+    logp: Array
+    """Log-probability of each id, ``[..., K]``."""
+    mass: Array
+    """Probability of all ids together; an id that is given twice counts once."""
+    log_rest: Array
+    """Log of the probability of all other ids. ``log(1 - mass)`` loses its digits where the mass is near one."""
+    rest_peak: Array
+    """Largest logit outside the ids, before its last factor (as :attr:`TokenStats.peak`)."""
+    rest_total: Array
+    """Sum of the exponentials of the other logits, relative to ``rest_peak``; 1 where there are none."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
 class TokenStats:
     """Statistics of each token's softmax, all with the shape of the targets.
 
@@ -91,6 +111,8 @@ class TokenStats:
     """Entropy of the teacher's distribution, where there is a teacher (float32)."""
     pair: PairStats | None = None
     """What the divergence's gradient is taken from."""
+    selected: SelectedStats | None = None
+    """Log-probabilities at the ``ids`` of each token, where the call has them; differentiable."""
 
     def map(self, f: Callable[[Array], Array]) -> TokenStats:
         """``f`` applied to every array."""
@@ -107,10 +129,13 @@ def stats_of_columns(columns: Sequence[Array]) -> TokenStats:
     return TokenStats(logp, entropy, lse, max_logit, log_sum_p2, is_top1 > 0, max_logp, peak)
 
 
-def blank_stats(n: int, pair: bool = False) -> TokenStats:
-    """Statistics of ``n`` tokens that nobody has visited: zeros; ``pair``: with a teacher's."""
+def blank_stats(n: int, pair: bool = False, ids: int = 0) -> TokenStats:
+    """Statistics of ``n`` tokens that nobody has visited: zeros; ``pair``: with a teacher's; with ``ids`` selected."""
     zero = jnp.zeros((n,), jnp.float32)
     stats = TokenStats(zero, zero, zero, zero, zero, jnp.zeros((n,), bool), zero, zero)
+    if ids:
+        selected = SelectedStats(jnp.zeros((n, ids), jnp.float32), zero, zero, zero, zero)
+        stats = dataclasses.replace(stats, selected=selected)
     if not pair:
         return stats
     return dataclasses.replace(stats, divergence=zero, teacher_entropy=zero, pair=PairStats(zero, zero, zero, zero))
@@ -123,7 +148,12 @@ def valid_targets(targets: Array, vocab_size: int) -> Array:
 
 def masked_stats(stats: TokenStats, live: Array | None) -> TokenStats:
     """Zeros where a token is not live."""
-    return stats if live is None else stats.map(lambda s: jnp.where(live, s, jnp.zeros((), s.dtype)))
+    return stats if live is None else stats.map(lambda s: where_rows(live, s))
+
+
+def where_rows(keep: Array, x: Array) -> Array:
+    """``x [*tokens, ...]`` with zeros where ``keep [*tokens]`` is false."""
+    return jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - keep.ndim)), x, jnp.zeros((), x.dtype))
 
 
 @register
@@ -241,10 +271,14 @@ class StatCotangents:
     entropy: Array
     lse: Array
     divergence: Array | None = None  # where there is a teacher
+    selected: SelectedStats | None = None  # where there are ids
 
     def any_nonzero(self) -> Array:
         """True where the token's row of dlogits can be nonzero (NaN counts as nonzero)."""
         moves = (self.logp != 0) | (self.entropy != 0) | (self.lse != 0)
+        if self.selected is not None:
+            own = self.selected
+            moves |= jnp.any(own.logp != 0, axis=-1) | (own.mass != 0) | (own.log_rest != 0)
         return moves if self.divergence is None else moves | (self.divergence != 0)
 
 

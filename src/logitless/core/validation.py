@@ -122,11 +122,48 @@ def target_array(call: str, targets: Any, shape: tuple[int, ...], shape_of: str)
     return array
 
 
-def int32_ids(call: str, name: str, value: Any) -> Array:
-    """Token ids of any integer dtype as int32. An id outside int32 becomes -1: it names no column, and conversion alone
-    would wrap it around to a valid id."""
+def id_array(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Array:
+    """Ids ``[*tokens, K]`` of each token as int32; -1 is none, and one outside int32 becomes -2, which is invalid."""
+    array = int32_ids(call, name, value, unknown=-2)
+    if array.ndim != len(shape) + 1 or array.shape[:-1] != shape:
+        expected = ", ".join((*map(str, shape), "K"))
+        raise ValueError(
+            f"{call}: {name} has shape {array.shape}, expected ({expected}): K ids for each token, -1 where there are "
+            "fewer."
+        )
+    not_empty(call, name, array)
+    return array
+
+
+def validate_ids(call: str, name: str, ids: Any, vocab_size: int, mask: Any, targets: Any = None) -> None:
+    """Raise ``ValueError`` if a live token has an id that names no column, or a target outside its ids; on the host."""
+    if any(isinstance(x, jax.core.Tracer) for x in (ids, mask, targets)):
+        raise TypeError(f"{call}: validate=True got traced {name}; validate outside jit, where the ids are known.")
+    given = np.asarray(ids)
+    live = np.ones(given.shape[:-1], bool) if mask is None else np.asarray(mask) != 0
+    bad = np.argwhere(live[..., None] & ((given < -1) | (given >= vocab_size)))
+    if bad.size:
+        where = tuple(int(i) for i in bad[0])
+        raise ValueError(
+            f"{call}: {name} has {int(given[where])} at {where}, expected ids in [0, {vocab_size}) and -1 for none."
+        )
+    if targets is None:
+        return
+    y = np.asarray(targets)
+    outside = np.argwhere(live & (given != y[..., None]).all(-1) & (given != -1).any(-1))
+    if outside.size:
+        where = tuple(int(i) for i in outside[0])
+        raise ValueError(
+            f"{call}: the target {int(y[where])} at {where} is not in its {name}, where it has no probability "
+            f"({len(outside)} such tokens). Mask it out, or leave its row of {name} at -1: the whole vocabulary."
+        )
+
+
+def int32_ids(call: str, name: str, value: Any, unknown: int = -1) -> Array:
+    """Token ids of any integer dtype as int32. An id outside int32 becomes ``unknown``: it names no column, and
+    conversion alone would wrap it around to a valid id."""
     if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
-        return jnp.asarray(host_int32_ids(np.asarray(value)))
+        return jnp.asarray(host_int32_ids(np.asarray(value), unknown))
     array = as_array(call, name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{call}: {name} has dtype {array.dtype}, expected an integer dtype (token ids).")
@@ -135,15 +172,15 @@ def int32_ids(call: str, name: str, value: Any) -> Array:
         wide = array > _INT32.max
         if array.dtype == jnp.int64:
             wide |= array < _INT32.min
-        ids = jnp.where(wide, jnp.int32(-1), ids)
+        ids = jnp.where(wide, jnp.int32(unknown), ids)
     return ids
 
 
-def host_int32_ids(ids: np.ndarray) -> np.ndarray:
+def host_int32_ids(ids: np.ndarray, unknown: int = -1) -> np.ndarray:
     """:func:`int32_ids` of a NumPy array, on the host."""
     if np.can_cast(ids.dtype, np.int32):
         return ids.astype(np.int32, copy=False)
-    return np.where((ids < _INT32.min) | (ids > _INT32.max), np.int32(-1), ids.astype(np.int32))
+    return np.where((ids < _INT32.min) | (ids > _INT32.max), np.int32(unknown), ids.astype(np.int32))
 
 
 def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:

@@ -54,10 +54,13 @@ def _instantiate(ct: Any) -> Array:
 
 
 def only_three_differentiable(stats: TokenStats) -> TokenStats:
-    """Statistics whose extras carry no gradient: all but ``logp``, ``entropy``, ``lse`` and ``divergence``."""
-    constant = jax.lax.stop_gradient(stats)
+    """Statistics whose extras carry no gradient; see :func:`stats` for those that have one."""
+    constant, selected = jax.lax.stop_gradient(stats), stats.selected
+    if selected is not None:
+        rest = jax.lax.stop_gradient((selected.rest_peak, selected.rest_total))
+        selected = dataclasses.replace(selected, rest_peak=rest[0], rest_total=rest[1])
     own = {k: getattr(stats, k) for k in ("logp", "entropy", "lse", "divergence")}
-    return dataclasses.replace(constant, **own)
+    return dataclasses.replace(constant, **own, selected=selected)
 
 
 # -- statistics now, gradients later ---------------------------------------------------------------------------------
@@ -82,10 +85,11 @@ def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
 def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tuple[Any]:
     want, p, out, residual = saved
     of = ct[0]
-    only_logp = all(x is None or isinstance(x, SymbolicZero) for x in (of.entropy, of.lse, of.divergence))
-    # Those that count; the other statistics' are zero by contract.
-    wanted = StatCotangents(of.logp, of.entropy, of.lse, of.divergence)
     is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
+    # Those that count; the other statistics' are zero by contract.
+    wanted = StatCotangents(of.logp, of.entropy, of.lse, of.divergence, of.selected)
+    others = jax.tree.leaves((of.entropy, of.lse, of.divergence, of.selected), is_leaf=is_zero)
+    only_logp = all(map(is_zero, others))
     g = jax.tree.map(lambda c: _instantiate(c).astype(jnp.float32), wanted, is_leaf=is_zero)
     return (p.cotangent(backend.backward(p, want.value, out, g, residual, only_logp)),)
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core import row_passes
+from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import PairSums, empty_pair_sums
@@ -54,6 +54,15 @@ def _teacher_of(visit: Visit, p: Problem) -> Teacher:
     assert isinstance(teacher.source, Linear)
     t = raw_logits(teacher.source.hidden, teacher.source.head, p.call.logits_dtype)
     return dataclasses.replace(teacher, source=Given(as_wide_as(t, p.head.vocab)))
+
+
+def _row_statistics(x: Array, p: Problem) -> TokenStats:
+    return row_passes.statistics(x, p) if p.more_ids is None else id_passes.statistics(x, p)
+
+
+def _row_dx(x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None) -> Array:
+    passes = row_passes.dx if p.more_ids is None else id_passes.dx
+    return passes(x, p, stats, g, dtype, tile)
 
 
 # -- gradient buffers ------------------------------------------------------------------------------------------------
@@ -122,17 +131,17 @@ class Chunked(PlainJax):
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
         """Statistics of the chunk's rows; ``p.live`` marks those that count."""
-        return lax.optimization_barrier(row_passes.statistics(lax.optimization_barrier(x), p))
+        return lax.optimization_barrier(_row_statistics(lax.optimization_barrier(x), p))
 
     def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
         """Statistics, and the dx of an uncoupled objective over the chunk's own inputs."""
         x = lax.optimization_barrier(x)
         stats = self.row_statistics(x, p)
-        return stats, row_passes.dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
+        return stats, _row_dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
 
     def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
         """dx from known statistics and cotangents; zero rows where the cotangents are."""
-        return row_passes.dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
+        return _row_dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
 
     # Sweeps.
 

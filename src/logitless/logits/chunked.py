@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core import row_passes
+from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import platform, row_chunk
 from logitless.core.divergences import PairSums
 from logitless.core.problem import Given, Loss, Problem
-from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums, masked_stats
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums, masked_stats, where_rows
 from logitless.objectives.token_program import TokenProgram, token_program
 
 
@@ -66,10 +66,10 @@ def token_sums(p: Problem[Given]) -> RowSums:
 
 def _statistics(p: Problem[Given]) -> tuple[TokenStats, row_passes.Exponentials | None]:
     """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
-    if platform() == "cpu" and p.teacher is None:
+    if platform() == "cpu" and p.teacher is None and p.ids is None and p.support is None:
         return row_passes.cached_statistics(p.logits, p)
     # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
-    return lax.optimization_barrier(row_passes.statistics(p.logits, p)), None
+    return lax.optimization_barrier(id_passes.statistics(p.logits, p)), None
 
 
 def token_stats(p: Problem[Given]) -> TokenStats:
@@ -80,14 +80,14 @@ def token_stats(p: Problem[Given]) -> TokenStats:
 def live_cotangents(p: Problem[Given], g: StatCotangents) -> StatCotangents:
     """``g`` with zeros where a token is not live."""
     live = p.live
-    return g if live is None else jax.tree.map(lambda c: jnp.where(live, c, 0.0), g)
+    return g if live is None else jax.tree.map(lambda c: where_rows(live, c), g)
 
 
 def dlogits(p: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
     """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents."""
 
     def chunk(part: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
-        return row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
+        return id_passes.dx(part.logits, part, stats, g, part.logits.dtype)
 
     g = live_cotangents(p, g)
     if p.call.chunk == 0:  # one loop over everything, which needs no temporaries
@@ -109,7 +109,7 @@ def stats_and_dlogits(p: Problem[Given], program: TokenProgram) -> tuple[TokenSt
         stats = masked_stats(stats, part.live)
         g = cotangents_of(program, columns, stats)
         if known is None:
-            return stats, row_passes.dx(part.logits, part, stats, g, part.logits.dtype)
+            return stats, id_passes.dx(part.logits, part, stats, g, part.logits.dtype)
         return stats, row_passes.cached_dx(part.logits, part, stats, g, known)
 
     return _over_chunks(chunk, p, (p.blank_stats(), jnp.zeros_like(p.logits)), program.columns)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core import id_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.divergences import dominating, finish_pair, log_probabilities, pair_dz, pair_sums
 from logitless.core.problem import Given, Loss, Problem
@@ -44,8 +45,18 @@ def token_stats(p: Problem[Given]) -> TokenStats:
         x = jnp.where(ids < vocab_size, x, zero)
     t = p.transform.column()
     u, k, is_target = swept_columns(x, t, vocab_size, ids), factor(t), ids == p.targets[:, None]
-    stats = finish(row_sums(u, is_target, k), valid_targets(p.targets, vocab_size), p.transform)
+    valid = valid_targets(p.targets, vocab_size)
+    if p.support is not None:
+        u, known = id_passes.restricted(u, p.support, vocab_size)
+        valid &= known & id_passes.in_support(p.targets, p.support)
+    at = None if p.ids is None else id_passes.row_ids(p.ids, vocab_size)
+    valid = valid if at is None else valid & at.valid
+    stats = finish(row_sums(u, is_target, k), valid, p.transform)
     stats = dataclasses.replace(stats, entropy=_entropy(u, k, is_target, stats))
+    if at is not None:
+        rest = row_sums(at.put(u, NEG_INF), jnp.zeros_like(is_target), k)
+        found = id_passes.selected(at.gather(u), at, stats, rest, factor(p.transform))
+        stats = dataclasses.replace(stats, selected=found)
     return masked_stats(stats if p.teacher is None else _with_teacher(p, u, k, stats), p.live)
 
 

@@ -4,6 +4,7 @@ With ``p`` the softmax of a row over the whole vocabulary, ``S`` the ids given f
 
     logp_k = log p at id k     lse     mass = sum_S p
     dz_v   = sum_k g_k (1[v = id_k] - p_v) + g_lse p_v + g_mass p_v (1[v in S] - mass)
+             + g_log_rest p_v (1[v not in S] / rest - 1)        log_rest = log rest,  rest = 1 - mass
 
 A softmax restricted to ``S`` is the softmax of a row that is ``-inf`` outside ``S``: its statistics and their gradients
 are those of that row, and columns outside ``S`` have no gradient.
@@ -41,6 +42,7 @@ class SelectedLogprobs:
     logp: Floats  # [..., K]
     lse: Floats  # [...]
     mass: Floats  # [...]
+    log_rest: Floats  # [...], log of the mass of all other ids
 
 
 class TopK(NamedTuple):
@@ -100,7 +102,7 @@ def selected_logprobs(
 ) -> SelectedLogprobs:
     """Log-probabilities of ``ids [..., K]``, the row's ``lse``, and the mass of the ids."""
     chosen, tau = distinct_ids(ids, rows), rows.temperatures(temperature)
-    logp, lse, mass = np.zeros(chosen.shape), np.zeros(len(chosen)), np.zeros(len(chosen))
+    logp, lse, mass, rest = np.zeros(chosen.shape), *(np.zeros(len(chosen)) for _ in range(3))
     for i in rows.blocks(rows.live(mask)):
         here, known = _within(chosen[i], rows.columns)
         with np.errstate(all="ignore"):
@@ -109,7 +111,8 @@ def selected_logprobs(
         total = np.where(here < 0, 0.0, np.exp(at)).sum(axis=1)
         logp[i] = np.where(known[:, None], np.where(here < 0, 0.0, at), np.nan)
         lse[i], mass[i] = np.where(known, soft.lse, np.nan), np.where(known, total, np.nan)
-    return SelectedLogprobs(logp.reshape(np.shape(ids)), lse.reshape(rows.shape), mass.reshape(rows.shape))
+        rest[i] = np.where(known, log_mass_outside(soft.log_p, here)[1], np.nan)
+    return SelectedLogprobs(logp.reshape(np.shape(ids)), *(x.reshape(rows.shape) for x in (lse, mass, rest)))
 
 
 def selected_logprobs_vjp(
@@ -118,22 +121,25 @@ def selected_logprobs_vjp(
     g_logp: ArrayLike | None,
     g_lse: ArrayLike | None = None,
     g_mass: ArrayLike | None = None,
+    g_log_rest: ArrayLike | None = None,
     *,
     temperature: ArrayLike | None = None,
     mask: ArrayLike | None = None,
 ) -> Gradients:
-    """Gradients of what the rows are made of, for the cotangents of ``logp [..., K]``, ``lse`` and ``mass``.
+    """Gradients of what the rows are made of, for the cotangents of ``logp [..., K]``, ``lse``, ``mass`` and
+    ``log_rest``.
 
     The cotangent of a log-probability whose id is -1 counts for nothing.
     """
     chosen, tau = distinct_ids(ids, rows), rows.temperatures(temperature)
     gl = np.zeros(chosen.shape) if g_logp is None else to_float64(g_logp).reshape(chosen.shape)
     gl = np.where(chosen < 0, 0.0, gl)
-    gz, gm = (per_token(g, rows.shape, 0.0) for g in (g_lse, g_mass))
+    gz, gm, gr = (per_token(g, rows.shape, 0.0) for g in (g_lse, g_mass, g_log_rest))
 
     def dz(i: Ints) -> Floats:
         here, known = _within(chosen[i], rows.columns)
-        p = np.exp(softmax_of_rows(rows.transformed(i, tau[i])).log_p)
+        log_p = softmax_of_rows(rows.transformed(i, tau[i])).log_p
+        p = np.exp(log_p)
         row, k = np.nonzero(here >= 0)
         column = here[row, k]
         at_ids = np.zeros(p.shape)
@@ -147,11 +153,15 @@ def selected_logprobs_vjp(
         share = p.copy()
         share[np.arange(len(p)), top] = 0.0
         below = np.where(np.arange(p.shape[1]) == top[:, None], share.sum(axis=1)[:, None], 1.0 - p)  # 1 - p
-        out = at_ids * below - others * p + gz[i, None] * p + gm[i, None] * by_mass
+        log_rest = log_sum(np.where(inside, -np.inf, log_p))[:, None]
+        with np.errstate(invalid="ignore"):
+            of_rest = np.where(log_rest > -np.inf, np.exp(log_p - log_rest), 0.0)  # a softmax of its own
+        by_rest = np.where(inside, -p, of_rest * mass)
+        out = at_ids * below - others * p + gz[i, None] * p + gm[i, None] * by_mass + gr[i, None] * by_rest
         out[~known] = np.nan
         return out
 
-    asked = (gl != 0).any(axis=1) | (gz != 0) | (gm != 0)
+    asked = (gl != 0).any(axis=1) | (gz != 0) | (gm != 0) | (gr != 0)
     return rows.pull_back(temperature, rows.live(mask) & asked, dz)
 
 

@@ -1,0 +1,254 @@
+"""Passes over the rows of a chunk for calls with ids of each token: log-probabilities at ``K`` given ids, or a softmax
+over given ids. Calls without ids take those of ``core/row_passes.py``.
+
+With ``p`` the softmax of a row, ``S`` its ids, ``mass`` the probability of ``S`` and ``R`` that of all other columns:
+
+    logp_k      log p at id k     d logp_k / dz_v   = 1[v = id_k] - p_v
+    mass        sum_S p           d mass / dz_v     = p_v R in S,  -p_v mass outside
+    log_rest    log R             d log_rest / dz_v = -p_v in S,   p_v mass / R outside
+
+Outside ``S`` a row of dlogits is therefore a line like every other (:func:`logitless.core.stats.dz_line`), taken from
+the largest logit outside ``S``; the ``K`` columns of ``S`` are written over it. The sums of a row are swept with the
+columns of ``S`` at ``-inf`` and merged with the sums over ``S``: one pass, and ``R`` without the difference
+``1 - mass``.
+
+A softmax over a support is that of a row which is ``-inf`` outside: ``[C, K]`` numbers, and zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.core import row_passes
+from logitless.core.row_passes import Line, Rows
+from logitless.core.stats import (
+    NEG_INF,
+    RowSums,
+    SelectedStats,
+    StatCotangents,
+    TokenStats,
+    dz,
+    dz_at_target,
+    dz_line,
+    empty_sums,
+    finish,
+    log_probability,
+    merge,
+    row_sums,
+    valid_targets,
+)
+from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
+
+_HALF = -0.6931472
+"""``log(1/2)``: at most one id of a row lies above it."""
+
+
+def statistics(x: Array, p: Rows) -> TokenStats:
+    """Statistics of the rows ``x [C, V]``, every one of them live."""
+    if p.ids is not None:
+        return _selected_statistics(x, p, p.ids)
+    if p.support is not None:
+        return _support_statistics(x, p, p.support)
+    return row_passes.statistics(x, p)
+
+
+def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None) -> Array:
+    """The cotangent of the rows ``x [C, V]``; see :func:`logitless.core.row_passes.dx`."""
+    if p.ids is not None:
+        return _selected_dx(x, p, p.ids, stats, g, dtype, tile)
+    if p.support is not None:
+        return _support_dx(x, p, p.support, stats, g, dtype, tile)
+    return row_passes.dx(x, p, stats, g, dtype, tile)
+
+
+# -- ids of a chunk's tokens -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIds:
+    """Ids ``[C, K]`` of the tokens of a chunk, where a column is read and written, and which of them count."""
+
+    ids: Array
+    first: Array  # [C, K], the first place at which the same id stands
+    there: Array  # [C, K], ids that name a column
+    once: Array  # [C, K], the same, each id at its first place only
+    valid: Array  # [C], every id names a column or is -1
+
+    def gather(self, x: Array) -> Array:
+        """``x [C, V]`` at the ids, ``[C, K]``; anything where an id names no column."""
+        return jnp.take_along_axis(x, jnp.where(self.there, self.ids, 0), axis=1)
+
+    def put(self, x: Array, values: Array | float) -> Array:
+        """``x [C, V]`` with ``values [C, K]`` at the ids; one id has one value, however often it is given."""
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        return x.at[rows, jnp.where(self.there, self.ids, x.shape[1])].set(values, mode="drop")
+
+    def total(self, values: Array) -> Array:
+        """For each place the sum of the ``values [C, K]`` of all places with its id."""
+        rows = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None]
+        at_first = jnp.zeros_like(values).at[rows, self.first].add(values, mode="promise_in_bounds")
+        return jnp.take_along_axis(at_first, self.first, axis=1)
+
+
+def row_ids(ids: Array, vocab_size: int) -> RowIds:
+    """Ids ``[C, K]``, looked through: -1 is none, others outside ``[0, vocab_size)`` are invalid."""
+    order = jnp.argsort(ids, axis=1, stable=True).astype(jnp.int32)
+    in_order = jnp.take_along_axis(ids, order, axis=1)
+    new = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), in_order[:, 1:] != in_order[:, :-1]], axis=1)
+    place = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    run = lax.cummax(jnp.where(new, place, 0), axis=1)  # where the run of equal ids begins
+    rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    first = (
+        jnp.zeros_like(order)
+        .at[rows, order]
+        .set(jnp.take_along_axis(order, run, axis=1), mode="promise_in_bounds", unique_indices=True)
+    )
+    there = valid_targets(ids, vocab_size)
+    valid = jnp.all(there | (ids == -1), axis=1)
+    return RowIds(ids, first, there, there & (first == place), valid)
+
+
+def _column(tree: Any) -> Any:
+    """``[C]`` arrays as ``[C, 1]``."""
+    return jax.tree.map(lambda a: a[:, None], tree)
+
+
+def _uncapped(x: Array, p: Rows) -> tuple[Array, LogitTransform]:
+    """Rows and a transform without softcap that give the same swept quantities and factor: at ``-inf`` a softcap has
+    mass."""
+    t = p.transform
+    if t.softcap is None:
+        return x, t
+    return swept(x, t.column()), dataclasses.replace(t, softcap=None, scale=t.softcap)
+
+
+# -- log-probabilities at ids ----------------------------------------------------------------------------------------
+
+
+def _selected_statistics(x: Array, p: Rows, ids: Array) -> TokenStats:
+    """Statistics of the rows, and those at the ids."""
+    at, vocab_size = row_ids(ids, p.call.vocab_size), p.call.vocab_size
+    own = p.targets[:, None]
+    x, transform = _uncapped(x, p)
+    k, t = factor(transform), transform.column()
+    u_ids = swept(at.gather(x), t)
+    has_target = valid_targets(p.targets, vocab_size)
+    u_y = swept(jnp.take_along_axis(x, jnp.where(has_target[:, None], own, 0), axis=1), t)[:, 0]
+    apart = row_ids(jnp.concatenate([ids, own], axis=1), vocab_size).put(x, NEG_INF)
+    swept_rows = dataclasses.replace(p, transform=transform, targets=jnp.full_like(p.targets, -1))
+    outside = row_passes.sums(apart, swept_rows)  # of neither the ids nor the target
+    is_target = at.once & (ids == own)
+    inside = row_sums(jnp.where(at.once, u_ids, NEG_INF), is_target, factor(t))
+    whole = dataclasses.replace(merge(outside, inside, k), target=u_y)
+    stats = finish(whole, has_target & at.valid, p.transform)
+    alone = _sums_of_one(u_y, has_target & ~jnp.any(is_target, axis=1))
+    rest = merge(outside, alone, k)
+    return dataclasses.replace(stats, selected=selected(u_ids, at, stats, rest, k))
+
+
+def _sums_of_one(u: Array, here: Array) -> RowSums:
+    """Sums over one column ``u [C]`` of each row; over none where it is not ``here``, or has no mass."""
+    empty, here = empty_sums(u.shape), here & (u != NEG_INF)
+    return dataclasses.replace(empty, maximum=jnp.where(here, u, NEG_INF), total=jnp.where(here, 1.0, 0.0))
+
+
+def selected(u: Array, at: RowIds, stats: TokenStats, rest: RowSums, k: Array | None) -> SelectedStats:
+    """Log-probabilities at the ids from their own ``u [C, K]``, the row's statistics and the sums over all other
+    columns."""
+    wide, seen = _column(stats), rest.maximum != NEG_INF
+    u = jnp.where(at.there, u, stats.peak[:, None])
+    log_p = log_probability(u, k if k is None or not k.ndim else k[:, None], wide)
+    centre = jnp.where(seen, rest.maximum, stats.peak)
+    log_total = jnp.log(jnp.where(seen, rest.total, 1.0))
+    log_rest = jnp.where(seen, jnp.minimum(log_probability(centre, k, stats) + log_total, 0.0), NEG_INF)
+    # A column with almost all of the mass: its log-probability is known from what the others have.
+    leads = at.there & (log_p > _HALF)
+    p = jnp.exp(log_p)
+    others = jnp.exp(log_rest) + jnp.sum(jnp.where(at.once & ~leads, p, 0.0), axis=1)
+    others = jnp.where(jnp.any(leads, axis=1), others, 0.0)
+    logp = jnp.where(leads, jnp.log1p(-others)[:, None], log_p)
+    total = jnp.sum(jnp.where(at.once, jnp.exp(logp), 0.0), axis=1)
+    light = total < 0.5
+    log_rest = jnp.where(light, jnp.log1p(-jnp.where(light, total, 0.0)), log_rest)
+    mass = jnp.where(light, total, -jnp.expm1(log_rest))
+
+    def known(x: Array) -> Array:
+        return jnp.where(at.valid.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
+
+    logp, total = jnp.where(at.there, logp, 0.0), jnp.where(seen, rest.total, 1.0)
+    return SelectedStats(known(logp), known(mass), known(log_rest), rest.maximum, total)
+
+
+def _selected_dx(
+    x: Array, p: Rows, ids: Array, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None
+) -> Array:
+    """A line outside the ids, and the ids' own columns over it."""
+    own, gs, at = stats.selected, g.selected, row_ids(ids, p.call.vocab_size)
+    assert own is not None and gs is not None
+    t = p.transform.column()
+    k, moves, wide = factor(t), g.any_nonzero()[:, None], _column(stats)
+    g_ids = jnp.where(at.there, gs.logp, 0.0)
+    total = jnp.sum(g_ids, axis=1)
+    # Outside the ids.
+    outside = dataclasses.replace(g, lse=g.lse - total - gs.mass * own.mass, selected=None)
+    centre = jnp.where(own.rest_peak != NEG_INF, own.rest_peak, stats.peak)[:, None]
+    # p_v / R, as a softmax over the other columns alone.
+    weight = jnp.where(own.rest_peak != NEG_INF, gs.log_rest * own.mass / own.rest_total, 0.0)[:, None]
+    a, b = dz_line(centre, wide, _column(outside), k)
+    u_y = swept(jnp.take_along_axis(x, jnp.clip(p.targets, 0, x.shape[1] - 1)[:, None], axis=1), t)
+    of_target = jnp.exp(jnp.minimum(times(k, u_y - centre), 0.0))
+    a, at_target = a + weight, dz_at_target(wide, _column(outside)) + weight * of_target
+    line = Line(centre, jnp.where(moves, a, 0.0), jnp.where(moves, b, 0.0), jnp.where(moves, at_target, 0.0), moves)
+    # At the ids.
+    x_ids = at.gather(x)
+    of_id = at.total(g_ids)
+    of_row = g.lse + gs.mass * jnp.exp(own.log_rest) - gs.log_rest
+    shared = (of_id - total[:, None]) + of_row[:, None]
+    inside = dataclasses.replace(_column(dataclasses.replace(g, selected=None)), lse=shared)
+    d = dz(swept(x_ids, t), ids == p.targets[:, None], wide, inside, k) + of_id * -jnp.expm1(own.logp)
+    d = pull_back(jnp.where(moves, d, 0.0), x_ids, t).astype(dtype)
+    return at.put(row_passes.dx(x, p, stats, g, dtype, tile, lax.optimization_barrier(line)), d)
+
+
+# -- a softmax over given ids ----------------------------------------------------------------------------------------
+
+
+def restricted(u: Array, support: Array, vocab_size: int) -> tuple[Array, Array]:
+    """``u [C, V]`` with ``-inf`` outside the ids of each row that has any, and which rows have no invalid one."""
+    at = row_ids(support, vocab_size)
+    inside = at.put(jnp.zeros(u.shape, bool), True) | jnp.all(support == -1, axis=1)[:, None]
+    return jnp.where(inside, u, NEG_INF), at.valid
+
+
+def in_support(targets: Array, support: Array) -> Array:
+    """Which targets are among the ids of their token; all targets of tokens without ids."""
+    return jnp.any(support == targets[:, None], axis=1) | jnp.all(support == -1, axis=1)
+
+
+def _support_statistics(x: Array, p: Rows, support: Array) -> TokenStats:
+    """Statistics of the softmax over the ids of each row; over all columns where it has none."""
+    at, t = row_ids(support, p.call.vocab_size), p.transform.column()
+    whole = row_passes.statistics(x, dataclasses.replace(p, support=None))
+    u = jnp.where(at.once, swept(at.gather(x), t), NEG_INF)
+    is_target = at.once & (support == p.targets[:, None])
+    found = finish(row_sums(u, is_target, factor(t)), at.valid & jnp.any(is_target, axis=1), p.transform)
+    limited = jnp.any(support != -1, axis=1)
+    return jax.tree.map(lambda a, b: jnp.where(limited, a, b), found, whole)
+
+
+def _support_dx(
+    x: Array, p: Rows, support: Array, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None
+) -> Array:
+    """Zeros in a row with a support, and its ids' own columns over them."""
+    at, t = row_ids(support, p.call.vocab_size), p.transform.column()
+    limited, x_ids = jnp.any(support != -1, axis=1), at.gather(x)
+    d = dz(swept(x_ids, t), support == p.targets[:, None], _column(stats), _column(g), factor(t))
+    d = pull_back(d, x_ids, t).astype(dtype)
+    unlimited = jax.tree.map(lambda a: jnp.where(limited, 0.0, a), g)
+    base = row_passes.dx(x, dataclasses.replace(p, support=None), stats, unlimited, dtype, tile)
+    return dataclasses.replace(at, there=at.there & limited[:, None]).put(base, d)
