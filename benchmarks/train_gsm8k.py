@@ -5,7 +5,10 @@
     python benchmarks/train_gsm8k.py largest --out results --what context --arm fused    # a bisection; --what batch
     python benchmarks/train_gsm8k.py sizes --out results                                 # the same by plan, no run
     python benchmarks/train_gsm8k.py peak --out results
+    python benchmarks/train_gsm8k.py compile --out results --work runs/gsm8k             # the programs of `learn` alone
     python benchmarks/train_gsm8k.py learn --out results --work runs/gsm8k --resume      # `logitless ab`, with the bars
+    python benchmarks/train_gsm8k.py profile --out results --work runs/gsm8k             # kernels, after `learn`
+    python benchmarks/train_gsm8k.py long --out results                                  # updates of 16k-token rows
 
 ``update`` takes the same completions through padded micro-batches of ``--padded`` rows (the way before packing) and
 through packed ones, in alternation, and holds the gradients of the first step of both against those of a model that
@@ -14,7 +17,9 @@ random ones of like lengths, a third of the groups without a spread. ``decode`` 
 ``largest`` doubles and then halves until the step between what fits and what does not is below a sixteenth
 (``--between``: from two sizes, the first of which is thought to fit); every size that was tried is in ``--work``, so
 that a second call goes on. ``peak`` is what the allocator held in three steps of the run, in a process for each arm.
-``learn`` is cut off by a signal (``timeout -s TERM 560``) without harm.
+``learn`` is cut off by a signal (``timeout -s TERM 560``) without harm. ``compile`` fills JAX's compilation cache.
+``profile`` has the kernels of an update of each arm, on completions that ``learn`` recorded, and of a rollout. ``long``
+compiles updates of so many rows (``--rows dense=6,5 fused=31,16``) and times, in turns, the most of each arm that fit.
 
 Everything runs at a small size too: ``--small`` is for a CPU, where ``largest`` counts ``--memory`` bytes of the
 compiler's plan. Further arguments are ``key=value`` overrides of the configuration. Exit code 1 if a bar is missed.
@@ -32,6 +37,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +49,10 @@ import numpy as np
 from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools import timing
 from logitless.train import ab, recorded
+from logitless.train.ab_plan import plan_of
 from logitless.train.architectures import preset
 from logitless.train.config import TrainConfig, load, save
+from logitless.train.files import replace
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate
 from logitless.train.run_records import Rollouts
@@ -52,7 +61,11 @@ from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy
 
 CONFIG = Path(__file__).parent.parent / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
-BARS = {"update": 0.45, "decode_ms": 3.0, "peak": 0.75, "reward_rise": 0.25}
+BARS = {"update": 0.45, "decode_ms": 3.0, "peak": 0.75, "reward_rise": 0.25, "long_rows": 3.0, "long_rate": 1.15}
+SAME_BARS = {
+    "fused": {"update": 0.93, "step": 0.97, "peak": 0.75}, "sparse": {"update": 0.88, "step": 0.95, "peak": 0.75}
+}  # fmt: skip
+"""Ratios to the dense arm, on the same completions."""
 RANDOM = ["rollout.kind=random", "model.weights=''", "model.architecture=qwen2.5-1.5b", "eval.every=0"]
 """The run's shapes without its weights and data."""
 SMALL = [
@@ -358,10 +371,32 @@ def largest_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 # -- learn -----------------------------------------------------------------------------------------------------------
 
 
+def _learned(args: argparse.Namespace) -> TrainConfig:
+    """The A/B of the configuration, or a small one that samples sums."""
+    small = ["model.weights=''", "data.kind=arithmetic", "data.form=bare", "rollout.max_completion_tokens=4"]
+    return configured(args, f"run_dir={args.work}", *(small if args.small else []))
+
+
+def compile_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Seconds to compile the programs of ``learn``, which are then in JAX's cache; weights are not read."""
+    plan = plan_of(_learned(args))
+    first = next(iter(plan.arms))
+    configs = {"free": plan.free[first], **plan.replays}  # free runs of the others have the programs of these
+    task = build_task(configs["free"])
+    trainers = {name: Trainer(c, task) for name, c in configs.items() if name != first}
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        for done in [pool.submit(t.compile, *t.like()) for t in trainers.values()]:
+            done.result()
+    seconds = time.perf_counter() - begin
+    planned = {name: t.update_program.peak_memory() for name, t in trainers.items()}
+    say(f"compiled in {seconds:.1f} s; updates: {planned}")
+    return {"kind": "train_compile", "seconds": seconds, "planned": planned, "environment": timing.environment()}, True
+
+
 def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """The A/B of the configuration: curves, held-out scores, ratios, and whether every arm learned."""
-    c = configured(args, f"run_dir={args.work}", *(RANDOM if args.small else []))
-    result = ab.run(c, resume=args.resume, say=say)
+    result = ab.run(_learned(args), resume=args.resume, say=say)
     result["samples"] = {name: _samples(args.work / name) for name in result["arms"]}
     for part, key in (
         (result["config"], "run_dir"),
@@ -376,8 +411,18 @@ def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         for name, arm in result["arms"].items()
     }
     result["bars"] = {f"reward_rise/{n}": {"value": v, "at_least": BARS["reward_rise"]} for n, v in rises.items()}
-    learned = args.small or all(rise >= BARS["reward_rise"] for rise in rises.values())
-    return result, learned and not ab.disagreeing(result)
+    for name, bars in SAME_BARS.items():
+        found = result.get("same_completions", {}).get(name, {})
+        result["bars"] |= {
+            f"{key}/{name}": {"value": found[key]["ratio"], "at_most": bar} for key, bar in bars.items() if key in found
+        }
+    missed = [
+        name
+        for name, bar in result["bars"].items()
+        if not bar.get("at_least", bar["value"]) <= bar["value"] <= bar.get("at_most", bar["value"])
+    ]
+    say(f"bars missed: {', '.join(missed) or 'none'}")
+    return result, (args.small or not missed) and not ab.disagreeing(result)
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
@@ -387,10 +432,164 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["prompt"] == rows[0]["prompt"]]
 
 
+# -- profile, long ----------------------------------------------------------------------------------------------------
+
+
+def _kernels(call: Callable[[], Any], most: int = 40) -> dict[str, Any]:
+    """The kernels of a call that was made before, by CUPTI: seconds on the device, and by name launches and seconds.
+
+    ``timing.profile`` calls with the same arguments twice, and an update takes its own."""
+    begin = time.perf_counter()
+    if jax.default_backend() == "cpu":
+        call()
+        return {"wall_s": time.perf_counter() - begin}
+    from jax._src.lib import mosaic_gpu
+
+    ext = mosaic_gpu._mosaic_gpu_ext
+    ext._cupti_init()
+    try:
+        begin = time.perf_counter()
+        call()
+        wall = time.perf_counter() - begin
+    finally:
+        timings = ext._cupti_get_timings(True)
+    own: dict[str, list[float]] = {}
+    for name, ms in timings or ():
+        own.setdefault(name[:80], []).append(float(ms) / 1e3)
+    longest = sorted(own.items(), key=lambda kv: -sum(kv[1]))[:most]
+    return {
+        "wall_s": wall,
+        "device_s": sum(map(sum, own.values())),
+        "launches": sum(map(len, own.values())),
+        "kernels": [[name, len(times), sum(times)] for name, times in longest],
+    }
+
+
+def profile_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Kernels of an update of each arm on the completions of step 2 that the baseline recorded, and of a rollout."""
+    plan = plan_of(_learned(args))
+    first = next(iter(plan.arms))
+    base = dataclasses.replace(plan.free[first], eval=dataclasses.replace(plan.free[first].eval, every=0))
+    base = dataclasses.replace(base, rollout=dataclasses.replace(base.rollout, record=0))
+    task = build_task(base)
+    params = task.load_params()
+    result: dict[str, Any] = {"kind": "train_profile", "updates": {}, "environment": timing.environment()}
+    for name, arm in plan.arms.items():
+        trainer = Trainer(dataclasses.replace(base, train=arm.train), task)
+        trainer.compile(*trainer.like())
+        state, frozen = trainer.initial(params)
+        rolled = recorded.read_rollouts(Path(plan.free[first].run_dir), 2)
+        batch = _batch(arm, rolled) if trainer.packed else jax.device_put(_batch(arm, rolled))
+        kept = [state]
+        del state
+
+        def update(
+            trainer: Trainer = trainer, kept: list[Any] = kept, frozen: Any = frozen, batch: Any = batch
+        ) -> None:
+            kept.append(trainer._updates(kept.pop(), frozen, batch, None)[0])
+
+        for _ in range(2):
+            update()
+        result["updates"][name] = {**_kernels(update), "alone_s": trainer.times["update"]}
+        say(f"{name}: {result['updates'][name]}")
+        if name == first:
+            state = kept.pop()
+
+            def rollout(trainer: Trainer = trainer, state: Any = state, frozen: Any = frozen) -> None:
+                trainer.rollouts(state, frozen, 2)
+
+            rollout()
+            result["rollout"] = _kernels(rollout)
+            say(f"rollout: {result['rollout']}")
+            del state
+        _write(args, result)
+    return result, True
+
+
+def _long_batch(c: TrainConfig, vocab: int) -> Batch:
+    """Rows without an empty slot."""
+    rows, r = c.train.prompts_per_step * c.train.group_size, c.rollout
+    rng = np.random.default_rng(0)
+    widths = r.max_prompt_tokens, r.max_completion_tokens
+    prompts, done = (rng.integers(0, vocab, (rows, n), np.int32) for n in widths)
+    whole = [np.ones(x.shape, bool) for x in (prompts, done)]
+    return Batch(prompts, whole[0], done, whole[1], rng.standard_normal(rows, np.float32))  # type: ignore[arg-type]
+
+
+def long_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Tokens a second of updates of 16k-token completions, with the most rows of each arm that fit, in turns."""
+    tokens = 40 if args.small else 16_384
+    sizes = {arm: [int(n) for n in rows.split(",")] for arm, rows in (given.split("=") for given in args.rows)}
+    result: dict[str, Any] = {
+        "kind": "train_long", "tokens": tokens, "planned": {}, "failed": {}, "seconds": {},
+        "environment": timing.environment(),
+    }  # fmt: skip
+    made: dict[tuple[str, int], tuple[Trainer, Batch]] = {}
+
+    def build(arm: str, rows: int) -> None:
+        c = _sized(args, arm, "context", tokens, args.work)
+        c = dataclasses.replace(c, train=dataclasses.replace(c.train, prompts_per_step=1, group_size=rows))
+        trainer = Trainer(c, build_task(c))
+        batch = _long_batch(c, trainer.task.model.vocab_size)
+        state = jax.eval_shape(lambda: trainer.initial(trainer.task.load_params())[0])
+        trainer.update_program.compile(state, Policy(None, None), batch)
+        made[arm, rows] = trainer, batch
+        result["planned"][f"{arm} {rows}"] = trainer.update_program.peak_memory()
+
+    wanted = [(arm, rows) for arm, of_arm in sizes.items() for rows in of_arm]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        for done in [pool.submit(build, *one) for one in wanted]:
+            done.result()
+    say(f"planned: {result['planned']}")
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    state: Any = None
+    chosen: dict[str, int] = {}
+    for arm, rows in wanted:
+        plan = result["planned"][f"{arm} {rows}"]
+        if arm in chosen or (limit and plan["temporaries"] + plan["arguments"] > 1.05 * limit):
+            continue
+        trainer, batch = made[arm, rows]
+        state = state or trainer.initial(trainer.task.load_params())[0]
+        try:
+            state, _ = trainer._updates(state, Policy(None, None), jax.device_put(batch), None)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            result["failed"][f"{arm} {rows}"] = str(error)[:300]
+            state = None  # what was given to the update is gone
+            continue
+        chosen[arm] = rows
+        say(f"{arm}: {rows} rows ran in {trainer.times['update']:.2f} s")
+    result["rows"], result["seconds"] = chosen, {arm: [] for arm in chosen}
+    for _ in range(args.repeats):
+        for arm, rows in chosen.items():
+            trainer, batch = made[arm, rows]
+            trainer.times = {}
+            state = state or trainer.initial(trainer.task.load_params())[0]
+            state, _ = trainer._updates(state, Policy(None, None), jax.device_put(batch), None)
+            result["seconds"][arm].append(trainer.times["update"])
+            say(f"{arm}: {rows} rows, {rows * tokens / trainer.times['update']:,.0f} tokens a second")
+            _write(args, result)
+    result["tokens_per_s"] = {n: chosen[n] * tokens / statistics.median(s) for n, s in result["seconds"].items() if s}
+    rate = result["tokens_per_s"].get("fused", 0.0) / result["tokens_per_s"].get("dense", 1.0)
+    result["ratio"] = {"rows": chosen.get("fused", 0) / chosen.get("dense", 1), "tokens_per_s": rate}
+    say(f"fused over dense: {result['ratio']}")
+    met = result["ratio"]["rows"] >= BARS["long_rows"] and rate >= BARS["long_rate"]
+    return result, args.small or met
+
+
 CASES = {
     "update": update_case, "decode": decode_case, "peak": peak_case, "largest": largest_case, "sizes": sizes_case,
-    "learn": learn_case,
+    "compile": compile_case, "learn": learn_case, "profile": profile_case, "long": long_case,
 }  # fmt: skip
+
+
+def _write(args: argparse.Namespace, result: dict[str, Any]) -> Path:
+    """The record, also of what is not complete."""
+    name = f"train_gsm8k_{args.case}" + (f"_{args.arm}_{args.what}" if args.case == "largest" else "")
+    args.out.mkdir(parents=True, exist_ok=True)
+    replace(args.out / f"{name}.json", json.dumps(result) + "\n")
+    return args.out / f"{name}.json"
 
 
 def main() -> int:
@@ -413,14 +612,12 @@ def main() -> int:
     p.add_argument(
         "--memory", type=int, default=0, help="largest: bytes of the compiler's plan that fit; 0: the device's"
     )
+    p.add_argument("--rows", nargs="+", default=["dense=6,5", "fused=31,16"], help="long: sizes, largest first")
     p.add_argument("--resume", action="store_true", help="learn: go on with the runs in --work")
     p.add_argument("overrides", nargs="*", metavar="key=value")
     args = p.parse_intermixed_args()
     result, met = CASES[args.case](args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"train_gsm8k_{args.case}" + (f"_{args.arm}_{args.what}" if args.case == "largest" else "")
-    file = args.out / f"{name}.json"
-    file.write_text(json.dumps(result) + "\n")
+    file = _write(args, result)
     say(f"wrote {file}; bars {'met' if met else 'MISSED'}")
     return 0 if met else 1
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.train import ab, loop, recorded, replay, update
+from logitless.train import ab, loop, recorded, replay, turns, update
 from logitless.train.ab_plan import plan_of
 from logitless.train.ab_text import table
 from logitless.train.compare import same_completions
@@ -237,12 +237,12 @@ def test_the_control_is_the_baseline_with_another_split() -> None:
             replay.control_of(load(None, settings))
 
 
-def replayed(update: list[float], load: float = 0.5, peak: int | None = None) -> list[dict[str, Any]]:
+def replayed(update: list[float], load: float = 0.5) -> list[dict[str, Any]]:
     """A replay's records: updates that take so long, in steps that take a quarter of a second more."""
     return [
         {
-            "step": i, "train/loss": 0.0, "time/update_s": u, "time/rollout_s": load, 
-            "time/train/step_s": u + 0.25 + load, "memory/device_peak_bytes": peak,
+            "step": i, "train/loss": 0.0, "time/update_s": u, "time/rollout_s": load,
+            "time/train/step_s": u + 0.25 + load,
         }
         for i, u in enumerate(update, 1)
     ]  # fmt: skip
@@ -250,59 +250,76 @@ def replayed(update: list[float], load: float = 0.5, peak: int | None = None) ->
 
 def test_times_on_the_same_completions_are_compared_step_by_step() -> None:
     """Lengths vary, and the times with them; the first step of a process and the reading of files do not count."""
-    c = load(None, ["ab.rounds=2", "ab.confidence=0.9"])
-    lengths = [1.0, 2.0, 4.0, 1.0, 3.0, 2.0]
+    c = load(None, ["ab.confidence=0.9"])
+    lengths = [1.0, 2.0, 4.0]
     free = [{"step": i, "time/rollout_s": 2.0 * n, "time/reward_s": n} for i, n in enumerate(lengths, 1)]
-    slow_starts = [9.0, 1.8, 3.6, 7.0, 2.7, 1.8]
-    found = same_completions(
-        c, free, "dense", {"dense": replayed(lengths, peak=100), "fused": replayed(slow_starts, 0.125, peak=75)}
-    )
+    replays = {"dense": replayed(lengths), "fused": replayed([9.0, 1.8, 3.6], 0.125)}
+    found = same_completions(c, free, "dense", replays, {"dense": 100, "fused": 75})
     assert found["fused"]["update"]["ratio"] == pytest.approx(0.9) and found["dense"]["update"]["ratio"] == 1.0
     assert found["fused"]["update"]["interval"] == pytest.approx([0.9, 0.9])
-    assert found["fused"]["update"]["mean"] == pytest.approx((1.8 + 3.6 + 2.7 + 1.8) / 4)
-    steps = [(3 * n + 0.9 * n + 0.25) / (3 * n + n + 0.25) for n in (2.0, 4.0, 3.0, 2.0)]
-    by_round = [np.log(steps[:2]).mean(), np.log(steps[2:]).mean()]
-    assert found["fused"]["step"]["ratio"] == pytest.approx(np.exp(np.mean(by_round)))
+    assert found["fused"]["update"]["mean"] == pytest.approx(2.7)
+    steps = np.log([(3 * n + 0.9 * n + 0.25) / (3 * n + n + 0.25) for n in lengths[1:]])
+    assert found["fused"]["step"]["ratio"] == pytest.approx(np.exp(steps.mean()))
     low, high = found["fused"]["step"]["interval"]
-    half = 6.3138 * abs(by_round[0] - by_round[1]) / 2  # the t-distribution's 95 % point with one degree of freedom
-    assert np.log([low, high]) == pytest.approx([np.mean(by_round) - half, np.mean(by_round) + half], rel=1e-4)
-    assert found["fused"]["peak"] == {"mean": 75, "ratio": pytest.approx(0.75), "interval": pytest.approx([0.75, 0.75])}
-    alone = same_completions(load(None), free, "dense", {"dense": replayed(lengths), "fused": replayed(slow_starts)})
-    assert "peak" not in alone["fused"] and alone["fused"]["update"]["mean"] == pytest.approx((9.9 + 7) / 5)
+    half = 6.3138 * abs(steps[0] - steps[1]) / 2  # the t-distribution's 95 % point with one degree of freedom
+    assert np.log([low, high]) == pytest.approx([steps.mean() - half, steps.mean() + half], rel=1e-4)
+    assert found["fused"]["peak"] == {"mean": 75.0, "ratio": pytest.approx(0.75), "interval": None}
+    assert "peak" not in same_completions(c, free, "dense", replays, {"dense": None})["fused"]
 
 
 def test_replays_take_turns(tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every arm on the baseline's first completions, then every arm on the others; nothing else changes."""
-    turns: list[tuple[str, int]] = []
-
-    def in_this_process(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]:
-        turns.append((name, arm.train.until))
-        loop.run(arm, resume=resume and (Path(arm.run_dir) / "config.yaml").exists(), say=lambda _: None)
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    monkeypatch.setattr(ab, "_start", in_this_process)
+    """A step of every arm on the baseline's completions, then the next one; each is the replay that it is alone."""
     settings = [
         *micro,
-        "train.steps=4",
+        "train.steps=3",
         "train.loss.backend=reference",
         "ab.kernel=chunked",
+        "ab.control=true",
         f"run_dir={tmp_path / 'x'}",
+        "ab.turns=true",
     ]
-    result = ab.run(load(None, [*settings, "ab.rounds=2"]), say=lambda _: None)
-    assert turns[2:] == [(name, until) for until in (2, 4) for name in ("control", "baseline", "kernel")]
+    plan = plan_of(load(None, settings))
+    order: list[tuple[str, int]] = []
+    step = loop.Run.step
+
+    def noted(run: loop.Run, state: Any, frozen: Any, number: int, progress: Any) -> Any:
+        order.append((run.folder.name, number))
+        return step(run, state, frozen, number, progress)
+
+    def in_this_process(module: list[str], name: str, arm: TrainConfig) -> subprocess.Popen[bytes]:
+        if module[0] == "logitless":
+            loop.run(arm, say=lambda _: None)
+        else:
+            assert turns.main(module[1:]) == 0
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(loop.Run, "step", noted)
+    monkeypatch.setattr(ab, "_process", in_this_process)
+    result = ab.run(load(None, settings), say=lambda _: None)
+    arms = ["control", "baseline", "kernel"]
+    assert list(plan.replays) == arms
+    expected = [(arms[(n + k) % 3], n) for n in (1, 2, 3) for k in range(3)]
+    assert order[:12] == [("baseline", 1), ("baseline", 2), ("baseline", 3), *expected]  # before the other free runs
     assert result["agreement"]["agree"] and result["agreement"]["decided_by"] == "replay"
-    assert result["agreement"]["replay_steps"] == 4
+    assert result["agreement"]["replay_steps"] == 3
     found = result["same_completions"]
-    assert set(found) == {"control", "baseline", "kernel"} and found["baseline"]["step"]["interval"] == [1.0, 1.0]
+    assert set(found) == set(arms) and found["baseline"]["step"]["interval"] == [1.0, 1.0]
     assert all(0 < a[key]["interval"][0] <= a[key]["ratio"] for a in found.values() for key in ("update", "step"))
     assert "step (s)          kernel" in table(result)
-    plan = plan_of(load(None, [*settings, "ab.rounds=2"]))
     own, again = (recorded.load_traces(Path(p["baseline"].run_dir)) for p in (plan.arms, plan.replays))
-    for mine, other in zip(own, again, strict=True):  # a replay in parts is the run itself, to the bit
+    for mine, other in zip(own, again, strict=True):  # to the bit
         jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(mine), dataclasses.asdict(other))
+    kept = Path(plan.replays["kernel"].run_dir, "metrics.jsonl").read_text()
+    order.clear()
+    ab.run(load(None, settings), resume=True, say=lambda _: None)
+    assert not order  # complete
+    Path(plan.replays["control"].run_dir, "summary.json").unlink()
+    ab.run(load(None, settings), resume=True, say=lambda _: None)
+    assert order == expected  # all of them anew
+    assert len(Path(plan.replays["kernel"].run_dir, "metrics.jsonl").read_text().splitlines()) == len(kept.splitlines())
 
 
-@pytest.mark.parametrize("more", [["ab.parallel=true"], ["ab.replay=false", "ab.control=true"], ["train.steps=3"]])
-def test_parts_that_cannot_be_timed_are_refused(more: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"ab\.rounds: 2 parts of a replay of \d+ steps"):
-        plan_of(load(None, ["ab.kernel=chunked", "ab.rounds=2", "train.warmup_steps=0", *more]))
+@pytest.mark.parametrize("more", [["ab.parallel=true"], ["ab.replay=false"], ["rollout.kind=random"]])
+def test_replays_that_cannot_take_turns_are_refused(more: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"ab\.turns: replays in turns need"):
+        plan_of(load(None, ["ab.kernel=chunked", "ab.turns=true", *more]))

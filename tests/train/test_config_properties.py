@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         steps=100, prompts_per_step=64, group_size=8, inner_epochs=2, minibatches=1, microbatch=0, microbatch_tail=0,
         packing="off", pack_length=0, skip_rows=False, report_skipped=False, learning_rate=3e-4, warmup_steps=10,
         schedule="constant", clip_norm=1.0, weight_decay=0.0, adam_b1=0.9, adam_b2=0.999, adam_eps=1e-8, kl_beta=None,
-        kl_report=True, advantage_scale="group", advantage_eps=1e-4, max_skipped=5, until=0,
+        kl_report=True, advantage_scale="group", advantage_eps=1e-4, max_skipped=5,
     ),
     "train.loss": dict(
         backend="auto", sparse_backward="off", logits_dtype="float32", head_grad_dtype="float32", chunk_size=0,
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "eval": dict(every=25, problems=64),
     "checkpoint": dict(every=20, keep=2),
     "ab": dict(
-        baseline="reference", kernel="", arms={}, replay=True, replay_steps=0, rounds=1, replay_factor=10.0,
+        baseline="reference", kernel="", arms={}, replay=True, replay_steps=0, turns=False, replay_factor=10.0,
         control=False, seeds=1, control_factor=5.0, confidence=0.99, reward_tolerance=0.02, kl_tolerance=0.05,
         timeout_s=7200, parallel=False,
     ),
@@ -43,10 +43,10 @@ LEAST = {
     0: "seed reward.weight reward.format_weight reward.overlong_buffer reward.overlong_penalty rollout.rows "
     "rollout.redraw rollout.record train.microbatch train.microbatch_tail train.pack_length train.warmup_steps "
     "train.weight_decay train.loss.chunk_size train.loss.memory_budget eval.every checkpoint.every ab.replay_steps "
-    "train.until ab.reward_tolerance ab.kl_tolerance warm_start.steps model.lora.rank samples",
+    "ab.reward_tolerance ab.kl_tolerance warm_start.steps model.lora.rank samples",
     1: "rollout.max_prompt_tokens rollout.max_completion_tokens train.steps train.prompts_per_step train.group_size "
     "train.inner_epochs train.minibatches train.max_skipped warm_start.batch mesh.data mesh.fsdp mesh.tensor "
-    "eval.problems checkpoint.keep ab.replay_factor ab.control_factor ab.seeds ab.rounds ab.timeout_s",
+    "eval.problems checkpoint.keep ab.replay_factor ab.control_factor ab.seeds ab.timeout_s",
 }
 BOUNDS = [(key, least) for least, keys in LEAST.items() for key in keys.split()]
 ABOVE_ZERO = (
@@ -116,7 +116,6 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({**GROUPS, "train.minibatches": 3}, "train.minibatches: 4 prompts do not split into 3"),
     ({**GROUPS, "train.minibatches": 2, "train.microbatch": 4}, ""),
     ({**GROUPS, "train.minibatches": 2, "train.microbatch": 8}, "train.microbatch: 12 rows of an update"),
-    ({"train.until": 3, "checkpoint.every": 0}, "train.until: 3, but checkpoint.every 0 saves no state"),
     ({**GROUPS, "rollout.rows": 12}, ""),
     ({**GROUPS, "rollout.rows": 8}, "rollout.rows: 8, expected a multiple"),
     ({**GROUPS, "rollout.rows": 18}, "rollout.rows: 18, expected a multiple"),

@@ -236,7 +236,7 @@ def test_a_full_disk_while_recording_is_exit_code_3_with_the_checkpoint_named(tm
             raise OSError(errno.ENOSPC, "No space left on device")
 
     said: list[str] = []
-    steps = loop._Loop(load(None, ["eval.every=0"]), fake, tmp_path, Full(), said.append, 3)  # type: ignore[arg-type]
+    steps = loop.Run(load(None, ["eval.every=0"]), fake, tmp_path, Full(), said.append, 3)  # type: ignore[arg-type]
     steps.last_saved = 2
     with pytest.raises(loop.TrainingFailed, match=r"step 1 could not be recorded \(No space left.*step 2 is whole"):
         steps.go(None, None, 0, progress.Progress(3, 0, said.append))  # type: ignore[arg-type]

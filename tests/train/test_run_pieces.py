@@ -20,7 +20,7 @@ from logitless.train import attention, folder, recorded, train_mesh
 from logitless.train.ab_text import curve, table
 from logitless.train.config import ConfigError, TrainConfig, load, save
 from logitless.train.data import Problem
-from logitless.train.loop import _Loop, steps_of
+from logitless.train.loop import Run, steps_of
 from logitless.train.packed import _nothing, _of_the_whole
 from logitless.train.reward import RewardError, load_reward
 from logitless.train.rollout import Completions, Sampling
@@ -59,7 +59,7 @@ def test_a_run_is_finished_with_all_its_records_and_its_summary(
         ({"train__schedule": "linear"}, {"train__schedule": "linear", "train__steps": 200}, "and its linear schedule"),
         ({}, {"seed": 1}, "seed: 1, but the run in"),
         ({}, {"train__loss__chunk_size": 8}, "train.loss.chunk_size: 8, but the run in"),
-        ({}, {"checkpoint__keep": 5, "train__until": 3, "eval__every": 1}, ""),
+        ({}, {"checkpoint__keep": 5, "eval__every": 1}, ""),
     ],
 )
 def test_a_run_goes_on_with_its_own_configuration(
@@ -115,9 +115,9 @@ def test_a_sample_of_the_weights_walks_through_every_column() -> None:
     assert taken.shape == (-(-large.size // 5),) and len(np.unique(taken)) == 64
 
 
-def loop_of(c: TrainConfig, tmp_path: Path, held_out: list[Problem] | None = None) -> _Loop:
+def loop_of(c: TrainConfig, tmp_path: Path, held_out: list[Problem] | None = None) -> Run:
     trainer: Any = SimpleNamespace(task=SimpleNamespace(held_out=held_out or []))
-    return _Loop(c, trainer, tmp_path, None, print, steps=7)  # type: ignore[arg-type]
+    return Run(c, trainer, tmp_path, None, print, steps=7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

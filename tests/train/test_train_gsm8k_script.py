@@ -66,6 +66,18 @@ def test_the_largest_sizes_by_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_arms_run_and_are_compared(tmp_path: Path) -> None:
-    found = run(tmp_path, "learn", "train.steps=2")
+    settings = ["train.steps=3", "eval.problems=8"]
+    found = run(tmp_path, "learn", *settings)
     assert list(found["arms"]) == ["dense", "fused", "sparse"] and set(found["agreement"]) == {"fused", "sparse"}
-    assert [r["step"] for r in found["control"]["metrics"]] == [1, 2] and found["config"]["run_dir"] == "work"
+    assert [r["step"] for r in found["control"]["metrics"]] == [0, 1, 2, 3] and found["config"]["run_dir"] == "work"
+    assert set(found["same_completions"]) == {*found["arms"], "control"} and "update/sparse" in found["bars"]
+    (tmp_path / "train_gsm8k_learn.json").unlink()
+    profile = run(tmp_path, "profile", *settings)  # on what the first arm has recorded
+    assert set(profile["updates"]) == set(found["arms"]) and profile["rollout"]["wall_s"] > 0
+
+
+@pytest.mark.slow
+def test_long_rows_are_timed_in_turns(tmp_path: Path) -> None:
+    found = run(tmp_path, "long", "--repeats", "1", "--rows", "dense=3,2", "fused=4")
+    assert found["rows"] == {"dense": 3, "fused": 4} and set(found["planned"]) == {"dense 3", "dense 2", "fused 4"}
+    assert all(len(seconds) == 1 for seconds in found["seconds"].values())

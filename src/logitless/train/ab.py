@@ -2,8 +2,8 @@
 
 All arms have the same seed, warm start and problems, and the same noise for their sampling; only keys of ``train.loss``
 differ. Without ``ab.arms`` there are two, ``baseline`` and ``kernel``, which differ in ``train.loss.backend`` alone.
-First every arm runs freely; with ``ab.replay`` the others, and a control, then update on the completions that the
-baseline sampled. :mod:`logitless.train.compare` has the tests.
+Every arm runs freely; with ``ab.replay`` all arms and a control also update on the completions that the baseline
+sampled. :mod:`logitless.train.compare` has the tests.
 
 The result, ``<run_dir>/ab.json``::
 
@@ -29,7 +29,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,12 @@ from logitless.lab.tools.compiled import folder_of_programs
 from logitless.lab.tools.progress import EVERY_S, Progress, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
-from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of, rounds_of
+from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
 from logitless.train.ab_text import curve, table, verdict
 from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios, same_completions
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
 from logitless.train.files import replace
-from logitless.train.folder import Say, check_same, finished, locked, read_records, run_folder
+from logitless.train.folder import Say, check_same, finished, locked, read_records, read_summary, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 
 __all__ = [
@@ -77,13 +76,12 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         replace(folder / "ab.yaml", as_yaml(config))
         every = [*plan.free.values(), *plan.replays.values()]
         with Progress(sum(map(_steps_expected, every)), say=say) as progress:
-            _run_arms(plan.free, resume, config.ab.parallel, say, progress)
-            done = progress.done
-            for i, replays in enumerate(rounds_of(config, plan.replays), 1):
-                progress.at(done)
-                heading = "replay" if config.ab.rounds == 1 else f"replay, part {i} of {config.ab.rounds}"
-                told = partial(_say_under, say, heading)
-                _run_arms(replays, resume or i > 1, config.ab.parallel, told, progress)
+            rest = dict(plan.free)
+            base = {} if config.ab.parallel else {name: rest.pop(name) for name in [next(iter(plan.arms))]}
+            for arms in (base, plan.replays, rest) if base else (rest, plan.replays):  # the sharp test before the rest
+                replays = arms is plan.replays
+                how = _together if replays and config.ab.turns else _run_arms
+                how(arms, resume, config.ab.parallel, _under(say, "replay") if replays else say, progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -98,8 +96,8 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
     return result
 
 
-def _say_under(say: Say, heading: str, text: str) -> None:
-    say(f"{heading}: {text}")
+def _under(say: Say, heading: str) -> Say:
+    return lambda text: say(f"{heading}: {text}")
 
 
 def _outcome(arm: TrainConfig) -> dict[str, Any]:
@@ -153,24 +151,39 @@ def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[st
         out = {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
     if config.ab.replay and first in plan.replays:
         records = {name: read_records(Path(arm.run_dir) / "metrics.jsonl") for name, arm in plan.replays.items()}
-        out["same_completions"] = same_completions(config, done[first]["metrics"], first, records)
+        peaks = {name: _peak(arm) for name, arm in plan.free.items()}
+        out["same_completions"] = same_completions(config, done[first]["metrics"], first, records, peaks)
     return {**out, "replay": replays}
 
 
+def _peak(arm: TrainConfig) -> int | None:
+    """The device's peak in a run's process."""
+    return (read_summary(Path(arm.run_dir)) or {}).get("memory/device_peak_bytes")
+
+
 def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]:
-    folder = Path(arm.run_dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file = folder.parent / f"{name}.yaml"
-    save(arm, file)
     # An A/B that was cut short may have one arm without a folder: that one simply starts.
-    again = ["--resume"] if resume and (folder / "config.yaml").exists() else []
-    command = [sys.executable, "-m", "logitless", "train", "--config", str(file), *again]
+    again = ["--resume"] if resume and (Path(arm.run_dir) / "config.yaml").exists() else []
+    return _process(["logitless", "train", "--config", str(_saved(name, arm)), *again], name, arm)
+
+
+def _saved(name: str, arm: TrainConfig) -> Path:
+    """The file that an arm's process takes its configuration from."""
+    folder = Path(arm.run_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    save(arm, folder / f"{name}.yaml")
+    return folder / f"{name}.yaml"
+
+
+def _process(module: list[str], name: str, arm: TrainConfig) -> subprocess.Popen[bytes]:
     # A replay has the programs of its arm: what one process has compiled, the others read.
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(folder_of_programs() or Path(arm.warm_start.cache).absolute() / "compiled")
     }
     # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
-    environment = {**compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", **os.environ}
+    # JAX alone takes three quarters of a GPU's memory.
+    limits = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    command, environment = [sys.executable, "-m", *module], {**compiled, **limits, **os.environ}
     with _log(arm, name).open("ab") as log:  # this process shows how far all of them are
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -197,6 +210,27 @@ def _course(arm: TrainConfig) -> tuple[int, dict[str, Any]]:
     lines = path.read_bytes().splitlines() if path.exists() else []
     steps = [line for line in lines if b'"train/loss"' in line and line.endswith(b"}")]
     return len(steps), json.loads(steps[-1]) if steps else {}
+
+
+def _together(arms: dict[str, TrainConfig], resume: bool, _: bool, say: Say, progress: Progress) -> None:
+    """Replay all arms in one process (:mod:`logitless.train.turns`), from the first step unless all are complete."""
+    say(f"{', '.join(arms)} in turns")
+    before, first = progress.done, next(iter(arms))
+    if resume and all(finished(arm, steps_of(arm)) for arm in arms.values()):
+        say("complete already")
+        progress.at(before + sum(map(_steps_expected, arms.values())))
+        return
+    for arm in arms.values():  # what a replay that was stopped has recorded is none of this one
+        (Path(arm.run_dir) / "metrics.jsonl").unlink(missing_ok=True)
+    with held("step of each arm") as hold:
+        files = [str(_saved(name, arm)) for name, arm in arms.items()]
+        process = _process(["logitless.train.turns", *files], first, arms[first])
+        try:
+            _wait(arms, dict.fromkeys(arms, process), hold, say, progress, before)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
 
 
 def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say, progress: Progress) -> None:
@@ -260,8 +294,8 @@ def _wait(
         running = [name for name, code in codes.items() if code is None]
         if hold.received is not None and not passed_on:
             passed_on = True
-            for name in running:
-                started[name].send_signal(hold.received)
+            for process in {started[name] for name in running}:
+                process.send_signal(hold.received)
         failed = [name for name, code in codes.items() if code]
         if failed and not (passed_on and running):
             log = _log(arms[failed[0]], failed[0])

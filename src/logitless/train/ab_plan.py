@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from logitless.train import replay as replay_test
-from logitless.train.compare import ends_of_rounds
 from logitless.train.config import ConfigError, Loss, TrainConfig
 from logitless.train.config_check import check
 from logitless.train.folder import run_folder
@@ -80,12 +79,8 @@ def plan_of(config: TrainConfig) -> Plan:
     reserved = {CONTROL, "replay", "warm_start"} & set(arms)
     if reserved:
         raise ConfigError(f"ab.arms: {min(reserved)!r} is a name that an A/B keeps for itself; choose another")
-    steps = min(c.replay_steps or config.train.steps, config.train.steps)
-    if c.rounds > 1 and (c.parallel or not c.replay or config.rollout.kind == "random" or 2 * c.rounds > steps):
-        raise ConfigError(
-            f"ab.rounds: {c.rounds} parts of a replay of {steps} steps; they need ab.replay, sampled completions, no "
-            "ab.parallel, and two steps each at least (the first one of a part is not timed)"
-        )
+    if c.turns and (c.parallel or not c.replay or config.rollout.kind == "random"):
+        raise ConfigError("ab.turns: replays in turns need ab.replay, sampled completions, and no ab.parallel")
     folder, first = run_folder(config), next(iter(arms))
     if c.replay:
         rollout = dataclasses.replace(config.rollout, record=c.replay_steps or config.train.steps)
@@ -110,22 +105,10 @@ def plan_of(config: TrainConfig) -> Plan:
             if config.rollout.kind == "sample":
                 rollout = dataclasses.replace(arm.rollout, record=0, replay=str(folder / first))
                 arm = dataclasses.replace(arm, rollout=rollout, eval=dataclasses.replace(arm.eval, every=0))
-            if c.rounds > 1:
-                every = c.replay_steps or config.train.steps  # a state is saved where a round ends
-                arm = dataclasses.replace(arm, checkpoint=dataclasses.replace(arm.checkpoint, every=every))
+            if c.turns:
+                arm = dataclasses.replace(arm, checkpoint=dataclasses.replace(arm.checkpoint, every=0))
             replays[name] = dataclasses.replace(arm, run_dir=str(folder / "replay" / name))
     return Plan(arms, free, replays)
-
-
-def rounds_of(config: TrainConfig, replays: dict[str, TrainConfig]) -> list[dict[str, TrainConfig]]:
-    """The replays of each round: all of them up to the same step, where the next round goes on."""
-    if config.ab.rounds == 1:
-        return [replays]
-    steps = min(config.ab.replay_steps or config.train.steps, config.train.steps)
-    return [
-        {n: dataclasses.replace(a, train=dataclasses.replace(a.train, until=end)) for n, a in replays.items()}
-        for end in ends_of_rounds(config, steps)
-    ]
 
 
 def _without_record(arm: TrainConfig, folder: Path) -> TrainConfig:

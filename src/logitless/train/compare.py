@@ -51,56 +51,44 @@ def ratios(baseline: dict[str, Any], other: dict[str, Any]) -> dict[str, float |
     }
 
 
-def same_completions(config: TrainConfig, free: Records, first: str, replays: dict[str, Records]) -> dict[str, Any]:
+def same_completions(
+    config: TrainConfig, free: Records, first: str, replays: dict[str, Records], peaks: dict[str, int | None]
+) -> dict[str, Any]:
     """Time and memory of every arm on the baseline's completions; ``replays`` are the arms' records, ``first`` is the
     baseline.
 
     ``update``   seconds
     ``step``     seconds: the rollout of the baseline's free run, and the rest of the replay's step
-    ``peak``     bytes, where the device counts them
+    ``peak``     bytes of the arm's free run, where the device counts them; an update's program has the shape of the
+                 fullest batch, whatever the completions are
 
-    Each has a ``mean``, a ``ratio`` to the baseline and an ``interval`` of the ratio at ``ab.confidence``. Steps are
-    compared in pairs, without the first step of a process. The interval's sample is one mean log-ratio a round, or with
-    a single round one log-ratio a step. A process has one peak, so that its interval needs two rounds.
+    Each has a ``mean`` and a ``ratio`` to the baseline, times also an ``interval`` of the ratio at ``ab.confidence``.
+    Steps are compared in pairs, without the first step; the interval's sample is one log-ratio a step.
     """
     drawn = {r["step"]: sum(r.get(f"time/{p}_s") or 0.0 for p in ("rollout", "sync", "reward")) for r in free}
-    ends = ends_of_rounds(config, len(steps_of(replays[first])))
-    measured: dict[str, dict[str, list[list[float]]]] = {}
+    measured: dict[str, dict[str, list[float]]] = {}
     for name, records in replays.items():
-        rounds = [steps_of(records)[i:j] for i, j in itertools.pairwise((0, *ends))]
-        timed = [r[1:] for r in rounds]
-        peaks = [[r[-1]["memory/device_peak_bytes"]] for r in rounds]
+        timed = steps_of(records)[1:]
         measured[name] = {
-            "update": [[r["time/update_s"] for r in part] for part in timed],
-            "step": [
-                [drawn[r["step"]] + r["time/train/step_s"] - r.get("time/rollout_s", 0.0) for r in part]
-                for part in timed
-            ],
-            **({} if any(p == [None] for p in peaks) else {"peak": peaks}),
+            "update": [r["time/update_s"] for r in timed],
+            "step": [drawn[r["step"]] + r["time/train/step_s"] - r.get("time/rollout_s", 0.0) for r in timed],
         }
+        if peak := peaks.get(name):
+            measured[name]["peak"] = [float(peak)]
     return {
         name: {key: _against(config, measured[first].get(key, []), found) for key, found in of_arm.items()}
         for name, of_arm in measured.items()
     }
 
 
-def ends_of_rounds(config: TrainConfig, steps: int) -> list[int]:
-    """The last step of each round of a replay."""
-    return [round(i * steps / config.ab.rounds) for i in range(1, config.ab.rounds + 1)]
-
-
-def _against(config: TrainConfig, base: list[list[float]], arm: list[list[float]]) -> dict[str, Any]:
-    """Mean of the arm's values, by round; and its ratio to the baseline's, value by value, with an interval."""
-    every = [v for part in arm for v in part]
-    logs = [
-        [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0] for a, b in zip(base, arm, strict=True)
-    ]
-    sample = [_mean(part) for part in logs if part] if len(logs) > 1 else [v for part in logs for v in part]
-    out: dict[str, Any] = {"mean": _mean(every) if every else None, "ratio": None, "interval": None}
-    if sample:
-        out["ratio"] = math.exp(_mean(sample))
-    if len(sample) > 1:
-        centre, _, half = _interval(sample, config.ab.confidence)
+def _against(config: TrainConfig, base: list[float], arm: list[float]) -> dict[str, Any]:
+    """Mean of the arm's values; and its ratio to the baseline's, value by value, with an interval."""
+    logs = [math.log(y / x) for x, y in zip(base, arm, strict=True) if x > 0 and y > 0]
+    out: dict[str, Any] = {"mean": _mean(arm) if arm else None, "ratio": None, "interval": None}
+    if logs:
+        out["ratio"] = math.exp(_mean(logs))
+    if len(logs) > 1:
+        centre, _, half = _interval(logs, config.ab.confidence)
         out["interval"] = [math.exp(centre - half), math.exp(centre + half)]
     return out
 

@@ -146,8 +146,6 @@ class Train:
     kl_report: bool = True  # measure the KL to the initial policy even without the pull
     advantage_scale: str = one_of("group", "batch", "none")
     advantage_eps: float = number(1e-4, "(0, inf)")
-    # This call stops after so many of the run's steps, with the state saved; --resume goes on. 0: none
-    until: int = number(0, "[0, inf)")
     max_skipped: int = number(5, "[1, inf)")  # stop after so many steps in a row whose loss or gradient is not finite
     loss: Loss = dataclasses.field(default_factory=Loss)
 
@@ -211,8 +209,8 @@ class AB:
     # Replay: all arms, and a second baseline that differs in rounding alone, update on the baseline's completions.
     replay: bool = True
     replay_steps: int = number(0, "[0, inf)")  # 0: all
-    # Parts of the replay: every arm updates on the first part, then every arm on the second (times, like with like)
-    rounds: int = number(1, "[1, inf)")
+    # The replays in one process, a step of each arm in turn: times, like with like. The device holds all arms' states
+    turns: bool = False
     replay_factor: float = number(10.0, "[1, inf)")  # times the second baseline's distance that an arm may be away
     # Free runs: a second baseline that samples for itself, or several seeds; without, differences are not judged.
     control: bool = False

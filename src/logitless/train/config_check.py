@@ -44,8 +44,6 @@ def check(c: TrainConfig) -> None:
 
 def _check_rows(c: TrainConfig) -> None:
     t = c.train
-    if t.until and not c.checkpoint.every:
-        raise ConfigError(f"train.until: {t.until}, but checkpoint.every 0 saves no state to go on from")
     rows = t.prompts_per_step * t.group_size
     if t.group_size < 2 and t.advantage_scale == "group":
         raise ConfigError("train.group_size: 1 completion a prompt has no group to compare with, expected at least 2")

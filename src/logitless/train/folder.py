@@ -20,7 +20,7 @@ except ImportError:  # not on Windows: there, nothing keeps a second run away
     fcntl = None  # type: ignore[assignment]
 
 FREE_ON_RESUME = (
-    "run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache", "train.until",
+    "run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache",
 )  # fmt: skip
 """Keys that may change between a run and its continuation."""
 LOCK = ".lock"

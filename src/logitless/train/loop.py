@@ -143,17 +143,14 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
         name=config.name,
         config=dataclasses.asdict(config),
     )
-    loop = _Loop(config, trainer, folder, tracker, say, steps)
+    loop = Run(config, trainer, folder, tracker, say, steps)
     loop.skipped_in_a_row, loop.last_saved = skipped_in_a_row, start or None
     loop.go(state, frozen, start, progress)
-    tracker.close()
-    summary = loop.summary(parameters, compile_s, time.perf_counter() - begin)
-    replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    return summary
+    return loop.finish(parameters, compile_s, time.perf_counter() - begin)
 
 
-class _Loop:
-    """The steps of one process."""
+class Run:
+    """The steps of a run in this process, and what they leave in its folder."""
 
     def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, tracker: Tracker, say: Say, steps: int):
         self.steps = steps
@@ -169,19 +166,19 @@ class _Loop:
             numbers, evaluated = self.trainer.evaluate(state, frozen)
             self._write_samples(evaluated, 0)
             self.tracker.log({"step": 0, **numbers})
-        until = min(self.config.train.until or self.steps, self.steps)
-        for step in range(start + 1, until + 1):
+        for step in range(start + 1, self.steps + 1):
             # A step that can be saved is finished and saved when a signal comes; else there is nothing to wait for.
             with held("step") if self.config.checkpoint.every else contextlib.nullcontext() as hold:
-                state = self._step(state, frozen, step, progress)
+                state = self.step(state, frozen, step, progress)
                 stop = hold is not None and hold.received is not None
                 every = self.config.checkpoint.every
-                if every and (stop or step == until or step % every == 0):
+                if every and (stop or step == self.steps or step % every == 0):
                     self._save(step, state)
             if hold is not None and hold.received is not None and step < self.steps and self.last_saved is not None:
                 raise Stopped(hold.received, self.last_saved)
 
-    def _step(self, state: State, frozen: Policy, step: int, progress: Progress) -> State:
+    def step(self, state: State, frozen: Policy, step: int, progress: Progress) -> State:
+        """Make one step and record it."""
         state, record, rolled = self.trainer.step(state, frozen, step)
         self._count_skipped(record, step)
         self.recent.append(record["time/train/step_s"])
@@ -249,12 +246,13 @@ class _Loop:
         self.last_saved = step
         self.checkpoint_times.append(time.perf_counter() - start)
 
-    def summary(self, parameters: int, compile_s: float, seconds: float) -> dict[str, Any]:
-        """What the run came to; over all its records, those before a resume included."""
+    def finish(self, parameters: int, compile_s: float, seconds: float) -> dict[str, Any]:
+        """Write and return what the run came to; over all its records, those before a resume included."""
+        self.tracker.close()
         numbers = run_numbers(read_records(self.folder / "metrics.jsonl"))
         t, times = self.trainer, self.checkpoint_times
         programs = (t.update_program, t.score_program, t.rollout_program, t.eval_program)
-        return {
+        summary = {
             "name": self.config.name,
             "parameters": parameters,
             **numbers,
@@ -267,3 +265,5 @@ class _Loop:
             "loss_backend": t.backend,
             "environment": timing.environment(),
         }
+        replace(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return summary
