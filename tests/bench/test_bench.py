@@ -14,7 +14,7 @@ from bench_fakes import in_this_process, prepared, scripted, turn
 from logitless.core import row_passes
 from logitless.head.sparse.report import blank_report
 from logitless.lab import cli
-from logitless.lab.bench import arm, case, microbench, suites, text_table, verification
+from logitless.lab.bench import arm, arm_program, case, microbench, suites, text_table, verification
 from logitless.lab.bench.case import BenchConfig, Kernel
 from logitless.lab.bench.gradcheck_config import GradcheckConfig
 from logitless.lab.tools import shapes
@@ -274,7 +274,7 @@ def test_a_check_of_a_suite_that_fails_fails_it(monkeypatch: pytest.MonkeyPatch,
 
 def test_every_case_of_every_suite_can_be_run() -> None:
     known = suites.suites()
-    assert set(known) == {"cpu", "h200", "gpu-head", "gpu-sparse", "gpu-logits"}
+    assert set(known) == {"cpu", "h200", "gpu-head", "gpu-sparse", "gpu-distill", "gpu-logits"}
     for name, cases in known.items():
         assert len({c.name for c in cases}) == len(cases)
         for c in cases:
@@ -296,8 +296,9 @@ def test_every_case_of_every_suite_can_be_run() -> None:
             for own in found.values():  # each can be verified and each objective exists
                 if case.is_ours(own):
                     verification.check_of(c, own)
-                    logitless.Objective().replace(**{**c.objective, **own.objective})
-        assert name == "gpu-logits" or any("RL batch" in str(c) or c.name.startswith("head 8192") for c in cases)
+                    arm_program._objective(dataclasses.asdict(c), own)
+        of_a_loss = name not in ("gpu-logits", "gpu-distill")
+        assert not of_a_loss or any("RL batch" in str(c) or c.name.startswith("head 8192") for c in cases)
 
 
 def test_a_suite_needs_no_omegaconf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

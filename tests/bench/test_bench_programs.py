@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless import Objective, oracle
-from logitless.lab.bench import arm, arm_program, case_arrays, peers
+from logitless import Distillation, Objective, oracle
+from logitless.lab.bench import arm, arm_program, case, case_arrays, peers
 from logitless.lab.bench.case import PEERS, Arm, BenchConfig, arms
 from logitless.lab.tools import timing
+from logitless.lab.tools.command_config import ConfigError
 
 HEAD = BenchConfig(tokens=32, rows=4, hidden=16, vocab=50, dtype="float32", live=0.8, moving=0.9)
 CASES = {"head": HEAD, "logits": dataclasses.replace(HEAD, level="logits")}
@@ -51,6 +52,55 @@ def test_every_arm_has_the_loss_and_the_gradients_of_float64(level: str) -> None
         assert len(out["grads"]) == (1 if own.frozen_head else len(grads)), name
         for got, want in zip(out["grads"], grads, strict=False):
             assert np.linalg.norm(np.asarray(got) - want) < 1e-5 * np.linalg.norm(want), name
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_every_arm_of_a_distillation_has_the_loss_and_the_gradients_of_float64(kind: str) -> None:
+    """The dense forms, the library's call, few live tokens; the teacher has a width of its own."""
+    settings = dict(divergence=kind) | (dict(mix=0.3) if kind == "jsd" else {})
+    c = dataclasses.replace(HEAD, teacher=24, distillation=settings, moving=1.0)
+    c = dataclasses.replace(c, arms={"few": dict(of="default", batch=dict(live=0.3))})
+    case.check(c)
+    for name, own in arms(c).items():
+        x, rest = inputs = case_arrays.Data().of(dataclasses.asdict(c), own.batch)
+        student, teacher = oracle.linear_rows(*x), oracle.linear_rows(rest["teacher_hidden"], rest["teacher_lm_head"])
+        objective: Any = Distillation(**settings)
+        loss, want = oracle.distillation_loss(student, teacher, objective=objective, mask=rest["mask"])
+        out = arm_program.program(dataclasses.asdict(c), own)(*inputs)
+        assert float(out["loss"]) == pytest.approx(loss, rel=1e-5), name
+        for got, true in zip(out["grads"], (want.inputs, want.head), strict=True):
+            assert true is not None and np.linalg.norm(np.asarray(got) - true) < 2e-5 * np.linalg.norm(true), name
+
+
+def test_a_reference_of_its_own_states() -> None:
+    """A case with a teacher and no distillation: a GRPO loss with the exact KL, and the same with an estimate."""
+    own = dict(beta=0.1, kl="full", aggregation="dapo")
+    k3 = dict(of="default", objective=dict(kl="k3"), against="default")
+    c = dataclasses.replace(HEAD, teacher=24, objective=own, baselines=[], arms={"k3": k3}, inputs="flat")
+    case.check(c)
+    x, rest = inputs = case_arrays.Data().of(dataclasses.asdict(c), {})
+    losses = {k: float(arm_program.program(dataclasses.asdict(c), a)(*inputs)["loss"]) for k, a in arms(c).items()}
+    rows = oracle.linear_rows(*x), oracle.linear_rows(rest["teacher_hidden"], rest["teacher_lm_head"])
+    kl = oracle.divergence(*rows, mask=rest["mask"]).divergence
+    plain = {k: v for k, v in rest.items() if not k.startswith("teacher")}
+    bare, *_ = oracle.linear_grpo_loss(*x, objective=Objective(aggregation="dapo"), head_layout="vh", **plain)
+    assert losses["default"] == pytest.approx(bare + 0.1 * float(kl.sum()) / int(rest["mask"].sum()), rel=1e-5)
+    assert losses["k3"] != pytest.approx(losses["default"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(distillation=dict(divergence="jsd")), "needs a teacher"),
+        (dict(level="logits", teacher=8), "teacher: is for level=head"),
+        (dict(teacher=8, inputs="on_policy"), "the policy's own width, 16"),
+        (dict(teacher=8), "give baselines=\\[\\]"),
+        (dict(teacher=8, distillation=dict(mix=0.5), baselines=["checkpointed"]), "expected some of naive, strong"),
+    ],
+)
+def test_what_a_case_with_a_teacher_cannot_have(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        case.check(dataclasses.replace(HEAD, **fields))
 
 
 def test_what_is_timed_is_the_loss_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,8 +188,9 @@ def test_dead_tokens_cost_nothing(layout: str) -> None:
         own = dict(a, mask=tokens < live)
         own = {k: np.nan_to_num(x) if x.dtype == np.float32 else x for k, x in own.items()}
         where = None if layout == "one device" else LAYOUTS[layout].sharding()
-        return matmul_flops(lambda own, others: by_student(lambda a: loss(a, L.Distillation(), where))(own, others)[1],
-                            *split(own))
+        return matmul_flops(
+            lambda own, others: by_student(lambda a: loss(a, L.Distillation(), where))(own, others)[1], *split(own)
+        )
 
     if layout == "one device":
         per_token = 2 * VOCAB * (3 * HIDDEN + WIDTH)
@@ -201,7 +202,7 @@ def test_dead_tokens_cost_nothing(layout: str) -> None:
 def test_refused_by_name() -> None:
     """A vocabulary-parallel teacher with other columns than the student's, and a width that does not divide."""
     a, where = arrays(), LAYOUTS["vocabulary-parallel"]
-    student, teacher = heads(a)
+    student, _ = heads(a)
     wide = L.Head(np.zeros((WIDTH, 2 * VOCAB), np.float32), layout="hv")
     with pytest.raises(ValueError, match="teacher's head has 128 columns where lm_head has 64"):
         L.linear_divergence(a["hidden"], student, a["teacher_hidden"], wide, sharding=where.sharding())

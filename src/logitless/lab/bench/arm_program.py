@@ -43,12 +43,17 @@ def program(c: dict[str, Any], arm: Arm) -> jax.stages.Wrapped:
 
 
 def _objective(c: dict[str, Any], arm: Arm) -> Any:
+    """The objective, or the distillation's settings, of an arm."""
+    if c.get("distillation"):
+        return logitless.Distillation(**{**c["distillation"], **arm.objective})
     return logitless.Objective().replace(**{**c["objective"], **arm.objective})
 
 
 def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     """``loss(x, rest) -> (loss, metrics)``; only a sparse backward has metrics, so that nothing else is timed."""
     objective, head = _objective(c, arm), c["level"] == "head"
+    if c.get("distillation"):
+        return _distillation(objective, arm)
     if arm.kind == "baseline":
         from logitless.lab.tools import baselines
 
@@ -64,11 +69,39 @@ def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
 
     def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
         if head:
+            rest = dict(rest)
+            if "teacher_hidden" in rest:  # a reference's
+                rest["ref_hidden"] = rest.pop("teacher_hidden")
+                rest["ref_lm_head"] = logitless.Head(rest.pop("teacher_lm_head"), layout="vh")
             value, metrics = logitless.linear_grpo_loss(
                 x[0], logitless.Head(x[1], layout="vh"), objective=objective, options=options, **rest
             )
         else:
             value, metrics = logitless.grpo_loss(x[0], objective=objective, options=options, **rest)
+        return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
+
+    return loss
+
+
+def _distillation(settings: Any, arm: Arm) -> Callable[..., Any]:
+    """:func:`_loss` of a case with a teacher."""
+    if arm.kind == "baseline":
+        from logitless.lab.tools import dense_divergence
+
+        def dense(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+            given = (*x, rest["teacher_hidden"], rest["teacher_lm_head"], rest["mask"])
+            value = dense_divergence.loss(arm.form, *given, distillation=settings, logits_dtype=arm.logits_dtype)
+            return value, {}
+
+        return dense
+    options = logitless.Options(**arm.options)
+
+    def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+        teacher = logitless.Head(rest["teacher_lm_head"], layout="vh")
+        value, metrics = logitless.linear_distillation_loss(
+            x[0], logitless.Head(x[1], layout="vh"), rest["teacher_hidden"], teacher, mask=rest["mask"],
+            distillation=settings, options=options,
+        )  # fmt: skip
         return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
 
     return loss

@@ -27,9 +27,11 @@ from logitless.lab.tools.command_config import (
 from logitless.lab.tools.shapes import MODELS
 
 BASELINES = {"logits": tuple(LOGITS_BASELINES), "head": HEAD_BASELINES}
+DISTILLATION_BASELINES = ("naive", "strong")
 PEERS = {
     "logits": ("liger, in place", "liger"),
     "head": ("torch eager", "torch.compile", "cut_cross_entropy", "liger"),
+    "distillation": ("trl, reverse_kl", "trl, forward_kl", "trl, jsd", "liger, jsd"),
 }
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
 CALLS = ("gradients", "loss", "logprobs")
@@ -70,6 +72,8 @@ class BenchConfig:
     logits_dtype: str = one_of("float32", "bfloat16")
     head_grad_dtype: str = one_of("float32", "param")
     objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
+    teacher: int = number(0, AT_LEAST_0)  # width of a teacher's (or reference's) hidden states; 0: there is none
+    distillation: dict[str, Any] = dataclasses.field(default_factory=dict)  # a Distillation's fields: that loss
     seed: int = 0
     verify: bool = True
     check_rows: int = number(0, AT_LEAST_0)  # gradient rows at the true shape, compared with float64
@@ -85,7 +89,8 @@ class BenchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One program. ``batch`` and ``objective`` are keys of the case, or of its objective, that differ for it."""
+    """One program. ``batch`` and ``objective`` are keys of the case, or of its objective (of its ``distillation`` where
+    it has one), that differ for it."""
 
     kind: str  # one of KINDS
     form: str = ""  # which baseline or peer
@@ -108,11 +113,13 @@ def check(c: BenchConfig) -> None:
     known = registry.BACKENDS[c.level]
     if c.kernel.backend not in ("", *known):
         raise ConfigError(f"kernel.backend: {c.kernel.backend!r}, expected one of nothing, {', '.join(known)}")
+    baselines = DISTILLATION_BASELINES if c.distillation else BASELINES[c.level]
     for b in c.baselines:
         form, _, short = b.partition("/")
-        if form not in BASELINES[c.level] or (short and (c.level == "logits" or short not in SHORT.values())):
+        if form not in baselines or (short and (c.level == "logits" or short not in SHORT.values())):
             more = "" if c.level == "logits" else ", each with /f32 or /bf16 behind it for another logits dtype"
-            raise ConfigError(f"baselines: {b!r}, expected some of {', '.join(BASELINES[c.level])}{more}")
+            raise ConfigError(f"baselines: {b!r}, expected some of {', '.join(baselines)}{more}")
+    _check_teacher(c)
     if c.model:
         if c.model not in MODELS:
             raise ConfigError(f"model: {c.model!r}, expected one of {', '.join(MODELS)}")
@@ -136,6 +143,18 @@ def check(c: BenchConfig) -> None:
                 raise ConfigError(f"gates: {gate!r} names the arm {name!r}, expected one of {', '.join(there)}")
 
 
+def _check_teacher(c: BenchConfig) -> None:
+    """Refuse what a case with a teacher cannot have."""
+    if c.distillation and not c.teacher:
+        raise ConfigError("distillation: needs a teacher; give the width of its hidden states, teacher=4096")
+    if c.teacher and c.level == "logits":
+        raise ConfigError("teacher: is for level=head")
+    if c.teacher and c.inputs != "flat" and c.teacher != c.hidden:
+        raise ConfigError(f"teacher: {c.teacher}, but with inputs={c.inputs} it is the policy's own width, {c.hidden}")
+    if c.teacher and not c.distillation and c.baselines:
+        raise ConfigError("baselines: there is no dense form with a reference's hidden states; give baselines=[]")
+
+
 def arms(c: BenchConfig, *, peers: bool = False, source: str = "") -> dict[str, Arm]:
     """The arms by name; with ``source``, each of the library's is there twice, the second with that tree's library."""
     out: dict[str, Arm] = {b: _dense(c, b) for b in c.baselines}
@@ -145,13 +164,20 @@ def arms(c: BenchConfig, *, peers: bool = False, source: str = "") -> dict[str, 
         out[name] = _declared(c, out, name, dict(fields))
     if peers:
         dtype = c.logits_dtype if c.level == "logits" else "bfloat16"
-        out |= {f"peer: {p}": Arm("peer", p, logits_dtype=dtype) for p in PEERS[c.level]}
+        known = PEERS["distillation" if c.distillation else c.level] if c.distillation or not c.teacher else ()
+        out |= {f"peer: {p}": Arm("peer", p, logits_dtype=dtype, objective=_of_peer(c, p)) for p in known}
     if source:
         for name, arm in list(out.items()):
             out[name] = out.pop(name)  # in order, each twin right behind its arm
             if is_ours(arm):
                 out[twin(name)] = dataclasses.replace(arm, source=source, against="")
     return out
+
+
+def _of_peer(c: BenchConfig, name: str) -> dict[str, Any]:
+    """How the loss of a peer's arm differs from the case's."""
+    kind = name.partition(", ")[2]
+    return dict(divergence=kind) if c.distillation and c.distillation.get("divergence") != kind else {}
 
 
 def is_ours(arm: Arm) -> bool:

@@ -53,6 +53,7 @@ class Data:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[Any, ...], tuple[tuple[Array, ...], Array, np.ndarray]] = {}
+        self._teachers: dict[tuple[Any, ...], tuple[Array, Array]] = {}
 
     def of(self, c: dict[str, Any], own: dict[str, Any]) -> Inputs:
         """The inputs of the case ``c`` with the keys of ``own`` changed."""
@@ -63,8 +64,27 @@ class Data:
         shape = rest["targets"].shape
         old = logp.reshape(shape) + 0.05 * rng.standard_normal(shape).astype(np.float32)
         rest |= dict(targets=targets.reshape(shape), old_logp=old)
+        rest |= self._teacher(c, x, shape)
         x = (x[0].reshape(*shape, -1), *x[1:])
         return jax.block_until_ready((x, {k: jnp.asarray(v) for k, v in rest.items()}))
+
+    def _teacher(self, c: dict[str, Any], x: tuple[Array, ...], shape: tuple[int, ...]) -> dict[str, Array]:
+        """The second model of a case that has one: independent numbers beside flat inputs; else the policy's own
+        states, moved by a fifth of their size, under its own head (a copy)."""
+        if not c.get("teacher"):
+            return {}
+        key = (*(c[k] for k in ARRAYS), c["teacher"])
+        if key not in self._teachers:
+            rng, dtype = np.random.default_rng(c["seed"] + 1), jnp.dtype(c["dtype"])
+            if c["inputs"] == "flat":
+                made = shapes.host_arrays("head", c["tokens"], c["teacher"], c["vocab"], dtype, rng, 1)
+                self._teachers[key] = tuple(jax.device_put(a.reshape(-1, a.shape[-1])) for a in made)
+            else:
+                size = jnp.linalg.norm(x[0].astype(jnp.float32), axis=1, keepdims=True) / np.sqrt(c["teacher"])
+                noise = 0.2 * size * rng.standard_normal(x[0].shape, np.float32)
+                self._teachers[key] = (x[0] + noise).astype(dtype), jnp.copy(x[1])
+        hidden, head = self._teachers[key]
+        return dict(teacher_hidden=hidden.reshape(*shape, -1), teacher_lm_head=head)
 
     def entropy(self, c: dict[str, Any], own: dict[str, Any]) -> float:
         """The policy's mean entropy over these inputs, in nats."""
@@ -112,4 +132,7 @@ def blank(c: dict[str, Any], own: dict[str, Any]) -> Inputs:
     sizes = [(*shape, c["vocab"])] if c["level"] == "logits" else [(*shape, c["hidden"]), (c["vocab"], c["hidden"])]
     x = tuple(jax.device_put(np.full(size, 0.01, dtype)) for size in sizes)
     rest["old_logp"] = np.full(shape, -np.log(c["vocab"]), np.float32)
+    if c.get("teacher"):
+        rest["teacher_hidden"] = np.full((*shape, c["teacher"]), 0.01, dtype)
+        rest["teacher_lm_head"] = np.full((c["vocab"], c["teacher"]), 0.01, dtype)
     return jax.block_until_ready((x, {k: jax.device_put(v) for k, v in rest.items()}))

@@ -14,7 +14,7 @@ Over = Callable[..., int]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--config", action="append", default=[], help="YAML file (configs/bench/); may be repeated")
-    parser.add_argument("--suite", help="run the lot into one JSON file: cpu, h200, gpu-head, gpu-sparse or gpu-logits")
+    parser.add_argument("--suite", help="run the lot into one JSON file: cpu, h200 or gpu-{head,sparse,distill,logits}")
     parser.add_argument("--only", default="", help="of a suite, only cases with (one of) this in their name")
     parser.add_argument(
         "--arms", default="", help="only arms of these names, or with this in them, and their baselines"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers", nargs="?", const="", default=None, metavar="DIR",
-        help="PyTorch's arms, too (torch, Liger-Kernel, cut-cross-entropy; DIR: a folder of their unpacked wheels)",
+        help="PyTorch's arms, too (torch, Liger-Kernel, TRL, cut-cross-entropy; DIR: a folder of unpacked wheels)",
     )  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key; or: compare A.jsonl B.jsonl (ratios B / A)"

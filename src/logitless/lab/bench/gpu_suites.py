@@ -133,6 +133,41 @@ def gpu_sparse() -> list[Case]:
     ]  # fmt: skip
 
 
+def gpu_distill() -> list[Case]:
+    """Distillation losses and the exact KL to a reference: dense forms, the library's own, few live tokens; on data of
+    a trained policy's kind the sparse backward beside them."""
+    arms: dict[str, Any] = {"default, a quarter live": dict(of="default", batch=dict(live=0.25), against="strong/f32")}
+    for kind in ("forward_kl", "jsd"):
+        for base in ("strong", "strong/f32", "default"):
+            against = {} if base != "default" else dict(against=f"strong/f32, {kind}")
+            arms[f"{base}, {kind}"] = dict(of=base, objective=dict(divergence=kind), **against)
+    gates: dict[str, Any] = {
+        "reverse KL: time / strong, f32": ("time", "default", "strong/f32", 0.95),
+        "reverse KL: memory / strong, f32": ("memory", "default", "strong/f32", 0.15),
+        "forward KL: time / strong, f32": ("time", "default, forward_kl", "strong/f32, forward_kl", 0.95),
+        "JSD: time / strong, f32": ("time", "default, jsd", "strong/f32, jsd", 0.95),
+        "reverse KL: time / TRL": ("time", "default", f"{PEERS}trl, reverse_kl", 0.65),
+        "forward KL: time / TRL": ("time", "default, forward_kl", f"{PEERS}trl, forward_kl", 0.65),
+        "JSD: time / TRL": ("time", "default, jsd", f"{PEERS}trl, jsd", 0.55),
+        "25 % live: time / strong, f32": ("time", "default, a quarter live", "strong/f32", 0.27),
+    }
+    full = dict(beta=0.04, kl="full", aggregation="dapo")
+    beside: dict[str, Any] = {
+        f"{name}, k3": dict(of=name, objective=dict(kl="k3"), against=name) for name in ("default", "kernel")
+    }
+    bars: dict[str, Any] = {f"{name}: time / k3": ("time", name, f"{name}, k3", 1.45) for name in ("default", "kernel")}
+    shared: dict[str, Any] = dict(
+        tokens=8192, hidden=4096, vocab=151936, teacher=4096, rows=8, peaks=False, rounds=5, **BF16
+    )
+    return [
+        BenchConfig(
+            "distill 8192x4096x151936", distillation=dict(divergence="reverse_kl"), arms=arms, gates=gates,
+            baselines=["strong", "strong/f32", "naive", "naive/f32"], **shared,
+        ),
+        BenchConfig("GRPO, KL to a reference", objective=full, baselines=[], arms=beside, gates=bars, **shared),
+    ]  # fmt: skip
+
+
 def gpu_logits() -> list[Case]:
     """Given logits: the kernels at awkward shapes against float64, then time at true ones."""
     return [*_logits_checks(), *(_logits_case(*shape, first=i == 0) for i, shape in enumerate(LOGITS_SHAPES))]

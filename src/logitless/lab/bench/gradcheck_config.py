@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from logitless.core import registry
+from logitless.core.divergences import DIVERGENCES
 from logitless.lab.bench import synthetic_inputs as inputs
 from logitless.lab.plan.mesh import parse_mesh
 from logitless.lab.tools.command_config import (
@@ -36,6 +37,9 @@ class GradcheckConfig:
     interpret: bool = False
     bwd_impl: str = one_of("pallas", "jax")
     call: str = one_of("loss", "logprobs")  # logprobs: random cotangents of logp, entropy and lse
+    divergence: str = one_of("off", *DIVERGENCES)  # from a teacher: the distillation loss, or the divergence itself
+    mix: float = number(0.5, "[0, 1]")  # of divergence=jsd
+    teacher: int = number(0, AT_LEAST_0)  # width of the teacher's hidden states; 0: the student's
     preset: str = ""  # trl | liger | verl | tunix | mllm-jax, or empty for a plain Objective
     objective: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch: int = number(2, AT_LEAST_1)
@@ -100,8 +104,24 @@ def check(c: GradcheckConfig) -> None:
         raise ConfigError("level: logits, but inputs=realistic and sparse_backward are for level=head")
     if c.call == "logprobs" and c.sparse_backward != "off":
         raise ConfigError("call: logprobs has no sparse_backward; that is the loss's")
+    if c.divergence != "off":
+        _check_divergence(c)
+    elif c.teacher:
+        raise ConfigError(f"teacher: {c.teacher}, but divergence is off; give the divergence from it")
     if not 0 <= c.vocab_size <= c.vocab:
         raise ConfigError(f"vocab_size: {c.vocab_size}, expected 0 (all) to {c.vocab}")
+
+
+def _check_divergence(c: GradcheckConfig) -> None:
+    """Refuse what a gradcheck of a divergence does not have."""
+    if c.level == "logits" and c.call == "loss":
+        raise ConfigError("divergence: the distillation loss is from hidden states; from logits, give call=logprobs")
+    if c.level == "logits" and c.teacher:
+        raise ConfigError("teacher: is the width of hidden states, for level=head")
+    if c.inputs == "model":
+        raise ConfigError("inputs: 'model' has no teacher; give divergence=off or other inputs")
+    if c.preset or c.objective:
+        raise ConfigError("objective: a divergence has none; give divergence, mix and temperature")
 
 
 def axes_of(c: GradcheckConfig) -> dict[str, int]:

@@ -17,7 +17,7 @@ from logitless import oracle
 from logitless.api import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
 from logitless.core.options import Head, Options
 from logitless.core.registry import KERNELS
-from logitless.lab.bench import model_inputs, realistic, synthetic_inputs
+from logitless.lab.bench import divergence_runs, model_inputs, realistic, synthetic_inputs
 from logitless.lab.bench.gradcheck_config import DTYPES, GradcheckConfig, axes_of
 from logitless.lab.plan.mesh import AXES
 from logitless.mesh.sharding import Sharding
@@ -25,6 +25,8 @@ from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
 
 STATISTICS = ("logp", "entropy", "lse")
+OF_A_PAIR = ("divergence", "entropy", "logp")
+"""Statistics that are compared: of one distribution, and of a student with its teacher."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ def transform_of(c: GradcheckConfig) -> dict[str, Any]:
 def cotangents(c: GradcheckConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
     """Random weights of each statistic of each live token, for ``call: logprobs``."""
     rng = np.random.default_rng(c.seed + 1)
-    return {k: (rng.standard_normal(mask.shape) * mask).astype(np.float32) for k in STATISTICS}
+    names = STATISTICS if c.divergence == "off" else OF_A_PAIR
+    return {k: (rng.standard_normal(mask.shape) * mask).astype(np.float32) for k in names}
 
 
 def _sharding(c: GradcheckConfig) -> Sharding:
@@ -87,6 +90,8 @@ def arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray, 
         options: dict[str, Any] = dict(temperature=c.temperature, head_layout="vh", **transform_of(c))
         logp = oracle.linear_token_stats(x[0], x[1], rest["targets"], **options).logp
     noise = rng.standard_normal(rest["targets"].shape)
+    if c.divergence != "off":
+        return x, rest | divergence_runs.teacher(c, x, rng)
     rest["old_logp"] = (logp + c.old_logp_noise_scale * noise).astype(np.float32)
     if objective.beta is not None:
         rest["ref_logp"] = (logp + 0.1 * rng.standard_normal(noise.shape)).astype(np.float32)
@@ -95,8 +100,9 @@ def arrays(c: GradcheckConfig, objective: Objective) -> tuple[tuple[np.ndarray, 
     return x, rest
 
 
-def _statistics_loss(stats: Any, weights: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    values = {k: getattr(stats, k) for k in STATISTICS}
+def statistics_loss(stats: Any, weights: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The statistics in ``weights``, weighted and summed, and beside the sum as they are."""
+    values = {k: getattr(stats, k) for k in weights}
     total = functools.reduce(jnp.add, (jnp.sum(values[k] * w) for k, w in weights.items()))
     return total, values
 
@@ -112,6 +118,7 @@ def by_backend(
         arguments["sharding"] = _sharding(c)
     donate = c.donate and kernel and c.level == "logits"
     weights = cotangents(c, rest["mask"])
+    teacher = c.divergence != "off"
     if c.level == "logits":
         arguments |= transform_of(c)
         options |= dict(bwd_impl=c.bwd_impl, donate_logits=donate)
@@ -127,10 +134,13 @@ def by_backend(
         if c.level == "head":
             arrays = [arrays[0], Head(arrays[1], layout="vh", **transform_of(c)), *arrays[2:]]
         how = dict(arguments, options=Options(**options))
+        if teacher:
+            out = divergence_runs.call(c, arrays, rest, how)
+            return out if c.call == "loss" else statistics_loss(out, weights)
         if c.call == "logprobs":
             how["temperature"] = c.temperature
             call: Callable[..., Any] = logprobs if c.level == "logits" else linear_logprobs
-            return _statistics_loss(call(*arrays, rest["targets"], mask=rest["mask"], **how), weights)
+            return statistics_loss(call(*arrays, rest["targets"], mask=rest["mask"], **how), weights)
         whole: Callable[..., Any] = grpo_loss if c.level == "logits" else linear_grpo_loss
         return whole(*arrays, objective=objective, **rest, **how)
 
@@ -147,6 +157,9 @@ def by_backend(
 def by_oracle(c: GradcheckConfig, objective: Objective, x: tuple[np.ndarray, ...], rest: dict[str, Any]) -> Found:
     """The truth, in float64."""
     layout: dict[str, Any] = {} if c.level == "logits" else dict(head_layout="vh")
+    if c.divergence != "off":
+        total, moved, values = divergence_runs.by_oracle(c, x, rest, cotangents(c, rest["mask"]))
+        return Found(total, moved, statistics=values)
     if c.call == "loss":
         whole: Callable[..., Any] = oracle.grpo_loss if c.level == "logits" else oracle.linear_grpo_loss
         loss, *grads = whole(*x, objective=objective, **rest, **layout, **transform_of(c))

@@ -143,13 +143,14 @@ def _may_lack(row: dict[str, Any]) -> bool | None:
 def least_work(c: BenchConfig, live: int) -> tuple[float, float]:
     """``(FLOPs, bytes)`` that no exact loss with gradients can do without; the same for every arm.
 
-    Head: three matmuls over live tokens; hidden states and head read, their gradients written. Logits: read and
-    dlogits written.
+    Head: three matmuls over live tokens; hidden states and head read, their gradients written; a teacher's are one
+    matmul more, and are read. Logits: read and dlogits written.
     """
     item = 4 if c.dtype == "float32" else 2
     if c.level == "logits":
         return 0.0, 2.0 * c.tokens * c.vocab * item
-    return 6.0 * live * c.hidden * c.vocab, 2.0 * (c.tokens + c.vocab) * c.hidden * item
+    teacher = 2.0 * live * c.teacher * c.vocab, 1.0 * (c.tokens + c.vocab) * c.teacher * item
+    return 6.0 * live * c.hidden * c.vocab + teacher[0], 2.0 * (c.tokens + c.vocab) * c.hidden * item + teacher[1]
 
 
 def _summarise(c: BenchConfig, part: dict[str, Any]) -> dict[str, Any]:

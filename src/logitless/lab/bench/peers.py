@@ -1,8 +1,8 @@
-"""PyTorch's arms, on the same inputs: what people use who do not use JAX. Optional: torch, Liger-Kernel, and
+"""PyTorch's arms, on the same inputs: what people use who do not use JAX. Optional: torch, Liger-Kernel, TRL and
 cut-cross-entropy are not dependencies, and one that is missing is an arm that is not there.
 
-Device times are CUDA events. ``$LOGITLESS_PEERS`` may name a folder with the unpacked wheels ``liger_kernel`` and
-``cut_cross_entropy``.
+Device times are CUDA events. ``$LOGITLESS_PEERS`` may name a folder with the unpacked wheels ``liger_kernel``,
+``cut_cross_entropy`` and ``trl``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from logitless.lab.bench.microbench import NOT_HERE
 from logitless.lab.tools import timing
 
 Batch = dict[str, Any]
-"""``h`` and ``w``, or ``logits``; targets ``y``, ``mask``, advantages ``a`` of each row, ``old`` log-probabilities."""
+"""``h`` and ``w`` (a teacher's ``th`` and ``tw``), or ``logits``; targets ``y``, ``mask``, advantages ``a`` of each
+row, ``old`` log-probabilities."""
 
 
 def clip_loss(logp: Any, b: Batch) -> Any:
@@ -83,11 +84,43 @@ def _own_logits(b: Batch) -> Batch:
     return b | dict(logits=b["logits"].detach().clone().requires_grad_())
 
 
+def _trl(beta: float) -> Callable[[Batch], Callable[[], Any]]:
+    """TRL's ``_chunked_divergence_loss`` of live rows; its module needs all of TRL, its function two files."""
+
+    def make(b: Batch) -> Callable[[], Any]:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+        live = b["mask"].flatten() != 0
+        th = b["th"].flatten(0, 1)[live]
+
+        def loss() -> Any:
+            h = b["h"].flatten(0, 1)[live]
+            divergence, _ = ChunkedDivergenceFunction.apply(h, b["w"], None, th, b["tw"], None, beta)
+            return divergence.sum() / live.sum()
+
+        return loss
+
+    return make
+
+
+def _liger_jsd(b: Batch) -> Callable[[], Any]:
+    from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+    labels = b["y"].masked_fill(b["mask"] == 0, -100).flatten()
+    th = b["th"].flatten(0, 1)
+    call = LigerFusedLinearJSDFunction.apply
+    return lambda: call(b["h"].flatten(0, 1), b["w"], th, b["tw"], labels, 0.5, -100, 1.0)
+
+
 MAKERS: dict[tuple[str, str], Callable[[Batch], Callable[[], Any]]] = {
     ("head", "torch eager"): lambda b: lambda: dense(b),
     ("head", "torch.compile"): _compiled,
     ("head", "cut_cross_entropy"): _cut_cross_entropy,
     ("head", "liger"): _liger_head,
+    ("distillation", "trl, reverse_kl"): _trl(1.0),
+    ("distillation", "trl, forward_kl"): _trl(0.0),
+    ("distillation", "trl, jsd"): _trl(0.5),
+    ("distillation", "liger, jsd"): _liger_jsd,
     ("logits", "liger"): lambda b: _liger_logits(b, False),
     ("logits", "liger, in place"): lambda b: _liger_logits(b, True),
 }
@@ -109,6 +142,8 @@ def batch_of(level: str, inputs: case_arrays.Inputs) -> Batch:
         b["logits"] = torch.cat([b["logits"], b["logits"][:, :1]], 1).contiguous()
     for value in b.values():
         value.requires_grad_()
+    if "teacher_hidden" in rest:
+        b |= dict(th=tensor(rest["teacher_hidden"]), tw=tensor(rest["teacher_lm_head"]))
     if rest["advantages"].ndim != 1:
         raise ValueError("peers have one advantage for each row: moving must be 1")
     return b | dict(
@@ -123,7 +158,7 @@ class Peers:
     """Arms of one case, as :class:`logitless.lab.bench.arm.Bench` has them."""
 
     def __init__(self) -> None:
-        for name in ("liger_kernel", "cut_cross_entropy"):
+        for name in ("liger_kernel", "cut_cross_entropy", "trl"):
             if folder := os.environ.get("LOGITLESS_PEERS"):
                 sys.path.insert(0, str(Path(folder) / name))
         self._data: Batch | None = None
@@ -140,7 +175,8 @@ class Peers:
             if self._data is None:
                 self._data = batch_of(case["level"], case_arrays.Data().of(case, {}))
             b = _own_logits(self._data) if own.form.endswith("in place") else self._data
-            loss = MAKERS[case["level"], own.form](b)
+            kind = "distillation" if case["distillation"] else case["level"]
+            loss = MAKERS[kind, own.form](b)
         except ImportError as error:
             return dict(error=f"{NOT_HERE}{error}")
         moved = [v for v in b.values() if v.requires_grad]

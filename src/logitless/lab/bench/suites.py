@@ -41,6 +41,7 @@ def suites() -> dict[str, list[Case]]:
             case("head, 3/4 masked", **{**SMALL, "live": 0.25}, baselines=["strong"]),
             case("head, 4x the tokens", **{**SMALL, "tokens": 2048}, baselines=["strong"]),
             case("head, RL batch", **{**SMALL, "rows": 16}, batch_kind="rl", baselines=["strong"]),
+            case("distillation", **SMALL, teacher=96, distillation=dict(divergence="reverse_kl")),
             case("logits", level="logits", tokens=256, rows=4, vocab=8192, dtype="float32", rounds=5),
         ],
         "h200": [
@@ -62,6 +63,7 @@ def suites() -> dict[str, list[Case]]:
         ],
         "gpu-head": gpu_suites.gpu_head(),
         "gpu-sparse": gpu_suites.gpu_sparse(),
+        "gpu-distill": gpu_suites.gpu_distill(),
         "gpu-logits": gpu_suites.gpu_logits(),
     }  # fmt: skip
 

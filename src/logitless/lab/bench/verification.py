@@ -31,15 +31,27 @@ def check_of(c: BenchConfig, arm: Arm) -> GradcheckConfig:
         fields |= dict(logits_dtype=arm.logits_dtype, head_grad_dtype=options.pop("head_grad_dtype", "float32"))
         fields |= dict(chunk_size=chunk)
         options.pop("logits_dtype", None)
+    objective = {**c.objective, **arm.objective}
+    if c.distillation:
+        fields |= _divergence({**c.distillation, **arm.objective}, c)
+        objective = {}
+    elif c.teacher:  # the estimates of the KL and the policy's part are checked; the divergence by cases of its own
+        objective = {k: v for k, v in objective.items() if k != "kl"}
     return GradcheckConfig(
         level=c.level,
         backend=options.pop("backend", "auto"),
         call="logprobs" if arm.call == "logprobs" else "loss",
-        objective={**c.objective, **arm.objective},
+        objective=objective,
         dtype=c.dtype,
         **fields,
         **options,
     )
+
+
+def _divergence(settings: dict[str, Any], c: BenchConfig) -> dict[str, Any]:
+    """Keys of a gradcheck for the settings of a distillation."""
+    known = {k: settings[k] for k in ("divergence", "mix") if settings.get(k) is not None}
+    return dict(divergence="reverse_kl", teacher=128 * (c.teacher == c.hidden) or 96) | known
 
 
 def verify(c: BenchConfig, arms: dict[str, Arm], known: Verified, say: Callable[[str], None]) -> dict[str, Any]:
