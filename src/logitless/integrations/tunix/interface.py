@@ -16,6 +16,8 @@ import inspect
 from types import TracebackType
 from typing import Any, Literal
 
+import jax
+
 Interface = Literal["0.1.7", "0.1.8"]
 
 LOSS_NAME = "logitless"
@@ -29,6 +31,8 @@ _LOGPS = {
 """Parameters of ``compute_per_token_logps``, in their order."""
 _PROCESS_IDS = "prompt_tokens completion_tokens pad_id eos_id segment_ids segment_positions"
 _LOSS = "model train_example algo_config pad_id eos_id kwargs"
+_SFT_LOSS = "model input_tokens input_mask positions attention_mask images"
+_TOKEN_LOGPS = "model input_tokens positions attn_mask logits_to_keep images"
 
 
 class TunixChanged(RuntimeError):
@@ -64,6 +68,12 @@ def modules() -> tuple[Any, Any, Any]:
     return common, core, registry
 
 
+def sft_modules() -> tuple[Any, Any]:
+    """``tunix.sft.peft_trainer`` and ``tunix.sft.dpo.dpo_trainer``."""
+    modules()
+    return importlib.import_module("tunix.sft.peft_trainer"), importlib.import_module("tunix.sft.dpo.dpo_trainer")
+
+
 def interface() -> Interface:
     """Which of the known interfaces the installed Tunix has; raises :class:`TunixChanged` where it has none."""
     common, core, registry = modules()
@@ -72,21 +82,33 @@ def interface() -> Interface:
         expected = " or ".join(f"({k.replace(' ', ', ')})" for k in _LOGPS)
         raise TunixChanged("compute_per_token_logps", f"({found.replace(' ', ', ')})", expected)
     known: Interface = _LOGPS[found]  # type: ignore[assignment]
-    _same("tunix.rl.common.process_ids", getattr(common, "process_ids", None), _PROCESS_IDS)
+    same_parameters("tunix.rl.common.process_ids", getattr(common, "process_ids", None), _PROCESS_IDS)
     loss = getattr(core, "grpo_loss_fn", None)
-    _same("tunix.rl.algo_core.grpo_loss_fn", loss, _LOSS)
+    same_parameters("tunix.rl.algo_core.grpo_loss_fn", loss, _LOSS)
     # The losses are to find both functions where they can be replaced.
     wanted = {"common", "compute_per_token_logps"}
     if known == "0.1.7":
         wanted.add("compute_entropy_from_logits")
-        _same("tunix.rl.algo_core.compute_entropy_from_logits", _stock(core, "compute_entropy_from_logits"), "logits")
-    names = set(loss.__code__.co_names) if inspect.isfunction(loss) else set()
-    if not wanted <= names:
-        missing = ", ".join(sorted(wanted - names))
-        raise TunixChanged("tunix.rl.algo_core.grpo_loss_fn", f"without {missing}", "calls through the module")
+        entropy = _stock(core, "compute_entropy_from_logits")
+        same_parameters("tunix.rl.algo_core.compute_entropy_from_logits", entropy, "logits")
+    _calls("tunix.rl.algo_core.grpo_loss_fn", loss, wanted)
     if not callable(getattr(registry, "register_policy_loss_fn", None)):
         raise TunixChanged("tunix.rl.function_registry", "without register_policy_loss_fn", "a registry of losses")
+    _check_sft()
     return known
+
+
+def _check_sft() -> None:
+    """Raise unless supervised fine-tuning and DPO are as they were."""
+    common, _, _ = modules()
+    trainer, dpo = sft_modules()
+    loss = _stock(trainer, "_default_loss_fn")
+    same_parameters("tunix.sft.peft_trainer._default_loss_fn", loss, _SFT_LOSS)
+    _calls("tunix.sft.peft_trainer.PeftTrainer.__init__", trainer.PeftTrainer.__init__, {"_default_loss_fn"})
+    logps = _stock(common, "get_per_token_logps")
+    same_parameters("tunix.rl.common.get_per_token_logps", logps, _TOKEN_LOGPS)
+    summed = inspect.unwrap(getattr(dpo, "compute_logps", None))  # type: ignore[arg-type]  # None is refused below
+    _calls("tunix.sft.dpo.dpo_trainer.compute_logps", summed, {"common", "get_per_token_logps"})
 
 
 def _stock(module: Any, name: str) -> Any:
@@ -100,7 +122,16 @@ def _parameters(what: str, function: Any) -> str:
     return " ".join(inspect.signature(function).parameters)
 
 
-def _same(what: str, function: Any, expected: str) -> None:
+def _calls(what: str, function: Any, wanted: set[str]) -> None:
+    """Raise unless ``function`` looks these names up where they can be replaced."""
+    names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
+    if not wanted <= names:
+        missing = ", ".join(sorted(wanted - names))
+        raise TunixChanged(what, f"without {missing}", "calls through the module")
+
+
+def same_parameters(what: str, function: Any, expected: str) -> None:
+    """Raise :class:`TunixChanged` unless the parameters of ``function`` are the ``expected`` ones, in their order."""
     found = _parameters(what, function)
     if found != expected:
         raise TunixChanged(what, f"({found.replace(' ', ', ')})", f"({expected.replace(' ', ', ')})")
@@ -131,7 +162,8 @@ class Installation:
 
 
 def install() -> Installation:
-    """Makes all of Tunix logits-free: its losses, metrics, reference and old passes, with its own loss maths.
+    """Makes all of Tunix logits-free: its RL losses, metrics, reference and old passes, supervised fine-tuning, DPO and
+    ORPO, with its own loss maths. Distillation takes a strategy instead: ``tunix.distillation.DistillationStrategy``.
 
     Call it before a learner is built: programs that are compiled already keep what they were compiled with. Models of
     the families qwen2, qwen3, gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights; others,
@@ -147,25 +179,42 @@ def install() -> Installation:
     known = interface()
     if _installed:
         return Installation(False, known)
-    from logitless.integrations.tunix import logps
+    from logitless.integrations.tunix import logps, sft_losses
 
     common, core, _ = modules()
+    trainer, _ = sft_modules()
     register()
-    replaced = [("compute_per_token_logps", common, logps.per_token_logps(common.compute_per_token_logps))]
+    sft = sft_losses.default_loss(known, trainer._default_loss_fn, trainer.utils)
+    replaced = [
+        ("compute_per_token_logps", common, logps.per_token_logps(common.compute_per_token_logps)),
+        ("get_per_token_logps", common, sft_losses.token_logps(common.get_per_token_logps)),
+        ("_default_loss_fn", trainer, sft),
+    ]
     if known == "0.1.7":
         entropy = logps.entropy_from_logits(core.compute_entropy_from_logits)
         replaced.append(("compute_entropy_from_logits", core, entropy))
     for name, module, new in replaced:
         _installed[name] = (module, getattr(module, name))
         setattr(module, name, new)
+    _forget_programs()
     return Installation(True, known)
 
 
 def uninstall() -> None:
     """Puts Tunix' own functions back. A loss by the name of ``"logitless"`` stays known to its registry."""
+    if not _installed:
+        return
     while _installed:
         name, (module, stock) = _installed.popitem()
         setattr(module, name, stock)
+    _forget_programs()
+
+
+def _forget_programs() -> None:
+    """Drop the programs of ``dpo_trainer.compute_logps``, which Tunix compiles once for all trainers."""
+    _, dpo = sft_modules()
+    program = getattr(dpo.compute_logps, "jitted_fn", dpo.compute_logps)
+    getattr(program, "clear_cache", jax.clear_caches)()
 
 
 def register() -> None:

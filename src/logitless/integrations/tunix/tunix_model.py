@@ -65,6 +65,14 @@ class PolicyHead:
         }
 
 
+def without_head(model: Any) -> tuple[Any, PolicyHead]:
+    """``(copy, head)``: a copy of a model that returns final hidden states where the model returns logits."""
+    from flax import nnx
+
+    copy = nnx.merge(*nnx.split(model))
+    return copy, take_head(copy)
+
+
 def refuse(model: Any, why: str) -> NotImplementedError:
     """An error that names the model."""
     return NotImplementedError(f"logitless.integrations.tunix: {type(model).__module__}.{type(model).__name__}: {why}")
