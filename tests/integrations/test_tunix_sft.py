@@ -3,6 +3,7 @@ of its trainers; what is refused; and what a stock compilation leaves behind."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from tunix.sft.dpo import dpo_trainer
 
 import logitless.integrations.tunix as integration
 import tunix_cases as cases
+from loading import loaded
 from logitless import Distillation
 from logitless.integrations.tunix.distillation import DistillationStrategy
 
@@ -171,7 +173,9 @@ def test_padding_of_preferences_is_not_computed() -> None:
 def test_what_stood_there_is_put_back() -> None:
     before = common.get_per_token_logps, peft_trainer._default_loss_fn
     with integration.install():
-        assert all(a is not b for a, b in zip(before, (common.get_per_token_logps, peft_trainer._default_loss_fn)))
+        assert all(
+            a is not b for a, b in zip(before, (common.get_per_token_logps, peft_trainer._default_loss_fn), strict=True)
+        )
     assert (common.get_per_token_logps, peft_trainer._default_loss_fn) == before
 
 
@@ -268,6 +272,14 @@ def test_its_distillation_trainer_trains() -> None:
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("what", ["sft", "distillation"])
+def test_memory_at_a_large_vocabulary(what: str) -> None:
+    """XLA's temporaries of a step at V = 151,936, bfloat16, without running it."""
+    memory = loaded(Path(__file__).parents[2] / "benchmarks" / "tunix_memory.py")
+    found = memory.temporaries("bfloat16", what)
+    assert found["stock"] > 4000 and found["install()"] <= 0.1 * found["stock"]
+
+
 def test_distillation_refuses_by_name() -> None:
     given, made = batch(), cases.model("qwen2")
     strategy = DistillationStrategy(forward, forward, one_hot)
@@ -286,5 +298,5 @@ def test_a_changed_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunix.distillation.strategies import base_strategy
 
     monkeypatch.setattr(base_strategy.BaseStrategy, "get_train_loss", lambda self, model, batch: None)
-    with pytest.raises(integration.TunixChanged, match="BaseStrategy.get_train_loss"):
+    with pytest.raises(integration.TunixChanged, match=r"BaseStrategy\.get_train_loss"):
         DistillationStrategy(forward, forward, ids)

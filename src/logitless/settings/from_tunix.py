@@ -9,6 +9,7 @@
 | ``kl_clamp_value`` | ``kl_clamp`` |
 | ``temperature`` (0 means 1) | ``temperature`` |
 | ``sampler_is``, ``sampler_is_threshold`` | ``correction="token"``, ``correction_max`` |
+| ``force_on_policy_ratio`` (after 0.1.8) | leave ``old_logp`` out: the ratio is then 1 |
 | log-ratios clamped to +-20; gspo-token's at most 10 | ``log_ratio_clamp``, ``sequence_log_ratio_max`` |
 """
 
@@ -39,7 +40,8 @@ TUNIX = Library(
     other=frozenset(
         """algo_variant advantage_estimator reward_manager num_generations num_iterations force_compute_kl system_prompt
         max_concurrency off_policy_steps degenerate_group_masking use_rollout_logps max_response_length episode_timeout
-        filter_statuses overlong_filter dynamic_sampling overlong_buffer""".split()  # noqa: SIM905
+        filter_statuses overlong_filter dynamic_sampling overlong_buffer force_on_policy_ratio
+        log_sampler_trainer_agreement""".split()  # noqa: SIM905
     ),
 )
 LEVELS: dict[str, dict[str, Any]] = {

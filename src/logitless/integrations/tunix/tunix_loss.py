@@ -65,11 +65,12 @@ def _loss(
     denominator = None
     if interface == "0.1.8":  # the trainer divides, by the denominator of Tunix' own loss
         denominator = float(width) if objective.aggregation == "dr_grpo" else 1.0
+    on_policy = getattr(algo_config, "force_on_policy_ratio", False)
     loss, aux = with_stats(linear_grpo_loss)(
         **p.arguments(),
         advantages=tokens(jnp.asarray(example.advantages, jnp.float32)),
         mask=tokens(example.completion_mask),
-        old_logp=tokens(example.old_per_token_logps),
+        old_logp=None if on_policy else tokens(example.old_per_token_logps),
         ref_logp=None if objective.beta is None else tokens(example.ref_per_token_logps),
         token_weights=tokens(getattr(example, "sampler_is_weights", None)),
         segment_ids=tokens(segments) if interface == "0.1.8" else None,  # 0.1.7 averages over whole rows
