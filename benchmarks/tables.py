@@ -138,7 +138,10 @@ def _checks(records: list[dict[str, Any]]) -> list[str]:
         return []
     missed = [f"**{name}** {g['value']:.3g} of {g['limit']:.3g}" for name, g in gates.items() if _state(g) != "met"]
     said = f"missed: {', '.join(missed)}" if missed else "all met"
-    return [f"Loss and gradients against the dense form and float64, before anything is timed: {len(gates)} bars, {said}.", ""]
+    return [
+        f"Loss and gradients against the dense form and float64, before anything is timed: {len(gates)} bars, {said}.",
+        "",
+    ]
 
 
 def training_tables() -> list[str]:
@@ -209,7 +212,9 @@ def recorded_ratios() -> list[tuple[float, float, float]]:
     found = []
     for suite in SUITES:
         for r in suite_records(suite):
-            told = [c for arm in r.get("arms", {}).values() for by in arm.get("ratios", {}).values() for c in by.values()]
+            told = [
+                c for arm in r.get("arms", {}).values() for by in arm.get("ratios", {}).values() for c in by.values()
+            ]
             told += [{**g, "ratio": g["value"]} for g in r.get("gates", {}).values()]
             found += [(c["ratio"], c["low"], c["high"]) for c in told if c.get("low") is not None]
     return found
