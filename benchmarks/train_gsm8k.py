@@ -526,13 +526,23 @@ def long_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     }  # fmt: skip
     made: dict[tuple[str, int], tuple[Trainer, Batch]] = {}
 
+    def too_large(arm: str, rows: int, error: Exception) -> None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise error
+        result["failed"][f"{arm} {rows}"] = str(error)[:300]
+        say(f"{arm}: {rows} rows do not fit: {str(error)[:200]}")
+
     def build(arm: str, rows: int) -> None:
         c = _sized(args, arm, "context", tokens, args.work)
         c = dataclasses.replace(c, train=dataclasses.replace(c.train, prompts_per_step=1, group_size=rows))
         trainer = Trainer(c, build_task(c))
         batch = _long_batch(c, trainer.task.model.vocab_size)
         state = jax.eval_shape(lambda: trainer.initial(trainer.task.load_params())[0])
-        trainer.update_program.compile(state, Policy(None, None), batch)
+        try:
+            trainer.update_program.compile(state, Policy(None, None), batch)
+        except Exception as error:
+            too_large(arm, rows, error)
+            return
         made[arm, rows] = trainer, batch
         result["planned"][f"{arm} {rows}"] = trainer.update_program.peak_memory()
 
@@ -545,17 +555,17 @@ def long_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     state: Any = None
     chosen: dict[str, int] = {}
     for arm, rows in wanted:
+        if arm in chosen or (arm, rows) not in made:
+            continue
         plan = result["planned"][f"{arm} {rows}"]
-        if arm in chosen or (limit and plan["temporaries"] + plan["arguments"] > 1.05 * limit):
+        if limit and plan["temporaries"] + plan["arguments"] > 1.05 * limit:
             continue
         trainer, batch = made[arm, rows]
         state = state or trainer.initial(trainer.task.load_params())[0]
         try:
             state, _ = trainer._updates(state, Policy(None, None), jax.device_put(batch), None)
         except Exception as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            result["failed"][f"{arm} {rows}"] = str(error)[:300]
+            too_large(arm, rows, error)
             state = None  # what was given to the update is gone
             continue
         chosen[arm] = rows
