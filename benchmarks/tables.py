@@ -1,5 +1,5 @@
-"""Writes docs/benchmarks.md, the tables of README.md, and the GSM8K part of docs/training.md with its plots, from
-benchmarks/results: ``python benchmarks/tables.py``."""
+"""Writes docs/benchmarks.md, the tables of README.md and docs/index.md, and the GSM8K part of docs/training.md with its
+plots, from benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import tables_gsm8k
 from tables_gsm8k import RESULTS, ROOT, markdown, read
 
 from logitless.lab.bench import ratios
+from logitless.lab.bench.charts import Bar, Bars, to_svg
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-README = ROOT / "README.md"
+README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 BEGIN, END = "<!-- from the suites: begin -->\n", "<!-- end -->\n"
 
 README_ROWS = (
-    ("an RL batch of Qwen2.5-7B, {live:.0%} of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
+    ("an RL batch of Qwen2.5-7B, {live:.0f} % of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
     ("8,192 tokens, all live", "gpu-sparse", "sparse 8192x4096x151936, on-policy", "default, flat"),
     (
         'the same with `sparse_backward="auto"`', "gpu-sparse", "sparse 8192x4096x151936, on-policy",
@@ -102,15 +103,29 @@ def suite_tables() -> list[str]:
     return out
 
 
+def case_name(name: str) -> str:
+    """The name of a case with its shape as a reader would write it."""
+    name = re.sub(r"^(?:linear|logits)_bpd1_t(\d+)(?:_h(\d+))?_vocab(\d+)_?", _shape, name)
+    return re.sub(r"^sparse (\d+)x(\d+)x(\d+)", r"T=\1 H=\2 V=\3", name)
+
+
+def _shape(found: re.Match[str]) -> str:
+    tokens, hidden, vocab = found.groups()
+    more = "" if found.end() == len(found.string) or found.string[found.end()] == "," else ", "
+    return f"T={tokens} H={hidden} V={vocab}{more}" if hidden else f"logits T={tokens} V={vocab}{more}"
+
+
 def _ratio_table(rows: list[Any]) -> list[str]:
-    cells = []
+    cells, last = [], ""
     for r, arm, row in rows:
+        name = "" if r["name"] == last else case_name(r["name"])
+        last = r["name"]
         if "error" in row:
-            cells.append([r["name"], arm, row["error"][:90], "", "", ""])
+            cells.append([name, arm, row["error"][:90], "", "", ""])
             continue
         plan, ms = row["mem/compiler"], row["median_ms"]
         memory = mib(plan["temporaries"]) if plan else ""
-        cells.append([r["name"], arm, *first_ratio(row), f"{ms:.{2 if ms < 10 else 1}f}", memory])
+        cells.append([name, arm, *first_ratio(row), f"{ms:.{2 if ms < 10 else 1}f}", memory])
     return markdown(["case", "arm", "ratio", "to", "ms", "MiB"], cells)
 
 
@@ -127,7 +142,7 @@ def _gates(records: list[dict[str, Any]]) -> list[str]:
             if gate.get("low") is not None:
                 value += f" [{gate['low']:.3g}, {gate['high']:.3g}]"
             shown = _state(gate) if gate["ok"] else f"**{_state(gate)}**"
-            cells.append([r["name"], name, value, f"{gate['limit']:.3g}", shown])
+            cells.append([case_name(r["name"]), name, value, f"{gate['limit']:.3g}", shown])
     return markdown(["case", "bar", "reached", "limit", ""], cells) if cells else []
 
 
@@ -194,17 +209,18 @@ def sent(row: dict[str, Any]) -> str:
 
 
 def other_files(page: str) -> list[str]:
-    """The records that the page does not name."""
-    files = [p.name for p in sorted(RESULTS.iterdir()) if p.name not in page]
-    listed = [f"- `{name}`" + (f": {what}" if (what := _what(name)) else "") for name in files]
-    return ["## Other records", "", "Files that are not named above:", "", *listed, ""] if files else []
+    """The records that the page does not name: with what they say that they are, then the rest by name."""
+    said = {p.name: _what(p.name) for p in sorted(RESULTS.iterdir()) if p.name not in page}
+    listed = [f"- `{name}`: {what}" for name, what in said.items() if what]
+    rest = ", ".join(f"`{name}`" for name, what in said.items() if not what)
+    return ["## Other records", "", "Files that are not named above:", "", *listed, f"- {rest}", ""] if said else []
 
 
 def _what(name: str) -> str:
     """The first clause of what a file says that it is."""
     result = read(name) if name.endswith(".json") else {}
     first = re.split(r"[:;.(] ?", str(result.get("what", "")))[0]
-    return first if len(first) > 20 else ""
+    return first.strip() if len(first) > 20 else ""
 
 
 def recorded_ratios() -> list[tuple[float, float, float]]:
@@ -220,26 +236,27 @@ def recorded_ratios() -> list[tuple[float, float, float]]:
     return found
 
 
-def readme() -> str:
-    """README.md with its table made anew."""
+def readme_table() -> str:
+    """What the README and the home page show: one number a cell."""
     cells = []
     for label, suite, case, arm in README_ROWS:
-        (record,) = (r for r in suite_records(suite) if r["name"] == case)
+        (record,) = (r for r in suite_records(suite) if r.get("name") == case)
         row, tokens = record["arms"][arm], record["config"]["tokens"]
         dense = record["arms"].get("strong/f32", record["arms"]["strong"])
-        fits = "error" not in dense
         (ratio,) = [r["device_ms"]["ratio"] for to, r in row["ratios"].items() if to == "strong/f32"] or [None]
         cells.append([
-            label.format(live=row["live_tokens"] / tokens, tokens=tokens),
+            label.format(live=100 * row["live_tokens"] / tokens, tokens=tokens),
             "-" if ratio is None else f"{ratio:.2f}",
-            mib(dense["mem/compiler"]["temporaries"]) if fits else dense["error"],
+            dense["error"] if "error" in dense else mib(dense["mem/compiler"]["temporaries"]),
             mib(row["mem/compiler"]["temporaries"]),
         ])  # fmt: skip
-    text = README.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END, 1)[1]
-    columns = ["loss with its gradients", "time / dense", "dense, MiB", "**logitless**, MiB"]
-    table = "\n".join(markdown(columns, cells))
-    return tables_gsm8k.filled(before + BEGIN + table + END + after, tables_gsm8k.readme_part())
+    return "\n".join(markdown(["loss and gradients", "time / dense", "dense, MiB", "**logitless**, MiB"], cells))
+
+
+def with_table(page: Path) -> str:
+    """A page with the README's table made anew."""
+    text = page.read_text()
+    return text.split(BEGIN)[0] + BEGIN + readme_table() + END + text.split(END, 1)[1]
 
 
 def render() -> str:
@@ -249,8 +266,24 @@ def render() -> str:
     return "\n".join([page, *other_files(page)]).rstrip() + "\n"
 
 
+def largest() -> Bars:
+    """The largest completions, and the most of them, that one gradient of Qwen2.5-1.5B had room for."""
+    bars = []
+    for what, label in (("context", "16 rows of {:,}"), ("batch", "{:,} rows of 512")):
+        for arm, name, tone in (("dense", "dense", "a"), ("fused", "logitless", "ours")):
+            size = read(f"train_gsm8k_largest_{arm}_{what}.json")["fits"]
+            tokens = (16 if what == "context" else 512) * size
+            bars.append(Bar(f"{name}: {label.format(size)} tokens", (("tokens", tokens),), tone))
+    return Bars("largest-on-one-h200", "What fits one H200", "tokens", tuple(bars))
+
+
+def files() -> dict[Path, str]:
+    """Everything that follows from the records, with what it should hold."""
+    picture = {tables_gsm8k.PLOTS / "largest-on-one-h200.svg": to_svg(largest(), alone=True) + "\n"}
+    readme = tables_gsm8k.filled(with_table(README), tables_gsm8k.readme_part())
+    return {PAGE: render(), README: readme, HOME: with_table(HOME), **picture, **tables_gsm8k.files()}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render())
-    README.write_text(readme())
-    for path, content in tables_gsm8k.files().items():
+    for path, content in files().items():
         path.write_text(content)

@@ -278,11 +278,10 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
     lines = [
         "## What compiles, what falls back, what is refused",
         "",
-        f"Every entry is what libtpu, the real TPU compiler, said ahead of time (jax {versions['jax']}, libtpu "
+        f"Every entry is the answer of libtpu, the real TPU compiler, ahead of time (jax {versions['jax']}, libtpu "
         f"{versions['libtpu']});",
-        "nothing was run on a TPU. From here on this page is written by `python benchmarks/tpu_table.py` from",
-        "`benchmarks/results/tpu_table.json`, and no line of it by hand; `tests/plan/test_tpu_table.py` holds it",
-        "against the code.",
+        "nothing was run on a TPU. `python benchmarks/tpu_table.py` writes this part of the page from",
+        "`benchmarks/results/tpu_table.json`. Generations with the same answers share a column.",
         "",
         "- **yes**: the default backend is the kernels (`pallas_tpu`), and value and gradients compile.",
         "- **yes, none kept**: the kernels serve the call, and keep no exponentials for it.",
@@ -293,11 +292,11 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
         "",
     ]
     notes: dict[str, int] = {}
-    names = list(GENERATIONS)
+    names = alike(record)
     for group, cases in GROUPS.items():
-        lines += [f"### {group}", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+        lines += [f"### {group}", "", f"| | {' | '.join(', '.join(n) for n in names)} |", f"|---|{'---|' * len(names)}"]
         for name in cases:
-            cells = [_cell(record["cases"].get(name, {}).get(g), notes) for g in names]
+            cells = [_cell(record["cases"].get(name, {}).get(g[0]), notes) for g in names]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     shape = Case()
@@ -313,6 +312,20 @@ def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
     if step is not None:
         lines += _step_lines(step)
     return "\n".join(lines)
+
+
+def alike(record: dict[str, Any]) -> list[list[str]]:
+    """Generations in groups whose cases all have the same outcome for the same reason."""
+    groups: list[tuple[list[Any], list[str]]] = []
+    for generation in GENERATIONS:
+        found = [record["cases"].get(name, {}).get(generation) or {} for name in CASES]
+        answers = [{k: v for k, v in f.items() if k in ("outcome", "why", "exact", "without")} for f in found]
+        same = next((names for other, names in groups if other == answers), None)
+        if same is None:
+            groups.append((answers, [generation]))
+        else:
+            same.append(generation)
+    return [names for _, names in groups]
 
 
 def _cell(found: dict[str, Any] | None, notes: dict[str, int]) -> str:

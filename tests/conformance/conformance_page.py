@@ -12,24 +12,20 @@ RESULTS = ROOT / "benchmarks" / "results" / "conformance.json"
 
 HEADER = """# Conformance: their code, our numbers
 
-`make conformance` installs the peers into a folder of its own (`.venv-conformance`), runs *their* loss and ours on
-the same batches, and writes this page from what it found (`benchmarks/results/conformance.json`). TRL's is the
-trainer's own `_compute_loss`, Liger's the chunked loss from hidden states with the reference head in the same call,
-veRL's its `ppo_loss`. Ours is made from the same settings, by `Objective.from_trl`, `from_liger` and `from_verl`
-alone. Tunix' stock loss is compared by the tests of its integration.
+`make conformance` installs TRL, Liger and veRL into a folder of its own (`.venv-conformance`), runs *their* loss and ours on
+the same batches, and writes this page from the record (`benchmarks/results/conformance.json`). TRL's loss is the trainer's own
+`_compute_loss`, Liger's the chunked loss from hidden states with the reference head in the same call, veRL's the `ppo_loss`.
+Ours comes from the same settings by `Objective.from_trl`, `from_liger` and `from_verl`. The tests of the Tunix integration
+compare Tunix' stock loss.
 
-Each row below is one set of settings over several batches: full rows, rows of 6, 3, 1 and 5 tokens, rows with holes,
-an empty row, and a batch with nothing in it. Losses, gradients by every token's log-probability and entropy (for
-Liger by hidden states, head and bias) and the metrics that the peer logs have to agree. *float64* is the largest
-difference between the peer in float64 and the oracle, relative to the largest entry (of a loss near zero: to the size
-of its terms); *float32* that between the peer and the library. Allowed are 1e-9 (2e-7 with an adaptive entropy, whose
-coefficient is float32 here; 5e-8 for veRL, which adds 1e-8 to the length of a row) and 2e-5. TRL's
-`clip_ratio/low_min` and `high_max` are compared at the
-sequence level, the only one at which this library has them.
+Batches: full rows, rows of 6, 3, 1 and 5 tokens, rows with holes, an empty row, and a batch with nothing in it. Losses,
+gradients (by log-probability and entropy of every token; for Liger by hidden states, head and bias) and the metrics that the
+peer logs must agree. *float64* is the largest difference between the peer in float64 and the oracle, relative to the largest
+entry; *float32* the largest difference between the peer and the library. Allowed are 1e-9 and 2e-5 (2e-7 with an adaptive
+entropy, 5e-8 for veRL, in float64). TRL's `clip_ratio/low_min` and `high_max` are compared at the sequence level.
 
-Distillation losses come from `Distillation.from_trl` and `from_liger`, and ours is the oracle in both columns:
-*float32* stands for a peer that computes in float32 (TRL's `ChunkedDivergenceFunction`, Liger's
-`LigerFusedLinearJSDLoss`).
+Distillation losses come from `Distillation.from_trl` and `from_liger`, with the oracle in both columns: *float32* then
+marks a peer that computes in float32.
 """
 
 
@@ -54,14 +50,14 @@ def render(record: dict[str, Any]) -> str:
     lines += ["| between | what | here, or the first | there, or the second | why |", "|---|---|---|---|---|"]
     for d in record["disagreements"]:
         lines.append(f"| {d['peer']} | {d['what']} | {_value(d['ours'])} | {_value(d['theirs'])} | {d['why']} |")
-    for peer, rows in itertools.groupby(record["agreements"], key=lambda r: r["peer"]):
-        rows = list(rows)
-        metrics = sorted({m for r in rows for m in r["metrics"]})
-        lines += ["", f"## {peer}: {len(rows)} settings, {sum(r['batches'] for r in rows)} batches", ""]
-        lines += [f"Metrics compared as well: {', '.join(f'`{m}`' for m in metrics)}.", ""] if metrics else []
-        lines += ["| settings | batches | float64 | float32 |", "|---|---|---|---|"]
-        for r in rows:
-            lines.append(f"| {r['settings']} | {r['batches']} | {_number(r['float64'])} | {_number(r['float32'])} |")
+    lines += ["", "## Where they agree", "", "The record has every setting on its own; worst of all settings:", ""]
+    lines += ["| peer | settings | batches | float64 | float32 | metrics compared |", "|---|---|---|---|---|---|"]
+    for peer, found in itertools.groupby(record["agreements"], key=lambda r: r["peer"]):
+        rows = list(found)
+        worst = (max((r[k] for r in rows if r[k] is not None), default=None) for k in ("float64", "float32"))
+        metrics = ", ".join(f"`{m}`" for m in sorted({m for r in rows for m in r["metrics"]}))
+        cells = [peer, str(len(rows)), str(sum(r["batches"] for r in rows)), *map(_number, worst), metrics]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,7 @@ several devices, and the reference on one; on a CPU they are virtual ones, in a 
 
 Gates: the loss difference, the gradient difference relative to its norm, no gradient in masked tokens and padded
 columns, and (with the oracle) the backend's error at most ``contract`` times the reference's own, in norm and in the
-largest element (docs/numerics.md). With ``sparse_backward`` also the largest mass that it left out of a row, which must
+largest element (docs/maths.md). With ``sparse_backward`` also the largest mass that it left out of a row, which must
 be within the tolerance.
 """
 

@@ -1,0 +1,108 @@
+"""What ``jax.checkpoint`` and ``lax.scan`` around the loss cost: benchmarks/results/remat_<platform>.json.
+
+    python benchmarks/remat.py [--tokens 2048 --hidden 512 --vocab 32768 --rounds 9]
+
+Arms alternate in one process: the loss with its gradients; the same under ``jax.checkpoint``; the same batch as a
+``lax.scan`` over four micro-batches. docs/scan-and-remat.md shows the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import logitless
+from logitless.lab.bench import ratios
+from logitless.lab.tools import timing
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = 4
+
+
+def batch(tokens: int, hidden: int, vocab: int, dtype: Any) -> dict[str, jax.Array]:
+    """``PARTS`` rows of a batch in which every token is live."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (PARTS, tokens // PARTS)
+    return dict(
+        hidden=jax.random.normal(keys[0], (*shape, hidden), dtype),
+        lm_head=jax.random.normal(keys[1], (vocab, hidden), dtype) * hidden**-0.5,
+        targets=jax.random.randint(keys[2], shape, 0, vocab),
+        advantages=jax.random.normal(keys[3], (PARTS,)),
+    )
+
+
+def loss(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array, count: int) -> jax.Array:
+    objective = logitless.Objective.dapo()
+    return logitless.linear_grpo_loss(
+        hidden, lm_head, targets, advantages=advantages, denominator=count, objective=objective
+    )[0]
+
+
+def plain(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array) -> Any:
+    count = targets.size
+    return jax.value_and_grad(lambda h, w: loss(h, w, targets, advantages, count), (0, 1))(hidden, lm_head)
+
+
+def checkpointed(
+    hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array, policy: Any = None
+) -> Any:
+    count = targets.size
+    inner = jax.checkpoint(lambda h, w: loss(h, w, targets, advantages, count), policy=policy)
+    return jax.value_and_grad(inner, (0, 1))(hidden, lm_head)
+
+
+def scanned(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array) -> Any:
+    count = targets.size
+
+    def part(total: Any, row: Any) -> Any:
+        h, y, a = (x[None] for x in row)
+        value, (dh, dw) = jax.value_and_grad(lambda h, w: loss(h, w, y, a, count), (0, 1))(h, lm_head)
+        return (total[0] + value, total[1] + dw), dh[0]
+
+    start = jnp.zeros(()), jnp.zeros_like(lm_head)
+    (value, dw), dh = jax.lax.scan(part, start, (hidden, targets, advantages))
+    return value, (dh, dw)
+
+
+ARMS = {"plain": plain, "checkpoint": checkpointed, "scan": scanned}
+
+
+def measure(tokens: int, hidden: int, vocab: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each round, ratios to the plain call, and the compiler's temporaries."""
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    x = batch(tokens, hidden, vocab, dtype)
+    programs = {name: jax.jit(arm).lower(**x).compile() for name, arm in ARMS.items()}
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for done in range(rounds + 1):
+        for name, program in programs.items():
+            ms = timing.wall_times(lambda program=program: program(**x), repeats=2)
+            times[name] += [min(ms)] if done else []  # the first round warms up
+    return dict(
+        what="loss and gradients of one batch, under jax.checkpoint and in lax.scan; milliseconds by the host's clock",
+        shape=dict(tokens=tokens, hidden=hidden, vocab=vocab, dtype=str(jnp.dtype(dtype))),
+        environment=timing.environment(),
+        rounds=times,
+        ratios={name: ratios.ratio(times[name], times["plain"]) for name in times if name != "plain"},
+        temporaries={name: timing.compiled_memory(p)["temporaries"] for name, p in programs.items()},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in dict(tokens=2048, hidden=512, vocab=32768, rounds=9).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = vars(parser.parse_args())
+    out = given.pop("out")
+    record = measure(**given)
+    print(json.dumps({k: record[k] for k in ("shape", "ratios", "temporaries")}, indent=1))
+    (out / f"remat_{jax.default_backend()}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
