@@ -19,11 +19,13 @@ from logitless.api import (
     linear_divergence,
     linear_grpo_loss,
     linear_logprobs,
+    linear_top_k,
     logprobs,
 )
 from logitless.core.loss_stats import with_stats
 from logitless.core.options import Head, Options
 from logitless.core.stats import SelectedStats, TokenStats
+from logitless.core.top_k import TopK
 from logitless.core.validation import validate_targets
 from logitless.data.group_advantages import group_advantages
 from logitless.data.next_tokens import next_tokens
@@ -56,6 +58,7 @@ __all__ = [
     "SelectedStats",
     "Sharding",
     "TokenStats",
+    "TopK",
     "UnusedArgumentWarning",
     "__version__",
     "dapo_denominator",
@@ -68,6 +71,7 @@ __all__ = [
     "linear_divergence",
     "linear_grpo_loss",
     "linear_logprobs",
+    "linear_top_k",
     "logprobs",
     "loss_denominator",
     "metric_values",

@@ -8,19 +8,29 @@ Each binds its arguments (``core/arguments.py``), which decides its route (``cor
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import Array
 from jaxtyping import Float, Int
 
 from logitless.core import vjp
-from logitless.core.arguments import Bound, bind, by_name, distillation_calls, reference_call, with_reference
+from logitless.core.arguments import (
+    Bound,
+    bind,
+    bind_top_k,
+    by_name,
+    distillation_calls,
+    reference_call,
+    with_reference,
+)
+from logitless.core.backend import Ranking
 from logitless.core.divergences import Divergence
 from logitless.core.options import Head, Options
 from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
+from logitless.core.top_k import TopK
 from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.distillation import Distillation
@@ -177,6 +187,37 @@ def linear_logprobs(
     [1.3863, 1.3863]
     """
     return run("linear_logprobs", locals())
+
+
+@named_arguments
+def linear_top_k(
+    hidden: Float[Array, "*tokens H"],
+    lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
+    k: int,
+    *,
+    mask: Array | None = None,
+    temperature: Float[Array, "*#tokens"] | float = 1.0,
+    options: Options = Options(),  # noqa: B008  (frozen)
+) -> TopK:
+    """The ``k`` likeliest ids of each token with their log-probabilities, from hidden states, without ``[B, T, V]``
+    logits: one matmul. A constant: no gradient flows through it.
+
+    Args:
+      hidden, lm_head, mask, temperature, options: as for :func:`linear_logprobs`; ``Options.backend`` is
+        ``reference`` or ``chunked``.
+      k: a Python int, up to the size of the vocabulary.
+
+    Returns:
+      :class:`logitless.TopK`: ``ids`` and ``logp [..., k]`` in order, equal logits by the smaller id; ``lse``, and
+      ``log_rest``, the log of the mass of all other ids. It is what :func:`linear_logprobs` takes as ``ids``.
+
+    >>> import jax.numpy as jnp, logitless
+    >>> top = logitless.linear_top_k(jnp.ones((1, 2, 3)), jnp.eye(4, 3), 2)
+    >>> top.ids[0].tolist(), [round(float(x), 4) for x in top.log_rest[0]]
+    ([[0, 1], [0, 1]], [-0.901, -0.901])
+    """
+    given = locals() | dict(targets=None, objective=None, sharding=None)
+    return top_k(bind_top_k("linear_top_k", by_name("linear_top_k", given)))
 
 
 @named_arguments
@@ -388,6 +429,14 @@ def linear_distillation_loss(
     if distillation.hard_weight is not None:
         out["hard_loss"] = Metric(-metrics["logp"].sum, metrics["logp"].count)
     return loss, out
+
+
+@own_promotion
+def top_k(b: Bound) -> TopK:
+    """What the route's backend finds, in the shape of the tokens."""
+    ranking = cast(Ranking, b.route.runs)  # the route takes no other backend for a call with k
+    found = ranking.top_k(jax.lax.stop_gradient(b.p))
+    return jax.tree.map(lambda x: x.reshape(*b.shape, *x.shape[1:]), found)
 
 
 # -- running a call --------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
                 raise TypeError(f"{name}: {key} is {shown(given[key])}, expected {expected}.")
     problem = _head_problem if "hidden" in given else _logits_problem
     p = problem(name, given, is_loss)
+    p = p.calling(top_k=given.get("k", 0))
     if given.get("divergence") is not None:
         p = dataclasses.replace(p, teacher=_teacher(name, given, p, is_loss))
     ids, support = _more_ids(name, given, p)
@@ -115,6 +116,17 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
     return Bound(_placed(p, loss, route), loss, route, shape, divisor)
+
+
+def bind_top_k(name: str, given: dict[str, Any]) -> Bound:
+    """The arguments of ``linear_top_k``, by their names."""
+    k, hidden = given["k"], validation.as_array(name, "hidden", given["hidden"])
+    if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
+        raise TypeError(f"{name}: k is {shown(k)}, expected a Python int (it is static).")
+    b = bind(name, given | dict(k=int(k), targets=jnp.zeros(hidden.shape[:-1], jnp.int32), validate=False))
+    if not 0 < k <= b.p.call.vocab_size:
+        raise ValueError(f"{name}: k={k}, expected 1 to {b.p.call.vocab_size}, the size of the vocabulary.")
+    return b
 
 
 def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool) -> Teacher:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from logitless.core.divergences import PairSums
 from logitless.core.problem import Loss
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
+from logitless.core.top_k import TopK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,13 @@ class Backend(Protocol):
 
     def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
+
+
+class Ranking(Backend, Protocol):
+    """A backend that finds the likeliest ids."""
+
+    def top_k(self, p: Any) -> TopK:
+        """The likeliest ids of each token, as many as ``Call.top_k``."""
 
 
 class SparseBackend(Backend, Protocol):

@@ -60,6 +60,7 @@ class Call:
     interpret: Any = False
     donate: bool = False  # dlogits may take the place of the logits
     bwd_impl: str = "pallas"  # dlogits by the backend's kernel, or by plain JAX ("jax")
+    top_k: int = 0  # ids of each token that linear_top_k is asked for
     partial_hidden: bool = False  # dH is a part of a sum over devices: leave it in float32
     partial_head: bool = False  # so are the head's gradients: leave them in the dtype they are summed in
 
@@ -296,6 +297,8 @@ class Problem(Generic[S]):
     @property
     def more_ids(self) -> str | None:
         """The argument that gives each token more ids than its target; ``None`` where there is none."""
+        if self.call.top_k:
+            return "linear_top_k"
         return "ids=" if self.ids is not None else "support=" if self.support is not None else None
 
     @property

@@ -31,6 +31,7 @@ from logitless.core.divergences import PairSums, empty_pair_sums
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
 from logitless.core.row_passes import Sweep, Visit, as_wide_as, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums
+from logitless.core.top_k import TopK, blank_top_k, top_of_rows
 from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dtypes, raw_logits, zero_grads
 
 
@@ -162,6 +163,15 @@ class Chunked(PlainJax):
         for sweep in split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk):
             out = self.sweep_statistics(p, sweep, out)
         return out, None
+
+    def top_k(self, p: Problem) -> TopK:
+        """The likeliest ids: one matmul per live token."""
+
+        def body(visit: Visit, out: TopK) -> TopK:
+            part, x = chunk_of(visit, p)
+            return visit.put_all(out, top_of_rows(lax.optimization_barrier(x), part, p.call.top_k))
+
+        return sweep_over(p.n, p.live, p.call.chunk).run(body, blank_top_k(p.n, p.call.top_k))
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """Statistics for cotangents that arrive later."""

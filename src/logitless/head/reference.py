@@ -20,6 +20,7 @@ from logitless.core.problem import Given, HeadArrays, Linear, Problem, Wanted
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import as_wide_as
 from logitless.core.stats import TokenStats
+from logitless.core.top_k import TopK, masked_top_k, top_of_rows
 from logitless.head.linear import add_dhead, dhidden, dot, in_parameter_dtypes, raw_logits, zero_grads
 from logitless.logits import reference as logits_reference
 
@@ -73,6 +74,11 @@ class Reference(logits_reference.Reference):
         words = f"dense: [{p.n}, {v}] logits and dlogits in memory"
         moved = f"logits and dlogits {2 * p.n * v * item:,} B, each written and read"
         return Cost(words, "3 (1 without a gradient)", moved, counts=(3, 3, 1))
+
+    def top_k(self, p: Problem) -> TopK:
+        """The likeliest ids, from all logits at once."""
+        x = raw_logits(p.h, p.head, p.call.logits_dtype)
+        return masked_top_k(top_of_rows(x, p, p.call.top_k), p.live)
 
     def statistics(self, p: Problem, loss: Any = None) -> tuple[TokenStats, None]:  # type: ignore[override]
         """Statistics of flattened tokens ``h [N, H]``."""
