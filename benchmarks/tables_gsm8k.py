@@ -14,7 +14,7 @@ from typing import Any
 
 from logitless.lab.bench.charts import Lines, Series, to_svg
 from logitless.lab.bench.report_views import tone_of
-from logitless.train.ab_text import verdict
+from logitless.train.ab_text import same_completions, verdict
 from logitless.train.compare import agreements
 from logitless.train.config import load
 
@@ -28,11 +28,13 @@ BLOCK = 5
 """Steps that a point of the curves is the mean of."""
 
 Record = dict[str, Any]
-ROWS = (
+LEARNED = (
     ("sampled reward, first 10 steps", "train/reward_first10", 1, ".3f"),
     ("sampled reward, last 10 steps", "train/reward_last10", 1, ".3f"),
     ("held-out answers right, before", "held_out/first", 0.01, ".1f %"),
     ("held-out answers right, at the end", "held_out/last", 0.01, ".1f %"),
+)
+FREE_TIMES = (
     ("step, mean of all after the first (s)", "mean/time/train/step_s", 1, ".2f"),
     ("of it: rollout (s)", "mean/time/rollout_s", 1, ".2f"),
     ("of it: update (s)", "mean/time/update_s", 1, ".2f"),
@@ -40,7 +42,7 @@ ROWS = (
     ("device peak (GiB)", "memory/device_peak_bytes", 2**30, ".1f"),
     ("update's temporaries, the compiler's plan (GiB)", "memory/update_temporaries_bytes", 2**30, ".1f"),
 )
-"""Label, key of :func:`numbers`, unit and format of the table's rows."""
+"""Label, key of :func:`numbers`, unit and format of the tables' rows."""
 
 
 def read(name: str) -> Any:
@@ -81,7 +83,7 @@ def numbers(arm: Record) -> Record:
     return {**arm["summary"], **held_out, **means}
 
 
-def table(arms: dict[str, Record], rows: Sequence[tuple[str, str, float, str]] = ROWS) -> list[str]:
+def table(arms: dict[str, Record], rows: Sequence[tuple[str, str, float, str]]) -> list[str]:
     """One column for each arm's numbers; rows that no arm has are left out."""
     cells = []
     for label, key, unit, form in rows:
@@ -92,8 +94,31 @@ def table(arms: dict[str, Record], rows: Sequence[tuple[str, str, float, str]] =
     return markdown(["", *(f"{name} ({n['loss_backend']})" for name, n in arms.items())], cells)
 
 
-def _learned(result: Record) -> str:
-    return "\n".join(table({name: numbers(arm) for name, arm in arms_of(result).items()})).rstrip()
+def _numbers(result: Record, rows: Sequence[tuple[str, str, float, str]]) -> str:
+    return "\n".join(table({name: numbers(arm) for name, arm in arms_of(result).items()}, rows)).rstrip()
+
+
+def _same(result: Record) -> str:
+    """Time and memory of all arms on the baseline's completions, where they were replayed."""
+    if not (found := result.get("same_completions")):
+        return ""
+    order = [name for name in arms_of(result) if name in found]
+    rows = [[label, *(cells.get(n, "") for n in order)] for label, cells in same_completions(found).items()]
+    first, ab = next(iter(result["arms"])), result["config"]["ab"]
+    said = (
+        f"The same completions in all arms: the first {ab['replay_steps']} steps of the {first} run. Ratio to {first}, "
+        f"with its {ab['confidence']:.0%} interval. A step is the rollout of the {first} run and the arm's update."
+    )
+    return "\n".join([said, "", *markdown(["", *order], rows)]).rstrip()
+
+
+def _appendix(result: Record) -> str:
+    """Times of the free runs."""
+    said = (
+        "Times of the free runs cannot be compared: every arm samples for itself, so that lengths differ, and the number "
+        "of tokens with a gradient, and the runs came one after the other."
+    )
+    return f"{said}\n\n{_numbers(result, FREE_TIMES)}"
 
 
 def verdicts(result: Record) -> list[str]:
@@ -118,11 +143,8 @@ def curve(name: str, title: str, key: str, unit: str, result: Record) -> Lines |
 
 def plots(result: Record) -> dict[str, str]:
     """Images by file name."""
-    charts = (
-        curve("gsm8k-reward", "Sampled reward on GSM8K, Qwen2.5-1.5B", "train/reward", "mean reward", result),
-        curve("gsm8k-update-time", "Seconds of the update phase", "time/update_s", "seconds", result),
-    )
-    return {f"{chart.name}.svg": to_svg(chart, alone=True) + "\n" for chart in charts if chart is not None}
+    chart = curve("gsm8k-reward", "Sampled reward on GSM8K, Qwen2.5-1.5B", "train/reward", "mean reward", result)
+    return {} if chart is None else {f"{chart.name}.svg": to_svg(chart, alone=True) + "\n"}
 
 
 def _setting(result: Record) -> str:
@@ -157,8 +179,9 @@ def unlike_shipped(result: Record) -> list[str]:
 def section(result: Record, plots_at: str) -> str:
     """Setting, curves, table and verdict, with images at ``plots_at``."""
     images = [f"![{name.removesuffix('.svg')}]({plots_at}/{name})" for name in plots(result)]
-    text = [_setting(result), *images, _learned(result), "\n".join(verdicts(result)), *_sample(result)]
-    return "\n\n".join(text) + "\n"
+    verdict_of_all = "\n".join(verdicts(result))
+    text = [_setting(result), *images, _numbers(result, LEARNED), _same(result), verdict_of_all, _appendix(result)]
+    return "\n\n".join(part for part in [*text, *_sample(result)] if part) + "\n"
 
 
 def _sample(result: Record) -> list[str]:
@@ -204,6 +227,7 @@ def benchmark_tables() -> list[str]:
         "[Training](training.md) has its curves, table and verdict.",
         "",
         *_update(),
+        *_long(),
         *_memory(),
         *_start_up(),
     ]
@@ -222,6 +246,36 @@ def _update() -> list[str]:
         f"rows are {error['packed']:.4f} of the norm away, of padded rows {error['padded']:.4f}: bfloat16's rounding.",
         "",
         "    python benchmarks/train_gsm8k.py update --out benchmarks/results --rollouts runs/gsm8k/dense --steps 12",
+        "",
+    ]  # fmt: skip
+
+
+def _long() -> list[str]:
+    """Updates of long rows, each arm with the most that fit."""
+    result = read("train_gsm8k_long.json")
+    if result is None:
+        return []
+    rows = [
+        [
+            arm,
+            str(count),
+            f"{count * result['tokens']:,}",
+            f"{statistics.median(result['seconds'][arm]):.2f}",
+            f"{result['tokens_per_s'][arm]:,.0f}",
+        ]
+        for arm, count in result["rows"].items()
+    ]
+    ratio, sizes = result["ratio"], " ".join(f"{arm}={rows}" for arm, rows in result["asked"].items())
+    return [
+        f"Updates of {result['tokens']:,}-token completions without packing, all rows in one gradient, each arm at a "
+        "size that fits; the arms took turns in one process (random weights of the same shapes, with a tied head):",
+        "",
+        *markdown(["arm", "rows", "completion tokens a gradient", "update, s", "tokens a second"], rows),
+        *(f"{name} rows did not fit." for name in result["failed"]),
+        f"The fused loss takes {ratio['rows']:.1f} times the rows (aimed at 3) at {ratio['tokens_per_s']:.3f} of the "
+        "tokens a second (aimed at 1.15).",
+        "",
+        f"    python benchmarks/train_gsm8k.py long --out benchmarks/results --rows {sizes}",
         "",
     ]  # fmt: skip
 
@@ -326,7 +380,8 @@ def readme_part() -> str:
     if result is None:
         return ""
     image = "![sampled reward](docs/plots/gsm8k-reward.svg)"
-    return "\n\n".join([_setting(result), image, _learned(result), verdicts(result)[-1][2:]]) + "\n"
+    parts = [_setting(result), image, _numbers(result, LEARNED), _same(result), verdicts(result)[-1][2:]]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def files() -> dict[Path, str]:

@@ -519,9 +519,10 @@ def _long_batch(c: TrainConfig, vocab: int) -> Batch:
 def long_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Tokens a second of updates of 16k-token completions, with the most rows of each arm that fit, in turns."""
     tokens = 40 if args.small else 16_384
-    sizes = {arm: [int(n) for n in rows.split(",")] for arm, rows in (given.split("=") for given in args.rows)}
+    sizes_asked = dict(given.split("=") for given in args.rows)
+    sizes = {arm: [int(n) for n in rows.split(",")] for arm, rows in sizes_asked.items()}
     result: dict[str, Any] = {
-        "kind": "train_long", "tokens": tokens, "planned": {}, "failed": {}, "seconds": {},
+        "kind": "train_long", "tokens": tokens, "asked": sizes_asked, "planned": {}, "failed": {}, "seconds": {},
         "environment": timing.environment(),
     }  # fmt: skip
     made: dict[tuple[str, int], tuple[Trainer, Batch]] = {}

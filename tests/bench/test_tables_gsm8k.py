@@ -75,7 +75,7 @@ def test_without_the_record_nothing_is_written(tables: ModuleType) -> None:
 def test_pages_and_curves_hold_what_the_record_says(tables: ModuleType, record: dict[str, Any]) -> None:
     (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
     found = tables.files()
-    assert {path.name for path in found} == {"training.md", "gsm8k-reward.svg", "gsm8k-update-time.svg"}
+    assert {path.name for path in found} == {"training.md", "gsm8k-reward.svg"}
     page = found[tables.PAGE]
     assert page.startswith("# Before") and page.endswith("\nafter\n") and "old" not in page
     assert tables.filled(page, tables.section(record, "plots")) == page, "made twice, it is the same"
@@ -99,6 +99,38 @@ def test_pages_and_curves_hold_what_the_record_says(tables: ModuleType, record: 
     chart = tables.curve("x", "x", "train/reward", "", record)
     assert len(chart.series[0].points) == 4 and chart.series[0].points[0] == pytest.approx((3.0, 0.56))
     assert len({s.tone for s in chart.series}) == 3
+
+
+def test_times_are_those_of_the_same_completions(tables: ModuleType, record: dict[str, Any]) -> None:
+    """In the README, the page and the report; times of the free runs are an appendix."""
+    measured = {"mean": 0.9, "ratio": 0.9, "interval": [0.875, 0.925]}
+    base = {key: {"mean": 1.0, "ratio": 1.0, "interval": [1.0, 1.0]} for key in ("update", "step")}
+    peak = {"mean": 30 * 2**30, "ratio": 0.75, "interval": None}
+    record["same_completions"] = {"dense": base, "fused": {"update": measured, "step": measured, "peak": peak}}
+    (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
+    page, readme = tables.files()[tables.PAGE], tables.readme_part()
+    for text in (page, readme):
+        assert "| update (s) | 1.000 | 0.900 (0.900 [0.875, 0.925]) |" in text
+        assert "| device peak (GiB) |  | 30.0 (0.750) |" in text
+    assert "of it: update (s)" in page and "of it: update (s)" not in readme
+    assert page.index("0.900 (0.900") < page.index("cannot be compared") < page.index("of it: update (s)")
+    report.write([tables.PLOTS / tables.FILE], tables.PLOTS / "page.html", plots=tables.PLOTS / "plots")
+    html = (tables.PLOTS / "page.html").read_text()
+    assert html.index("0.900 (0.900 [0.875, 0.925])") < html.index("not to be compared") < html.index("update phase")
+    assert not list((tables.PLOTS / "plots").glob("*time-by-step*"))
+
+
+def test_long_rows_have_a_table(tables: ModuleType) -> None:
+    assert tables._long() == []
+    found = {
+        "tokens": 16384, "asked": {"dense": "6,5", "fused": "18"}, "failed": {"dense 6": "RESOURCE_EXHAUSTED"},
+        "rows": {"dense": 5, "fused": 18}, "seconds": {"dense": [4.0, 4.25, 4.5], "fused": [14.0, 13.5]},
+        "tokens_per_s": {"dense": 19275.3, "fused": 21400.0}, "ratio": {"rows": 3.6, "tokens_per_s": 1.11},
+    }  # fmt: skip
+    (tables.PLOTS / "train_gsm8k_long.json").write_text(json.dumps(found))
+    text = "\n".join(tables._long())
+    assert "| dense | 5 | 81,920 | 4.25 | 19,275 |" in text and "| fused | 18 | 294,912 | 13.75 | 21,400 |" in text
+    assert "dense 6 rows did not fit." in text and text.count("--rows dense=6,5 fused=18") == 1
 
 
 def test_the_command_names_what_was_set_otherwise_than_shipped(tables: ModuleType, record: dict[str, Any]) -> None:

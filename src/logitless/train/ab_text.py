@@ -21,6 +21,11 @@ ROWS = (
 )
 """Label, key of the summary, unit and format of the table's rows."""
 
+SAME = (
+    ("update (s)", "update", 1, ".3f"), ("step (s)", "step", 1, ".3f"), ("device peak (GiB)", "peak", 2**30, ".1f"),
+)  # fmt: skip
+"""The same of ``same_completions``."""
+
 
 def told(summaries: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str]]:
     """The rows that some arm has. Memory that all arms share within 1 % is the model's and not the loss's: no row."""
@@ -49,7 +54,9 @@ def table(result: dict[str, Any]) -> str:
         line = f"{label:36s}" + "".join(f"{c:>{w}s}" for c, w in zip(cells, widths, strict=True))
         lines.append((line + "".join(f"{x:>{len(m) + 2}s}" for x, m in zip(shares, marks, strict=True))).rstrip())
     if "same_completions" in result:
-        lines += _same_completions(result["same_completions"])
+        lines.append(f"on the completions of {first} (ratio to {first}, interval):")
+        for label, cells in same_completions(result["same_completions"]).items():
+            lines += [f"  {label:18s}{arm:12s}{cell}" for arm, cell in cells.items() if cell]
     if result.get("parallel"):
         lines.append("times: not compared, for the arms ran at the same time (ab.parallel)")
     for name, a in agreements(result).items():
@@ -59,21 +66,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _same_completions(found: dict[str, Any]) -> list[str]:
-    """Time and memory of the replays, a line for each arm and quantity."""
-    lines = ["on the baseline's completions (ratio to the baseline, interval):"]
-    for label, key, unit, form in (
-        ("update (s)", "update", 1, ".3f"), ("step (s)", "step", 1, ".3f"), ("device peak (MiB)", "peak", 2**20, ",.1f")
-    ):  # fmt: skip
-        for name, arm in found.items():
-            if key not in arm or arm[key]["ratio"] is None:
-                continue
-            between = "".join(f" {x:.3f}" for x in arm[key]["interval"] or [])
-            lines.append(
-                f"  {label:18s}{name:12s}{format(arm[key]['mean'] / unit, form):>10s}  {arm[key]['ratio']:.3f} "
-                f"[{between.strip() or 'one measurement'}]"
-            )
-    return lines
+def same_completions(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """A row of cells by arm for each quantity: the mean, and the ratio to the baseline with its interval."""
+
+    def cell(row: dict[str, Any] | None, unit: float, form: str) -> str:
+        mean, ratio, interval = ((row or {}).get(k) for k in ("mean", "ratio", "interval"))
+        if mean is None or ratio is None:
+            return ""
+        between = f" [{', '.join(f'{x:.3f}' for x in interval)}]" if interval else ""
+        return format(mean / unit, form) + ("" if ratio == 1.0 else f" ({ratio:.3f}{between})")
+
+    rows = {
+        label: {arm: cell(measured.get(key), unit, form) for arm, measured in found.items()}
+        for label, key, unit, form in SAME
+    }
+    return {label: cells for label, cells in rows.items() if any(cells.values())}
 
 
 def verdict(result: dict[str, Any]) -> str:

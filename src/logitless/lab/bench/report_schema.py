@@ -59,6 +59,7 @@ SCHEMA: dict[str, dict[str, Any] | Either] = {
     "train": {"step?": NUMBER},
     "ab": {
         "arms": {"*": _TRAINED}, "control?": _TRAINED, "agreement?": {}, "config?": {"ab?": {"parallel?": FLAG}},
+        "same_completions?": {"*": {"*": {"mean?": NUMBER, "ratio?": NUMBER, "interval?": [NUMBER]}}},
     },
     "plan": Either("mesh", _MESH, _PLAN),
     "tpu_compile": {**_TPU, "programs": {"*": Either("error", _FAILED, {"peak": NUMBER})}},

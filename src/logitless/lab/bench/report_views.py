@@ -263,6 +263,7 @@ AGREEMENT = {
     "reward_limit": "limit of the reward", "kl_difference": "KL, mean difference", "kl_limit": "limit of the KL",
     "first_grad_norm_ratio": "first gradient's norm, ratio",
 }  # fmt: skip
+FREE_TIMES = "Every arm samples other completions of other lengths: not to be compared."
 AGREES: dict[bool | None, str] = {True: "yes", False: "NO", None: "cannot be judged"}
 
 
@@ -298,17 +299,24 @@ def training(found: Found) -> Section:
         if not alone:
             s.text += f" The arms of {name} ran at the same time: nothing is said about their speed."
         runs = {**r["arms"], **({"control": r["control"]} if r.get("control") else {})}
-        s.charts += _curves({arm: a.get("metrics") or [] for arm, a in runs.items()}, name, alone)
+        same = r.get("same_completions")
+        s.charts += _curves({arm: a.get("metrics") or [] for arm, a in runs.items()}, name, alone and not same)
+        if same:
+            rows = [{"": label, **cells} for label, cells in ab_text.same_completions(same).items()]
+            s.tables.append(Table(f"{name}: the same completions in all arms (ratio to the first, interval)", rows))
         told = {arm: {k: v for k, v in (a.get("summary") or {}).items() if is_number(v)} for arm, a in runs.items()}
-        summary = [
-            {"": label, **{arm: format(a[key] / unit, form) for arm, a in told.items() if key in a}}
-            for label, key, unit, form in (*SUMMARY, *ab_text.told(told))
-            if alone or not key.startswith("time/")
-        ]
+        rows, times = [], []
+        for label, key, unit, form in (*SUMMARY, *ab_text.told(told)):
+            row = {"": label, **{arm: format(a[key] / unit, form) for arm, a in told.items() if key in a}}
+            (times if key.startswith("time/") else rows).append(row)
+        if same and alone:
+            s.folded.append(Table(f"{name}: times of the free runs. {FREE_TIMES}", times))
+        elif alone:
+            rows += times
         judged = {arm: a | {"agree": AGREES[_agrees(a)]} for arm, a in _agreements(r).items() if a}
         agreed = [{"": label, **{arm: a.get(key) for arm, a in judged.items()}} for key, label in AGREEMENT.items()]
         title = "agreement of the arms" if "result" in judged else f"agreement with {next(iter(r['arms']), '')}"
-        s.tables += [Table(f"{name}: summary", summary), Table(f"{name}: {title}", agreed)]
+        s.tables += [Table(f"{name}: summary", rows), Table(f"{name}: {title}", agreed)]
     for name, steps in single.items():
         s.charts += _curves({"run": steps}, name)
     return s
