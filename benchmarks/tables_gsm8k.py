@@ -115,8 +115,8 @@ def _same(result: Record) -> str:
 def _appendix(result: Record) -> str:
     """Times of the free runs."""
     said = (
-        "Times of the free runs cannot be compared: every arm samples for itself, so that lengths differ, and the number "
-        "of tokens with a gradient, and the runs came one after the other."
+        "Times of the free runs cannot be compared: every arm samples for itself, so that lengths differ, as does the "
+        "number of tokens with a gradient, and the runs came one after the other."
     )
     return f"{said}\n\n{_numbers(result, FREE_TIMES)}"
 
