@@ -48,6 +48,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{result['name']:36s}" + "".join(f"{h:>{w}s}" for h, w in zip(heads, widths, strict=True))]
     lines[0] += "".join(f"{m:>{len(m) + 2}s}" for m in marks)
     for label, key, unit, form in told(summaries):
+        if key.startswith("time/") and "same_completions" in result:
+            continue  # of completions that differ from arm to arm
         values = [s.get(key) for s in summaries.values()]
         cells = ["-" if v is None else format(v / unit, form) for v in values]
         shares = [f"{v / values[0]:.3f}" if v and values[0] else "" for v in values[1:]]
@@ -55,8 +57,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append((line + "".join(f"{x:>{len(m) + 2}s}" for x, m in zip(shares, marks, strict=True))).rstrip())
     if "same_completions" in result:
         lines.append(f"on the completions of {first} (ratio to {first}, interval):")
-        for label, cells in same_completions(result["same_completions"]).items():
-            lines += [f"  {label:18s}{arm:12s}{cell}" for arm, cell in cells.items() if cell]
+        for label, by_arm in same_completions(result["same_completions"]).items():
+            lines += [f"  {label:18s}{arm:12s}{cell}" for arm, cell in by_arm.items() if cell]
     if result.get("parallel"):
         lines.append("times: not compared, for the arms ran at the same time (ab.parallel)")
     for name, a in agreements(result).items():

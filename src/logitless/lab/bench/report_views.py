@@ -302,10 +302,11 @@ def training(found: Found) -> Section:
         same = r.get("same_completions")
         s.charts += _curves({arm: a.get("metrics") or [] for arm, a in runs.items()}, name, alone and not same)
         if same:
-            rows = [{"": label, **cells} for label, cells in ab_text.same_completions(same).items()]
-            s.tables.append(Table(f"{name}: the same completions in all arms (ratio to the first, interval)", rows))
+            cells = [{"": label, **by_arm} for label, by_arm in ab_text.same_completions(same).items()]
+            s.tables.append(Table(f"{name}: the same completions in all arms (ratio to the first, interval)", cells))
         told = {arm: {k: v for k, v in (a.get("summary") or {}).items() if is_number(v)} for arm, a in runs.items()}
-        rows, times = [], []
+        rows: list[Record] = []
+        times: list[Record] = []
         for label, key, unit, form in (*SUMMARY, *ab_text.told(told)):
             row = {"": label, **{arm: format(a[key] / unit, form) for arm, a in told.items() if key in a}}
             (times if key.startswith("time/") else rows).append(row)
