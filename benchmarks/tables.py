@@ -31,20 +31,21 @@ README_ROWS = (
 )  # fmt: skip
 """What README.md shows: label, suite, case and arm; each beside the strongest dense form of float32 logits."""
 SUITES = {
-    "h200": "The suite on one H200",
-    "gpu-head": "Every arm of the fused head on one H200",
-    "gpu-sparse": "Every arm of the sparse backward on one H200",
-    "gpu-logits": "Every arm over given logits on one H200",
-    "cpu": "The suite on a CPU",
+    "h200": "H200: the suite",
+    "gpu-head": "H200: fused head",
+    "gpu-sparse": "H200: sparse backward",
+    "gpu-logits": "H200: given logits",
+    "cpu": "CPU: the suite",
 }
-HOW = """Written by `python benchmarks/tables.py` from the files under benchmarks/results; each section names the command that
+HOW = """\
+Written by `python benchmarks/tables.py` from the files under benchmarks/results; each section names the command that
 makes its file. `logitless report benchmarks/results` shows every number of every file as tables and charts.
 
-How to read a suite: arms of a case alternate in one process. A ratio compares paired rounds with the dense form of the
-same logits dtype, with a 95 % interval; "none" means that the interval lies within 0.9 and 1.1 around one, "cannot
-tell" that it is wider. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the compiler's
-plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call with the
-options of its case. A file's `note` names the commits and calls where its cases come from several."""
+How to read a suite: arms of a case alternate in one process. A ratio compares paired rounds with the dense form of
+the same logits dtype, with a 95 % interval; "none" marks an interval
+within 0.9 and 1.1 around one, "cannot tell" a wider interval around one. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the
+compiler's plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call
+with the options of its case. A file's `note` names the commits and calls where its cases come from several."""
 EARLIER = "the form before"
 """In the name of a case that a file keeps for comparison: measured with an earlier version, and not on the page."""
 TRAINED = {
@@ -172,7 +173,7 @@ def training_tables() -> list[str]:
             cells.append([title, found["loss_backend"], *("" if v is None else format(v / u, f) for v, u, f in values)])
             if arm is not next(iter(result["arms"].values())):
                 cells[-1][0] = ""
-    head = ["## Training runs on one H200", "", "`benchmarks/results/train_h200_*.json`, one row for each arm.", ""]
+    head = ["## H200: training runs", "", "`benchmarks/results/train_h200_*.json`, one row for each arm.", ""]
     return [*head, *commands, "", *markdown(["run", "loss", *TRAINED_COLUMNS], cells)] if cells else []
 
 

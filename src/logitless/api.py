@@ -130,8 +130,8 @@ def grpo_loss(
       softcap, scale, vocab_size, sharding, options: as for :func:`logprobs`.
 
     Returns:
-      The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy and others, see
-      docs/losses.md; :func:`logitless.metric_values` makes numbers of them.
+      ``(loss, metrics)``. Metrics are ``(sum, count)`` pairs (clip fractions, ratio, KL, entropy and others, listed
+      in docs/losses.md); :func:`logitless.metric_values` makes numbers.
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> logits, targets = jnp.zeros((1, 2, 4)), jnp.array([[0, 3]])
@@ -274,8 +274,8 @@ def linear_grpo_loss(
       sharding, options: as for :func:`linear_logprobs`.
 
     Returns:
-      The loss, and metrics as ``(sum, count)`` pairs: clip fractions, ratio, KL, entropy, with a sparse backward what
-      it left out, and others, see docs/losses.md; :func:`logitless.metric_values` makes numbers of them.
+      ``(loss, metrics)``. Metrics are ``(sum, count)`` pairs (clip fractions, ratio, KL, entropy, the left-out mass of
+      a sparse backward and others, listed in docs/losses.md); :func:`logitless.metric_values` makes numbers.
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h, w, y = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.array([[0, 3]])
@@ -407,8 +407,8 @@ def linear_distillation_loss(
       sharding, options: as for :func:`linear_logprobs`.
 
     Returns:
-      The loss, and metrics as ``(sum, count)`` pairs: ``divergence`` at the loss's temperature, ``entropy``,
-      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``.
+      ``(loss, metrics)``. Metrics are ``(sum, count)`` pairs (``divergence`` at the loss's temperature, ``entropy``,
+      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``).
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h, w, t = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.eye(4, 3)

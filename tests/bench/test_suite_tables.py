@@ -27,7 +27,7 @@ def test_a_suite_of_arms_that_took_turns(tables: ModuleType, monkeypatch: pytest
     (tmp_path / "gpu_head_suite.json").write_text(json.dumps(result))
     monkeypatch.setattr(importlib.import_module("tables_gsm8k"), "RESULTS", tmp_path)
     lines = tables.suite_tables()
-    assert lines[0] == "## Every arm of the fused head on one H200"
+    assert lines[0] == "## H200: fused head"
     assert "    logitless bench --suite gpu-head --out benchmarks/results/gpu_head_suite.json" in lines
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert cells[0] == ["case", "arm", "ratio", "to", "ms", "MiB"]

@@ -12,20 +12,21 @@ RESULTS = ROOT / "benchmarks" / "results" / "conformance.json"
 
 HEADER = """# Conformance: their code, our numbers
 
-`make conformance` installs TRL, Liger and veRL into a folder of its own (`.venv-conformance`), runs *their* loss and ours on
-the same batches, and writes this page from the record (`benchmarks/results/conformance.json`). TRL's loss is the trainer's own
-`_compute_loss`, Liger's the chunked loss from hidden states with the reference head in the same call, veRL's the `ppo_loss`.
-Ours comes from the same settings by `Objective.from_trl`, `from_liger` and `from_verl`. The tests of the Tunix integration
-compare Tunix' stock loss.
+`make conformance` installs TRL, Liger and veRL into a folder of its own (`.venv-conformance`), runs *their* loss and
+ours on the same batches, and writes this page from the record (`benchmarks/results/conformance.json`). TRL's loss is
+the trainer's own `_compute_loss`, Liger's the chunked loss from hidden states with the reference head in the same
+call, veRL's the `ppo_loss`. Ours comes from the same settings by `Objective.from_trl`, `from_liger` and `from_verl`.
+The tests of the Tunix integration compare Tunix' stock loss.
 
-Batches: full rows, rows of 6, 3, 1 and 5 tokens, rows with holes, an empty row, and a batch with nothing in it. Losses,
-gradients (by log-probability and entropy of every token; for Liger by hidden states, head and bias) and the metrics that the
-peer logs must agree. *float64* is the largest difference between the peer in float64 and the oracle, relative to the largest
-entry; *float32* the largest difference between the peer and the library. Allowed are 1e-9 and 2e-5 (2e-7 with an adaptive
-entropy, 5e-8 for veRL, in float64). TRL's `clip_ratio/low_min` and `high_max` are compared at the sequence level.
+Batches: full rows, rows of 6, 3, 1 and 5 tokens, rows with holes, an empty row, and a batch with nothing in it.
+Losses, gradients (by log-probability and entropy of every token; for Liger by hidden states, head and bias) and the
+metrics that the peer logs must agree. *float64* is the largest difference between the peer in float64 and the oracle,
+relative to the largest entry; *float32* the largest difference between the peer and the library. Allowed are 1e-9 and
+2e-5 (2e-7 with an adaptive entropy, 5e-8 for veRL, in float64). TRL's `clip_ratio/low_min` and `high_max` are
+compared at the sequence level.
 
-Distillation losses come from `Distillation.from_trl` and `from_liger`, with the oracle in both columns: *float32* then
-marks a peer that computes in float32.
+Distillation losses come from `Distillation.from_trl` and `from_liger`, with the oracle in both columns: *float32*
+then marks a peer that computes in float32.
 """
 
 

@@ -132,6 +132,12 @@ def test_the_site_is_small_enough_to_read() -> None:
     assert left_out == {"architecture.md", "logbook.md", "release.md"}
 
 
+def test_every_picture_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *PAGES])
+    for picture in (ROOT / "docs").glob("p*/*.svg"):
+        assert f"{picture.parent.name}/{picture.name}" in text, f"{picture.name} is on no page"
+
+
 def test_conformance_page_is_what_the_record_says() -> None:
     page = loaded(ROOT / "tests" / "conformance" / "conformance_page.py").page()
     assert (ROOT / "docs" / "conformance.md").read_text() == page, "run `make conformance`"

@@ -31,13 +31,13 @@ DARK = dict(
     c="#c79bf2", d="#6fd08c", e="#ff8098", good="#6fd08c", bad="#ff8098", edge="#5b6473",
 )  # fmt: skip
 STYLE: dict[str, Any] = {
-    "font.size": 12, "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
+    "font.size": 14, "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False, "legend.handlelength": 3, "axes.axisbelow": True,
     **{k: LIGHT["ink"] for k in ("text.color", "ytick.labelcolor")},
     **{k: LIGHT["muted"] for k in ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
     "axes.facecolor": "none", "grid.color": LIGHT["grid"],
 }  # fmt: skip
-WIDE, LINE, CHARACTER = 460.0, 18.0, 7.4
+WIDE, LINE, CHARACTER = 460.0, 20.0, 8.6
 """A drawing's width, the height of a line of text and the width of a character, in points. A phone shows all of it."""
 
 
@@ -85,7 +85,8 @@ class Bars:
         return "; ".join(said)
 
     def draw(self, figure: Figure) -> None:
-        axes = _axes(figure, left=4, rows=2.2 * len(self.bars), bottom=2.8)
+        legend = self.floor is not None or any(len(b.parts) > 1 for b in self.bars)
+        axes = _axes(figure, left=4, rows=2.2 * len(self.bars), bottom=2.8 if legend else 0.4)
         for i, bar in enumerate(self.bars):
             start = 0.0
             for k, (_, value) in enumerate(bar.parts):
@@ -95,7 +96,7 @@ class Bars:
             for text, x, place in ((said, start, (6, 0)), (bar.label, 0.0, (0, LINE))):
                 axes.annotate(text, (x, i), place, textcoords="offset points", va="center", annotation_clip=False)
         axes.set_ylim(len(self.bars) - 0.6, -0.9)
-        axes.set_xlim(0, 1.3 * max([b.total for b in self.bars] + [self.floor or 0.0]) or 1.0)
+        axes.set_xlim(0, 1.4 * max([b.total for b in self.bars] + [self.floor or 0.0]) or 1.0)
         axes.set_axis_off()
         parts = [p for p, _ in next((b.parts for b in self.bars if len(b.parts) > 1), ())]
         for k, part in enumerate(parts):
@@ -169,7 +170,7 @@ class Lines:
             axes.set_ylim(bottom=min([0.0, *(y for s in self.series for _, y in s.points)]))
         where = ", logarithmic" if self.log else ""
         axes.set_xlabel(self.x_label + where)
-        axes.set_title(self.y_label + where, x=-50 / (WIDE - 74), loc="left", fontsize=12, color=LIGHT["muted"])
+        axes.set_title(self.y_label + where, x=-50 / (WIDE - 74), loc="left", fontsize=14, color=LIGHT["muted"])
         for side in (axes.xaxis, axes.yaxis):
             side.set_major_formatter(lambda value, _: f"{value:,.6g}")
             side.set_minor_formatter("")
@@ -218,7 +219,7 @@ def _drawn(chart: Chart, form: str, titled: bool) -> bytes:
         warnings.simplefilter("ignore")  # a letter without a shape in matplotlib's font has one in the reader's
         figure, out = Figure(), io.BytesIO()
         if titled:
-            figure.suptitle(chart.title, x=0.0, ha="left", weight="bold", size=13)
+            figure.suptitle(chart.title, x=0.0, ha="left", weight="bold", size=15)
         chart.draw(figure)
         no_date = {k: None for k in ("Date", "Creator", "Format", "Type")} if form == "svg" else {}
         paper = "none" if form == "svg" else LIGHT["paper"]
