@@ -89,6 +89,8 @@ class Rollout:
     max_completion_tokens: int = number(3, "[1, inf)")
     temperature: float = number(1.0, "(0, inf)")
     top_p: float = number(1.0, "(0, 1]")
+    # Ids that a token is drawn from at most; 0: all. Log-probabilities and losses are then over the ids that were kept
+    top_k: int = number(0, "[0, inf)")
     rows: int = number(0, "[0, inf)")  # completions sampled at a time; 0: all of a step
     # Times that groups without a spread are drawn anew, with other problems (dynamic sampling, DAPO)
     redraw: int = number(0, "[0, inf)")

@@ -8,7 +8,16 @@ import re
 from logitless.lab.tools.command_config import ConfigError, check_common, check_fields, sparse_backward_of
 from logitless.objectives.inputs import statistics_temperature
 from logitless.objectives.objective import Objective
-from logitless.train.config import LORA_TARGETS, NAIVE, Loss, TrainConfig, needs_rollout, objective_of, warm_start_fits
+from logitless.train.config import (
+    LORA_TARGETS,
+    NAIVE,
+    Loss,
+    TrainConfig,
+    loss_backend,
+    needs_rollout,
+    objective_of,
+    warm_start_fits,
+)
 from logitless.train.files import did_you_mean
 
 
@@ -74,6 +83,7 @@ def _check_draws(c: TrainConfig) -> None:
     for key in ("redraw", "sampler"):
         if getattr(r, key) and r.kind != "sample":
             raise ConfigError(f"rollout.{key}: {getattr(r, key)!r} has no effect with rollout.kind {r.kind}")
+    _check_support(c)
     if c.reward.overlong_buffer > r.max_completion_tokens:
         raise ConfigError(
             f"reward.overlong_buffer: {c.reward.overlong_buffer} tokens, more than rollout.max_completion_tokens "
@@ -81,6 +91,21 @@ def _check_draws(c: TrainConfig) -> None:
         )
     if c.reward.overlong_buffer and c.rollout.kind != "sample":
         raise ConfigError(f"reward.overlong_buffer: has no effect with rollout.kind {r.kind}")
+
+
+def _check_support(c: TrainConfig) -> None:
+    r = c.rollout
+    if not r.top_k:
+        return
+    refusals = {
+        f"rollout.kind {r.kind}": r.kind != "sample",
+        f"train.packing {c.train.packing}": c.train.packing != "off",
+        "rollout.record": bool(r.record),
+        "rollout.replay": bool(r.replay),
+        f"train.loss.backend {NAIVE}": loss_backend(c) == NAIVE,
+    }
+    for what in (k for k, there in refusals.items() if there):
+        raise ConfigError(f"rollout.top_k: {r.top_k} keeps the ids of every token, which {what} cannot do; set it to 0")
 
 
 def _check_packing(c: TrainConfig) -> None:

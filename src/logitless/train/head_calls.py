@@ -49,14 +49,17 @@ def _naive(config: TrainConfig, objective: Objective, hidden: Array, head: Array
 
 
 def make_head_logp(config: TrainConfig, objective: Objective) -> Callable[..., Array]:
-    """``logp(hidden, head, targets, mask)``: ``[B, C]``, 0 where the mask is."""
+    """``logp(hidden, head, targets, mask, support)``: ``[B, C]``, 0 where the mask is."""
     naive = loss_backend(config) == NAIVE
     library: dict[str, Any] = {} if naive else dict(sharding=loss_sharding(config), options=head_options(config))
 
-    def logp(hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"]) -> Array:
+    def logp(
+        hidden: Array, head: Array, targets: Array, mask: Bool[Array, "B C"], support: Array | None = None
+    ) -> Array:
         if naive:
             return jnp.where(mask, _naive(config, objective, hidden, head, targets), 0.0)
-        return linear_logprobs(hidden, Head(head, layout="vh"), targets, mask=mask, objective=objective, **library).logp
+        given = dict(support=support, mask=mask, objective=objective, **library)
+        return linear_logprobs(hidden, Head(head, layout="vh"), targets, **given).logp
 
     return logp
 

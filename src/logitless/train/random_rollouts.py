@@ -23,7 +23,9 @@ def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
     lengths = np.clip(rng.lognormal(np.log(width * 0.4), 0.6, (rows, 1)).astype(int), 1, width)
     mask = np.arange(width) < lengths
     prompts = Prompts(prompt, np.ones(prompt.shape, bool)).repeat(c.train.group_size)
-    completions = tree_of(Completions, np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32))
+    k = c.rollout.top_k  # only to compile for: what is sampled has its own
+    support = np.full((*mask.shape, k), -1, np.int32) if k else None
+    completions = tree_of(Completions, np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32), support)
     rewards = rng.integers(0, 2, rows).astype(np.float32)
     rewards[np.arange(rows) // c.train.group_size % 3 == 2] = 1.0
     return Rollouts(prompts, completions, rewards, {}, [])

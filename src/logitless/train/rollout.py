@@ -9,6 +9,10 @@ nucleus is cut. For an objective with ``temperature_on="logp"`` it is ``log soft
 Either is the number that the trainer computes for the same token; under greedy decoding (temperature 0) it is the one
 at temperature 1.
 
+With ``top_k`` a token is drawn from the ``top_k`` likeliest ids, cut to the nucleus of their own softmax. The ids that
+are kept are recorded as the token's ``support``, and the log-probability is over them: the losses take both, so that an
+importance ratio is not biased by the mass that was cut.
+
 Prompts are padded on the left, so that all rows continue in the same slot. Noise belongs to a row and a position: the
 amount of padding, the rows beside it and the number of rows sampled at a time change nothing about a row's completion.
 A row is done after an end token; the loop stops when all are. Its slots after that hold ``pad_id`` and are masked.
@@ -25,6 +29,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from logitless.core.pytree import register
+from logitless.core.top_k import largest
 from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, lm_head, model_pass, positions_of
@@ -42,6 +47,8 @@ class Sampling:
     pad_id: int
     temperature_on: str = "logits"
     """What the recorded log-probability is: the objective's ``temperature_on``."""
+    top_k: int = 0
+    """Ids that a token is drawn from at most, and that are kept of each; 0: all, none."""
     stages: int = STAGES
     """At most; each is a copy of all layers to compile, and another one where rows make room (not with one stage)."""
 
@@ -56,6 +63,8 @@ class Completions:
     """True up to and including the end token."""
     logp: Float[Array, "B C"]
     """Log-probability of each token when it was sampled; 0 where masked."""
+    support: Int[Array, "B C K"] | None = None
+    """Ids that each token was drawn from, -1 for none; log-probabilities are over them."""
 
 
 def nucleus(logp: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
@@ -77,6 +86,24 @@ def sample(logits: Float[Array, "B V"], keys: Array, s: Sampling) -> tuple[Int[A
         return best_with_logp(z, kept + noise)
     token, logp = best_with_logp(logits, kept + noise)
     return token, logp / s.temperature
+
+
+def sample_of_top_k(
+    logits: Float[Array, "B V"], keys: Array, s: Sampling
+) -> tuple[Int[Array, "B"], Float[Array, "B"], Int[Array, "B K"]]:
+    """:func:`sample` from the ``top_k`` likeliest ids and the nucleus among them, and the ids that were kept."""
+    ids = largest(logits, s.top_k)
+    x = jnp.take_along_axis(logits, ids, axis=-1)
+    p = jax.nn.softmax(x / s.temperature, axis=-1)
+    kept = jnp.cumsum(p, axis=-1) - p < s.top_p  # mass of the ids above; the likeliest one is always kept
+    z = jnp.where(kept, x / s.temperature, -jnp.inf)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:], z.dtype))(keys)
+    if s.temperature_on == "logits":
+        at, logp = best_with_logp(z, z + noise)
+    else:
+        at, logp = best_with_logp(jnp.where(kept, x, -jnp.inf), z + noise)
+        logp = logp / s.temperature
+    return jnp.take_along_axis(ids, at[:, None], axis=-1)[:, 0], logp, jnp.where(kept, ids, -1)
 
 
 def best_with_logp(z: Float[Array, "B V"], score: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
@@ -126,7 +153,12 @@ def generate(
     def draw(state: DecodeState, logits: Array) -> DecodeState:
         """The next token of each row, written down."""
         (out, keys), i = state.own, state.step
-        token, logp = sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, i))(keys), s)
+        now, support = jax.vmap(lambda k: jax.random.fold_in(k, i))(keys), out.support
+        if support is None:
+            token, logp = sample(logits, now, s)
+        else:
+            token, logp, kept = sample_of_top_k(logits, now, s)
+            support = support.at[:, i].set(jnp.where(state.done[:, None], -1, kept))
         token = jnp.where(state.done, s.pad_id, token)
         ended = jnp.zeros_like(state.done)
         for eos in s.eos_ids:
@@ -135,6 +167,7 @@ def generate(
             tokens=out.tokens.at[:, i].set(token),
             mask=out.mask.at[:, i].set(~state.done),
             logp=out.logp.at[:, i].set(jnp.where(state.done, 0.0, logp)),
+            support=support,
         )
         return dataclasses.replace(
             state, step=i + 1, done=state.done | ended, token=token, position=state.position + 1, own=(out, keys)
@@ -149,6 +182,7 @@ def generate(
         tokens=jnp.full((rows, s.max_new), s.pad_id, jnp.int32),
         mask=jnp.zeros((rows, s.max_new), bool),
         logp=jnp.zeros((rows, s.max_new), jnp.float32),
+        support=jnp.full((rows, s.max_new, s.top_k), -1, jnp.int32) if s.top_k else None,
     )
     state = DecodeState(
         step=jnp.int32(0),

@@ -7,10 +7,10 @@ returns an object with two methods:
     sample(request)               one :class:`Sample` for each prompt and each of its ``group_size`` completions
 
 Its log-probabilities are what the losses call ``rollout_logp``: at the sampling temperature, over the whole vocabulary,
-of every token that it returns. An engine computes them with other kernels than the trainer does, and often in another
-precision; ``train.objective`` has corrections for that (``correction``, ``off_policy_threshold``), and
-``rollout/logp_gap_max`` is the largest difference. ``None`` in place of a log-probability says that it is not known: no
-correction for that token.
+of every token that it returns; with ``rollout.top_k`` over the ids of its ``support``, which vLLM and SGLang return. An
+engine computes them with other kernels than the trainer does, and often in another precision; ``train.objective`` has
+corrections for that (``correction``, ``off_policy_threshold``), and ``rollout/logp_gap_max`` is the largest difference.
+``None`` in place of a log-probability says that it is not known: no correction for that token.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Request:
     eos_ids: tuple[int, ...]
     seed: int
     """A function of the run's seed and the step: an engine that uses it makes resumed runs repeat."""
+    top_k: int = 0
+    """Ids that a token may be drawn from at most, and room for them in ``Sample.support``; 0: all, none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Sample:
 
     tokens: Sequence[int]
     logp: Sequence[float | None]
+    support: Sequence[Sequence[int]] | None = None
+    """Ids that each token was drawn from, where the engine cut and normalised anew; an empty one: the vocabulary."""
 
 
 class Sampler(Protocol):
@@ -81,21 +85,38 @@ def load_sampler(config: TrainConfig) -> Sampler:
 
 def sampled(sampler: Sampler, prompts: Prompts, s: Sampling, seed: int, vocab: int) -> Completions:
     """Ask for a step's completions and lay them out; whatever is wrong with one is said with its number."""
-    ids = [row[live].tolist() for row, live in zip(prompts.tokens, prompts.valid, strict=True)]
-    request = Request(ids, s.group_size, s.max_new, s.temperature, s.top_p, s.eos_ids, seed)
+    given = [row[live].tolist() for row, live in zip(prompts.tokens, prompts.valid, strict=True)]
+    request = Request(given, s.group_size, s.max_new, s.temperature, s.top_p, s.eos_ids, seed, s.top_k)
     found = list(sampler.sample(request))
-    rows = len(ids) * s.group_size
+    rows = len(given) * s.group_size
     if len(found) != rows:
-        raise SamplerError(f"rollout.sampler: {len(found)} completions, expected {rows} ({len(ids)} x {s.group_size})")
+        raise SamplerError(
+            f"rollout.sampler: {len(found)} completions, expected {rows} ({len(given)} x {s.group_size})"
+        )
     tokens = np.full((rows, s.max_new), s.pad_id, np.int32)
     mask = np.zeros((rows, s.max_new), bool)
     logp = np.zeros((rows, s.max_new), np.float32)
+    support = np.full((rows, s.max_new, s.top_k), -1, np.int32) if s.top_k else None
     for i, one in enumerate(found):
         drawn, n = np.asarray(one.tokens), len(one.tokens)
         _check(i, drawn, len(one.logp), s, vocab)
         tokens[i, :n], mask[i, :n] = drawn, True
         logp[i, :n] = [np.nan if x is None else x for x in one.logp]
-    return Completions(tokens, mask, logp)  # type: ignore[arg-type]
+        for t, ids in enumerate(one.support or ()):
+            _check_support(i, t, drawn, ids, s.top_k, vocab)
+            assert support is not None
+            support[i, t, : len(ids)] = ids
+    return Completions(tokens, mask, logp, support)  # type: ignore[arg-type]
+
+
+def _check_support(i: int, t: int, drawn: np.ndarray, ids: Sequence[int], most: int, vocab: int) -> None:
+    where = f"rollout.sampler: completion {i}, token {t}: its support"
+    if t >= len(drawn):
+        raise SamplerError(f"{where} has no token; expected one support a token")
+    if len(ids) > most:
+        raise SamplerError(f"{where} has {len(ids)} ids, expected at most {most} (rollout.top_k)")
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab or int(drawn[t]) not in ids):
+        raise SamplerError(f"{where} lacks the token {int(drawn[t])}, or has ids outside [0, {vocab})")
 
 
 def _check(i: int, drawn: np.ndarray, log_probabilities: int, s: Sampling, vocab: int) -> None:

@@ -77,10 +77,10 @@ class Trainer:
         dtype = jnp.dtype(config.model.compute_dtype)
         self.sampling = Sampling(
             r.max_completion_tokens, r.temperature, r.top_p, config.train.group_size, task.eos_ids, task.pad_id,
-            self.objective.temperature_on,
+            self.objective.temperature_on, r.top_k,
         )  # fmt: skip
         # A run evaluates a few times: one stage is a seventh of the program, and costs tenths of a second each time.
-        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, group_size=1, stages=1)
+        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, group_size=1, stages=1)
         make = partial(generate, config=task.model, compute_dtype=dtype)
         self.rollout_program = Program("rollout", partial(make, sampling=self.sampling))
         self.eval_program = Program("eval", partial(make, sampling=greedy))
@@ -97,12 +97,15 @@ class Trainer:
             return NAIVE
         rows = c.train.microbatch or c.train.prompts_per_step * c.train.group_size // c.train.minibatches
         width = c.rollout.max_completion_tokens if c.train.packing == "off" else slots_of(c)
-        dtype = jnp.dtype(c.model.compute_dtype)
+        dtype, k = jnp.dtype(c.model.compute_dtype), c.rollout.top_k
+        if k > m.vocab_size:
+            raise ConfigError(f"rollout.top_k: {k}, more than the vocabulary of {m.vocab_size}")
         try:
             return explain(
                 linear_grpo_loss,
                 jax.ShapeDtypeStruct((rows, width, m.hidden_size), dtype),
                 tree_of(Head, jax.ShapeDtypeStruct((m.vocab_size, m.hidden_size), dtype), layout="vh"),
+                support=jax.ShapeDtypeStruct((rows, width, k), jnp.int32) if k else None,
                 objective=self.objective,
                 sharding=train_mesh.loss_sharding(c),
                 options=head_options(c, sparse_backward=c.train.loss.sparse_backward),
@@ -262,7 +265,8 @@ class Trainer:
         """The completions as the updates take them."""
         prompts, done = rolled.prompts, rolled.completions
         logp = done.logp if self.config.rollout.kind == "sample" else None
-        return tree_of(Batch, prompts.tokens, prompts.valid, done.tokens, done.mask, advantages, logp)
+        batch = tree_of(Batch, prompts.tokens, prompts.valid, done.tokens, done.mask, advantages, logp)
+        return batch if done.support is None else batch.with_logp(support=done.support)
 
     def _packed(self, batch: Batch, skip: bool) -> PackedBatch:
         packed = pack_batch(self.config, self.objective, batch, skip)

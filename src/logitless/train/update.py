@@ -48,6 +48,7 @@ class Batch:
     rollout_logp: Float[Array, "B C"] | None = None
     old_logp: Float[Array, "B C"] | None = None
     ref_logp: Float[Array, "B C"] | None = None
+    support: Int[Array, "B C K"] | None = None
 
     @property
     def targets(self) -> Int[Array, "B C"]:
@@ -55,7 +56,7 @@ class Batch:
 
     def loss_arrays(self) -> dict[str, Array | None]:
         """The arguments that a loss takes by name."""
-        names = ("advantages", "mask", "old_logp", "ref_logp", "rollout_logp")
+        names = ("advantages", "mask", "old_logp", "ref_logp", "rollout_logp", "support")
         return {k: getattr(self, k) for k in names}
 
     def rows(self, start: int, count: int) -> Batch:
@@ -173,7 +174,8 @@ def make_part_logp(
 
     def logp_of(params: Params, lora: LoRA | None, part: Any) -> Array:
         hidden = parts_of(lora, model, part, dtype, layout).hidden(params, lora, remat=False)
-        return head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask)
+        support = part.loss_arrays().get("support")
+        return head_logp(hidden, lm_head(params, model).astype(dtype), part.targets, part.mask, support)
 
     return logp_of
 
