@@ -77,7 +77,8 @@ sys.exit(int(sys.argv[2]))
 def fake_arms(monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
     """Arms that write four steps and end."""
 
-    def start(name: str, arm: Any, resume: bool) -> subprocess.Popen[bytes]:
+    def start(arms: dict[str, Any], resume: bool) -> subprocess.Popen[bytes]:
+        ((name, arm),) = arms.items()
         Path(arm.run_dir).mkdir(parents=True, exist_ok=True)
         with ab._log(arm, name).open("ab") as log:
             return subprocess.Popen([sys.executable, "-c", FAKE_ARM, arm.run_dir, str(code)], stderr=log)

@@ -286,15 +286,18 @@ def test_replays_take_turns(tmp_path: Path, micro: list[str], monkeypatch: pytes
         order.append((run.folder.name, number))
         return step(run, state, frozen, number, progress)
 
-    def in_this_process(module: list[str], name: str, arm: TrainConfig) -> subprocess.Popen[bytes]:
-        if module[0] == "logitless":
-            loop.run(arm, say=lambda _: None)
+    popen = subprocess.Popen
+
+    def in_this_process(command: list[str], **_: Any) -> subprocess.Popen[bytes]:
+        assert command[1] == "-m"
+        if command[2] == "logitless":
+            loop.run(load(Path(command[5])), say=lambda _: None)
         else:
-            assert turns.main(module[1:]) == 0
-        return subprocess.Popen([sys.executable, "-c", ""])
+            assert turns.main(command[3:]) == 0
+        return popen([sys.executable, "-c", ""])
 
     monkeypatch.setattr(loop.Run, "step", noted)
-    monkeypatch.setattr(ab, "_process", in_this_process)
+    monkeypatch.setattr(ab.subprocess, "Popen", in_this_process)
     result = ab.run(load(None, settings), say=lambda _: None)
     arms = ["control", "baseline", "kernel"]
     assert list(plan.replays) == arms

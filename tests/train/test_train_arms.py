@@ -151,7 +151,8 @@ def test_abc(
 ) -> None:
     """Three arms, here in one process: their starts are the most of so small a run."""
 
-    def in_this_process(_: str, arm: TrainConfig, __: bool) -> subprocess.Popen[bytes]:
+    def in_this_process(arms: dict[str, TrainConfig], _: bool) -> subprocess.Popen[bytes]:
+        (arm,) = arms.values()
         loop.run(arm, say=lambda _: None)
         return subprocess.Popen([sys.executable, "-c", ""])
 

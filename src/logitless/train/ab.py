@@ -80,8 +80,8 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             base = {} if config.ab.parallel else {name: rest.pop(name) for name in [next(iter(plan.arms))]}
             for arms in (base, plan.replays, rest) if base else (rest, plan.replays):  # the sharp test before the rest
                 replays = arms is plan.replays
-                how = _together if replays and config.ab.turns else _run_arms
-                how(arms, resume, config.ab.parallel, _under(say, "replay") if replays else say, progress)
+                told = _under(say, "replay") if replays else say
+                _run_arms(arms, resume, replays and config.ab.turns, told, progress)
         result: dict[str, Any] = {
             "kind": "ab",
             "name": config.name,
@@ -161,29 +161,29 @@ def _peak(arm: TrainConfig) -> int | None:
     return (read_summary(Path(arm.run_dir)) or {}).get("memory/device_peak_bytes")
 
 
-def _start(name: str, arm: TrainConfig, resume: bool) -> subprocess.Popen[bytes]:
-    # An A/B that was cut short may have one arm without a folder: that one simply starts.
-    again = ["--resume"] if resume and (Path(arm.run_dir) / "config.yaml").exists() else []
-    return _process(["logitless", "train", "--config", str(_saved(name, arm)), *again], name, arm)
-
-
-def _saved(name: str, arm: TrainConfig) -> Path:
-    """The file that an arm's process takes its configuration from."""
-    folder = Path(arm.run_dir).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    save(arm, folder / f"{name}.yaml")
-    return folder / f"{name}.yaml"
-
-
-def _process(module: list[str], name: str, arm: TrainConfig) -> subprocess.Popen[bytes]:
+def _start(arms: dict[str, TrainConfig], resume: bool) -> subprocess.Popen[bytes]:
+    """A process for an arm, or for the replays of several in turn; its log is the first one's."""
+    name, arm = next(iter(arms.items()))
+    files = [Path(arm.run_dir).parent / f"{name}.yaml" for name in arms]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    for one, file in zip(arms.values(), files, strict=True):
+        save(one, file)
+    if len(arms) > 1:
+        for one in arms.values():  # what a replay that was stopped has recorded is none of this one
+            (Path(one.run_dir) / "metrics.jsonl").unlink(missing_ok=True)
+        module = ["logitless.train.turns", *map(str, files)]
+    else:
+        # An A/B that was cut short may have one arm without a folder: that one simply starts.
+        again = ["--resume"] if resume and (Path(arm.run_dir) / "config.yaml").exists() else []
+        module = ["logitless", "train", "--config", str(files[0]), *again]
     # A replay has the programs of its arm: what one process has compiled, the others read.
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(folder_of_programs() or Path(arm.warm_start.cache).absolute() / "compiled")
     }
-    # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
     # JAX alone takes three quarters of a GPU's memory.
     limits = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     command, environment = [sys.executable, "-m", *module], {**compiled, **limits, **os.environ}
+    # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
     with _log(arm, name).open("ab") as log:  # this process shows how far all of them are
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -212,43 +212,23 @@ def _course(arm: TrainConfig) -> tuple[int, dict[str, Any]]:
     return len(steps), json.loads(steps[-1]) if steps else {}
 
 
-def _together(arms: dict[str, TrainConfig], resume: bool, _: bool, say: Say, progress: Progress) -> None:
-    """Replay all arms in one process (:mod:`logitless.train.turns`), from the first step unless all are complete."""
-    say(f"{', '.join(arms)} in turns")
-    before, first = progress.done, next(iter(arms))
-    if resume and all(finished(arm, steps_of(arm)) for arm in arms.values()):
-        say("complete already")
-        progress.at(before + sum(map(_steps_expected, arms.values())))
-        return
-    for arm in arms.values():  # what a replay that was stopped has recorded is none of this one
-        (Path(arm.run_dir) / "metrics.jsonl").unlink(missing_ok=True)
-    with held("step of each arm") as hold:
-        files = [str(_saved(name, arm)) for name, arm in arms.items()]
-        process = _process(["logitless.train.turns", *files], first, arms[first])
-        try:
-            _wait(arms, dict.fromkeys(arms, process), hold, say, progress, before)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-
-
-def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: Say, progress: Progress) -> None:
-    """Run the arms one after the other, or side by side; stop them all where one fails or a signal asks for it."""
+def _run_arms(arms: dict[str, TrainConfig], resume: bool, turns: bool, say: Say, progress: Progress) -> None:
+    """Run the arms one after the other, side by side, or in turns; stop them all where one fails or a signal asks."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     before = progress.done  # by the arms of an earlier call, and by those that were complete
     try:
         with held("step of each arm") as hold:
-            for name, arm in arms.items():
-                loss = arm.train.loss
-                sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
-                say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
-                if resume and (Path(arm.run_dir) / "config.yaml").exists() and finished(arm, steps_of(arm)):
-                    say(f"arm {name}: complete already")
-                    before += _steps_expected(arm)
+            for some in [arms] if turns else [{name: arm} for name, arm in arms.items()]:
+                for name, arm in some.items():
+                    loss = arm.train.loss
+                    sparse = "" if loss.sparse_backward == "off" else f", sparse_backward={loss.sparse_backward}"
+                    say(f"arm {name}: train.loss.backend={loss.backend}{sparse}")
+                if resume and all(finished(arm, steps_of(arm)) for arm in some.values()):
+                    say(f"arm {', '.join(some)}: complete already")
+                    before += sum(map(_steps_expected, some.values()))
                     continue
-                started[name] = _start(name, arm, resume)
-                if not parallel:
+                started |= dict.fromkeys(some, _start(some, resume))
+                if not arm.ab.parallel:
                     _wait(arms, started, hold, say, progress, before)
                 elif arm.warm_start.steps:  # the first arm makes the warm start, the others find it
                     cache = Path(arm.warm_start.cache) / "warm_start.safetensors"
@@ -256,7 +236,7 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, parallel: bool, say: S
                         time.sleep(0.2)
             _wait(arms, started, hold, say, progress, before)
     finally:
-        for process in started.values():
+        for process in set(started.values()):
             if process.poll() is None:
                 process.terminate()
                 process.wait()
