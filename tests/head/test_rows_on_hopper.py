@@ -1,0 +1,147 @@
+"""The row kernels on a Hopper GPU, from logits and from hidden states, against float64: random shapes, transforms,
+masks and cotangents. ``LOGITLESS_SEED`` changes all of them.
+
+    python -m pytest -m gpu tests/head/test_rows_on_hopper.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import logitless as L
+from logitless import oracle
+from numerics import f64
+
+SEED = int(os.environ.get("LOGITLESS_SEED", "0"))
+ON_A_GPU = jax.default_backend() in ("gpu", "cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_A_GPU, reason="no Hopper GPU here")]
+ROUNDING = {"float32": 4e-6, "bfloat16": 4e-3, "float16": 1e-3}
+"""Of the largest number: of dlogits, or of a row of the sum that dH is."""
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+def drawn(case: int) -> tuple[np.random.Generator, dict[str, Any]]:
+    """A generator, and the transform, mask and targets' shape that a case has."""
+    rng = np.random.default_rng((SEED, case))
+    n, v = int(rng.integers(1, 90)), int(rng.choice([130, 1000, 8192, 32001, 50257, 50304]))
+    given: dict[str, Any] = dict(n=n, v=v, vocab_size=v - int(rng.choice([0, 0, 3, 37])))
+    given["temperature"] = [1.0, 0.7, rng.uniform(0.5, 1.5, n).astype(np.float32)][case % 3]
+    given["softcap"], given["scale"] = [(None, None), (30.0, 0.8), (None, 1.2)][int(rng.integers(0, 3))]
+    given["mask"] = rng.random(n) < (1.0 if case % 4 == 0 else 0.7)
+    given["y"] = rng.integers(0, given["vocab_size"], n)
+    return rng, given
+
+
+def assert_near(label: str, got: Any, want: np.ndarray, unit: float) -> None:
+    """Errors below ``unit`` of the largest entry."""
+    got = f64(got)
+    assert np.isfinite(got).all(), label
+    assert np.abs(got - want).max() <= unit * np.abs(want).max() + 1e-30, label
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_logits(case: int) -> None:
+    """Statistics, and dlogits of random cotangents of all three; every fourth case over the logits."""
+    rng, c = drawn(case)
+    dtype = ("bfloat16", "float32", "float16")[case % 3]
+    x = jnp.asarray(rng.standard_normal((c["n"], c["v"])) * rng.choice([3.0, 12.0]), dtype)
+    g = [jnp.asarray(rng.standard_normal(c["n"]), jnp.float32) for _ in range(3)]
+    how = {k: c[k] for k in ("temperature", "softcap", "scale", "vocab_size")}
+
+    @jax.jit
+    def run(x: Any, g: Any) -> Any:
+        def stats(x: Any) -> Any:
+            s = L.logprobs(x, c["y"], mask=c["mask"], options=L.Options(backend="mosaic_gpu"), **how)
+            return s.logp, s.entropy, s.lse
+
+        values, pull = jax.vjp(stats, x)
+        return values, pull(tuple(g))[0]
+
+    values, d = run(x, g)
+    truth = oracle.token_stats(f64(x), c["y"], mask=c["mask"], **how)
+    for name, value in zip(("logp", "entropy", "lse"), values, strict=True):
+        want = getattr(truth, name)
+        np.testing.assert_allclose(f64(value), want, rtol=2e-5, atol=4e-6 * max(np.abs(want).max(), 1), err_msg=name)
+    assert_near(
+        "dlogits", d, oracle.token_stats_vjp(f64(x), c["y"], *map(f64, g), mask=c["mask"], **how), ROUNDING[dtype]
+    )
+
+
+@pytest.mark.parametrize("case", range(9))
+def test_head(case: int) -> None:
+    """A loss in one pass (with its entropy bonus) and statistics with later cotangents, from hidden states."""
+    rng, c = drawn(100 + case)
+    n, width, dtype, logits = c["n"], 64 * int(rng.integers(1, 4)), *(
+        [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")][case % 3])  # fmt: skip
+    h = jnp.asarray(rng.standard_normal((1, n, width)), dtype)
+    w = jnp.asarray(3 * rng.standard_normal((c["v"], width)) / np.sqrt(width), dtype)
+    how = {k: c[k] for k in ("softcap", "scale", "vocab_size")}
+    y, mask = c["y"][None], c["mask"][None]
+    o = L.Objective(aggregation="dapo", entropy_coef=0.02, temperature=np.reshape(c["temperature"], (-1, n))
+                    if np.ndim(c["temperature"]) else c["temperature"])  # fmt: skip
+    given = dict(advantages=jnp.asarray(rng.standard_normal(1), jnp.float32), mask=jnp.asarray(mask))
+
+    def loss(h: Any, w: Any) -> Any:
+        options = L.Options(backend="mosaic_gpu", logits_dtype=logits, chunk_size=int(rng.choice([16, 64, 128])))
+        return L.linear_grpo_loss(h, L.Head(w, **how), y, objective=o, options=options, **given)[0]
+
+    value, (dh, dw) = jax.jit(jax.value_and_grad(loss, (0, 1)))(h, w)
+    true, *want = oracle.linear_grpo_loss(
+        f64(h), f64(w), y, objective=o, advantages=f64(given["advantages"]), mask=mask, **how
+    )
+    unit = ROUNDING["bfloat16"] if "bfloat16" in (dtype, logits) else 1e-5
+    np.testing.assert_allclose(float(value), true, rtol=2e-2 if logits == "bfloat16" else 1e-4, atol=2e-6)
+    for label, got, exact in (("dH", dh, want[0]), ("dW", dw, want[1])):
+        size = np.linalg.norm(exact)
+        assert np.linalg.norm(f64(got) - exact) <= (20 if logits == "bfloat16" else 4) * unit * size + 1e-30, label
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lead", [0.0, 15.0, 25.0])
+def test_divergence(kind: str, lead: float) -> None:
+    """Value and dlogits of a row whose peak leads by ``lead`` nats: within 1e-5 of the row itself."""
+    rng = np.random.default_rng((SEED, 200))
+    x, t = rng.standard_normal((2, 16, 4096)).astype(np.float32)
+    x[:, 7], t[:, 7] = lead + 4, lead + 4.5
+    more = dict(mix=0.3) if kind == "jsd" else {}
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        value, pull = jax.vjp(lambda x: L.divergence(x, t, divergence=kind, **more).divergence, x)
+        return value, pull(jnp.ones(16))[0]
+
+    value, d = run(jnp.asarray(x))
+    rows = oracle.logits_rows(x), oracle.logits_rows(t)
+    np.testing.assert_allclose(value, oracle.divergence(*rows, divergence=kind, **more).divergence, rtol=1e-5)
+    want = oracle.divergence_vjp(*rows, np.ones(16), divergence=kind, **more).inputs
+    assert (np.linalg.norm(f64(d) - want, axis=1) / np.linalg.norm(want, axis=1)).max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_student_that_is_its_teacher(kind: str, dtype: str) -> None:
+    """Divergence and gradients are exactly zero."""
+    rng = np.random.default_rng((SEED, 300))
+    h, w = (
+        jnp.asarray(3 * rng.standard_normal((1, 70, 128)), dtype),
+        jnp.asarray(rng.standard_normal((8200, 128)), dtype),
+    )
+    more = dict(mix=0.3) if kind == "jsd" else {}
+
+    @jax.jit
+    def run(h: Any, w: Any) -> Any:
+        def total(h: Any, w: Any) -> Any:
+            s = L.linear_divergence(h, w, h, w, divergence=kind, options=L.Options(chunk_size=32), **more)
+            return jnp.sum(s.divergence), s.divergence
+
+        return jax.grad(total, (0, 1), has_aux=True)(h, w)
+
+    (dh, dw), value = run(h, w)
+    for x in (value, dh, dw):
+        assert not np.any(f64(x))
