@@ -148,6 +148,13 @@ def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: Any) -> Tiles:
     return fitted(tiles, n, v, p.logits.dtype.itemsize, rounded)
 
 
+def _semantics(shape: Shape) -> plgpu.LoweringSemantics:
+    """Lane semantics lowers a kernel in a third of the time, since no layouts have to be inferred, but copies only whole
+    128-byte lines."""
+    whole_lines = shape.width % (8 * shape.unit) == 0
+    return plgpu.LoweringSemantics.Lane if whole_lines else plgpu.LoweringSemantics.Warpgroup
+
+
 def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Array], Array | None]:
     """Run a kernel over ``logits [N, V]``; ``(statistics, dlogits)``, empty and ``None`` where it writes none."""
     n, v = p.logits.shape
@@ -194,7 +201,7 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
             approx_math=dtype.itemsize < 4 and p.transform.softcap is None,
             # The kernels place their own barriers: a slot is read and written by the same threads.
             unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            lowering_semantics=_semantics(shape),
         ),
         interpret=gpu_interpreter() if interpret is True else (interpret or None),
     )

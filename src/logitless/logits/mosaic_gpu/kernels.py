@@ -97,7 +97,7 @@ class Shared:
 def scratch(t: Tiles, dtype: Any, sums: bool, out: Any) -> list[Any]:
     """Allocations behind :class:`Shared`, in its order; ``out`` is the dtype of dlogits with slots of their own."""
     others = max(t.warpgroups - 1, 1)
-    lanes = t.lanes if sums and t.warpgroups > 1 else 128
+    lanes = t.lanes if sums else 128
     return [
         plgpu.SMEM((t.warpgroups * t.slots, t.columns), dtype),
         plgpu.SMEM((others, 4, lanes), jnp.float32),
@@ -154,7 +154,7 @@ def _finish_row(
             for i in range(wgs - 1):
                 parts.append(Lanes(*(gpu_load(sm.lanes.at[i, q], sweep.layout) for q in range(4))))
         u_y = scalar.run(swept, target.x, sweep.transform)
-        whole = row_sums(parts, sweep.k, sweep.power, u_y)
+        whole = row_sums(parts, sweep.k, sweep.power, u_y, [sm.lanes.at[0, q] for q in range(4)])
         valid = jnp.logical_and(target.label >= 0, target.label < sweep.shape.vocab)
         stats = scalar.run(st.finish, whole, valid, sweep.transform)
         for ref, name in zip(o.stats, STAT_FIELDS, strict=True):
@@ -241,7 +241,7 @@ def statistics(o: Operands, sm: Shared) -> None:
             )
             return sums.leaves()
 
-        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile, Lanes.empty(t.lanes).leaves())
+        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile, Lanes.empty(t.lanes, sweep.layout).leaves())
         _finish_row(o, sm, sweep, Lanes(*sums), target)
 
     _rows(o, row)
@@ -336,7 +336,7 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
 
             return sums.leaves()
 
-        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile_1, Lanes.empty(t.lanes).leaves())
+        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile_1, Lanes.empty(t.lanes, sweep.layout).leaves())
 
         def cotangents(s: TokenStats) -> StatCotangents:
             g_logp, g_entropy = scalar.run(run, numbers, own, s.logp, s.entropy)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import stats as st
 from logitless.core import transform as tr
+from logitless.core.compat import gpu_load
 from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
 from logitless.logits.mosaic_gpu import scalars as scalar
@@ -53,9 +55,13 @@ class Lanes:
     squares: Array
 
     @staticmethod
-    def empty(n: int) -> Lanes:
-        zero = jnp.zeros((n,), jnp.float32)
-        return Lanes(jnp.full((n,), LOW, jnp.float32), zero, zero, zero)
+    def empty(n: int, layout: Any) -> Lanes:
+        """The sums of no columns, in the layout that a loop carries."""
+
+        def of(value: float) -> Array:
+            return plgpu.layout_cast(jnp.full((n,), value, jnp.float32), layout)
+
+        return Lanes(of(LOW), of(0.0), of(0.0), of(0.0))
 
     def leaves(self) -> tuple[Array, ...]:
         return (self.m, self.total, self.centred, self.squares)
@@ -104,21 +110,37 @@ def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array) -> 
     return Coefficients(s.peak, s.max_logp * power.unit, first, second, s.entropy * power.unit, own, nonzero)
 
 
-def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array) -> RowSums:
-    """``stats.RowSums`` of a row from all its lanes."""
+_EVERY_WARP = plgpu.Layout.TILED(
+    plgpu.Tiling(((128,), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
+"""A row of lanes, all of them in every warp: its sum needs no other warp."""
+
+
+def _of_all_lanes(reduce: Callable[[Array], Array], x: Array, place: Any) -> Array:
+    """``reduce(x)`` of ``x [lanes]``, by way of ``place [lanes]`` in shared memory."""
+    place[...] = x
+    plgpu.commit_smem()
+    return reduce(gpu_load(place, _EVERY_WARP))
+
+
+def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array, places: Sequence[Any]) -> RowSums:
+    """``stats.RowSums`` of a row from all its lanes; ``places`` are four ``[lanes]`` of shared memory to work in."""
     m = parts[0].m
     for p in parts[1:]:
         m = jnp.maximum(m, p.m)
-    top = jnp.max(m)
-    moved = [p.moved(jnp.full_like(p.m, top), k, power) for p in parts]
+    top = _of_all_lanes(jnp.max, m, places[0])
+    moved = [p.moved(top, k, power) for p in parts]
     total, centred, squares = moved[0].total, moved[0].centred, moved[0].squares
     for p in moved[1:]:
         total, centred, squares = total + p.total, centred + p.centred, squares + p.squares
+    total, centred, squares = (
+        _of_all_lanes(jnp.sum, x, place) for x, place in zip((total, centred, squares), places[1:], strict=True)
+    )
     seen = top > LOW
     return RowSums(
         maximum=jnp.where(seen, top, NEG_INF),
-        total=jnp.where(seen, jnp.sum(total), 0.0),
-        centred=jnp.where(seen, jnp.sum(centred) * (1.0 / power.unit), 0.0),
-        squares=jnp.where(seen, jnp.sum(squares), 0.0),
+        total=jnp.where(seen, total, 0.0),
+        centred=jnp.where(seen, centred * (1.0 / power.unit), 0.0),
+        squares=jnp.where(seen, squares, 0.0),
         target=u_y,
     )
