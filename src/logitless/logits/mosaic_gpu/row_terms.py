@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -116,11 +116,12 @@ _EVERY_WARP = plgpu.Layout.TILED(
 """A row of lanes, all of them in every warp: its sum needs no other warp."""
 
 
-def _of_all_lanes(reduce: Callable[[Array], Array], x: Array, place: Any) -> Array:
-    """``reduce(x)`` of ``x [lanes]``, by way of ``place [lanes]`` in shared memory."""
-    place[...] = x
+def _in_every_warp(arrays: Sequence[Array], places: Sequence[Any]) -> list[Array]:
+    """The ``arrays [lanes]`` with all lanes in every warp, by way of ``places [lanes]`` in shared memory."""
+    for x, place in zip(arrays, places, strict=True):
+        place[...] = x
     plgpu.commit_smem()
-    return reduce(gpu_load(place, _EVERY_WARP))
+    return [gpu_load(place, _EVERY_WARP) for place in places]
 
 
 def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array, places: Sequence[Any]) -> RowSums:
@@ -128,14 +129,13 @@ def row_sums(parts: Sequence[Lanes], k: Array, power: Power, u_y: Array, places:
     m = parts[0].m
     for p in parts[1:]:
         m = jnp.maximum(m, p.m)
-    top = _of_all_lanes(jnp.max, m, places[0])
+    (every,) = _in_every_warp([m], places[:1])
+    top = jnp.max(every)
     moved = [p.moved(top, k, power) for p in parts]
     total, centred, squares = moved[0].total, moved[0].centred, moved[0].squares
     for p in moved[1:]:
         total, centred, squares = total + p.total, centred + p.centred, squares + p.squares
-    total, centred, squares = (
-        _of_all_lanes(jnp.sum, x, place) for x, place in zip((total, centred, squares), places[1:], strict=True)
-    )
+    total, centred, squares = map(jnp.sum, _in_every_warp([total, centred, squares], places[1:]))
     seen = top > LOW
     return RowSums(
         maximum=jnp.where(seen, top, NEG_INF),
