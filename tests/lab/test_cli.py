@@ -98,7 +98,7 @@ def test_closed_standard_streams_end_in_no_traceback(tmp_path: Path) -> None:
     [
         ("configs", 0),
         ("", 0),
-        ("plan --model qwen2.5-7b --chip v6e", 0),
+        ("plan --hidden 128 --vocab 1024 --tokens 128 --chip v6e", 0),
         ("demo --tokens 1", 2),
         ("report nowhere.json", 2),
         ("bench compare a b", 2),
