@@ -10,11 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +21,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import flat_calls
+from ahead_of_time import ROOT, answer_of, needs_libtpu
 from interpreted import in_numpy
 from logitless import Objective, Sharding, metric_values, oracle
 from logitless.core.transform import LogitTransform
@@ -35,7 +32,6 @@ from logitless.head.pallas_tpu.column_choice import column_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from logitless.head.sparse.report import SparseReport
 from logitless.lab.bench import realistic
-from logitless.lab.tpu import aot
 from numerics import HeadCase as Case
 from numerics import (
     HeadStatics,
@@ -50,7 +46,6 @@ from numerics import (
 )
 from test_sparse_backward import assert_as_good, row_norms
 
-ROOT = Path(__file__).parents[2]
 N, WIDTH, VOCAB = 192, 128, 4096
 SHAPE = (8, N // 8)
 TILE = 2048  # of the vocabulary, in the forward sweep at this shape
@@ -572,14 +567,10 @@ def test_explain_says_what_it_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+@needs_libtpu
 def test_compiles_for_v6e_without_logits() -> None:
     """The whole loss and its gradients at T=8192, H=4096, V=151936."""
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    command = [sys.executable, str(ROOT / "benchmarks" / "tpu_sparse_estimate.py"), "--compile", "auto"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    got = json.loads(done.stdout.splitlines()[-1])
+    got = answer_of(ROOT / "benchmarks" / "tpu_sparse_estimate.py", "--compile", "auto")
     assert not got["logits_in_program"]
     # Beyond inputs and outputs: hidden states in order, dH in float32, a slab; no rows of dW.
     assert got["peak_bytes"] <= got["argument_bytes"] + got["output_bytes"] + 0.4e9, got

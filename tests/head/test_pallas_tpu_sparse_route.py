@@ -4,10 +4,6 @@ that the exact kernels serve instead."""
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,12 +14,12 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flat_calls
+from ahead_of_time import lines_of, needs_libtpu
 from logitless import Objective, Sharding, metric_values, oracle
 from logitless.head.dense_report import WithDenseReport
 from logitless.head.sparse.backend import Sparse
 from logitless.lab.bench import realistic
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
-from logitless.lab.tpu import aot
 from numerics import HeadCase, assert_same_bits
 from test_sparse_backward import assert_as_good
 
@@ -152,12 +148,9 @@ print("compiled")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+@needs_libtpu
 def test_token_counts_below_a_group_of_hard_rows_compile_for_v6e() -> None:
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(Path(__file__).parents[2] / "src"))
-    command = [sys.executable, "-c", _COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.stdout == "compiled\n", done.stderr[-3000:]
+    assert lines_of("-c", _COMPILE) == ["compiled"]
 
 
 # -- what it does not serve --------------------------------------------------------------------------------------------

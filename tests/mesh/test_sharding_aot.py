@@ -1,25 +1,19 @@
 """Sharded losses compiled for real TPU slices by libtpu: they lower with the kernels, and need less than dense ones.
 
 The compiler's figures for every layout and slice are in benchmarks/results/tpu_sharded.json
-(``python benchmarks/tpu_sharded.py``). One process compiles: libtpu keeps its settings for a process's life.
+(``python benchmarks/tpu_sharded.py``).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahead_of_time import ROOT, answer_of, needs_libtpu
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "tpu_sharded.json").read_text())
 LAYOUTS = ("data", "fsdp", "tensor")
 FSDP_PEAK = 1.2e9
@@ -29,17 +23,11 @@ HEAD, HIDDEN = 2 * 151936 * 4096, 4 * 8192 * 4096  # bytes of the head in bfloat
 def compiled(slice_name: str, layouts: tuple[str, ...], form: str = "fused", **sizes: int) -> dict[str, Any]:
     """``sizes``: other TOKENS, HIDDEN or VOCAB than the benchmark's."""
     code = (
-        "import json, sys; sys.path.insert(0, 'benchmarks'); import tpu_sharded as b; "
+        f"import json, sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import tpu_sharded as b; "
         f"vars(b).update({sizes!r}); "
         f"print(json.dumps({{k: b.compile_one({slice_name!r}, k, {form!r}) for k in {layouts!r}}}))"
     )
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer_of("-c", code)
 
 
 def sent(got: dict[str, Any], kind: str) -> dict[str, int]:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import flat_calls
 import logitless
+from ahead_of_time import answer_of, needs_libtpu
 from logitless import Objective, Sharding
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-ROOT = Path(__file__).parents[2]
 B, T, H, V = 2, 64, 128, 1024
 
 
@@ -140,12 +135,7 @@ def of_tpus() -> dict[str, Any]:
 @needs_libtpu
 @pytest.mark.slow
 def test_tpu_programs_are_compiled_on_any_machine() -> None:
-    environment = dict(
-        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support")))
-    )
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answer_of(__file__)
     assert found["one"]["compiled"] and found["one"]["backend"] == "pallas_tpu"
     assert found["one"]["peak"] == found["by_hand"]
     assert found["four"]["compiled"] and found["four"]["arguments"] < 0.3 * found["one"]["arguments"]

@@ -1,24 +1,15 @@
-"""The public losses compiled for a TPU v6e by libtpu: the default is the kernel, and it fits.
-
-One process for all programs: libtpu keeps its settings for a process's life.
-"""
+"""The public losses compiled for a TPU v6e by libtpu: the default is the kernel, and it fits."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahead_of_time import answer_of, needs_libtpu
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 TOPOLOGY = "v6e:2x4"
 
 
@@ -63,12 +54,7 @@ def programs() -> dict[str, Any]:
 @needs_libtpu
 @pytest.mark.slow
 def test_public_losses_compile_and_fit() -> None:
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    got = json.loads(done.stdout.splitlines()[-1])
+    got = answer_of(__file__)
     assert got["default"] == "pallas_tpu"
     assert got["head"]["kernels"] == 4 and not got["head"]["logits"]
     # Beyond inputs and outputs: E in float32, and the target rows. The compilers that come with jax 0.11 and 0.12 keep

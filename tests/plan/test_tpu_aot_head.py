@@ -1,24 +1,16 @@
-"""The fused head compiled for real TPUs by libtpu: it lowers, it fits, and no logits are in the program.
-
-One process per topology: libtpu keeps its settings for a process's life.
-"""
+"""The fused head compiled for real TPUs by libtpu: it lowers, it fits, and no logits are in the program."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahead_of_time import ROOT, answer_of, needs_libtpu
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 LARGE = {"n": 8192, "hidden": 4096, "vocab": 151936}
 RUNS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "v6e": ("v6e:2x4", [LARGE]),
@@ -84,11 +76,8 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RUNS)
 def test_compiles_and_fits(name: str) -> None:
     topology, cases = RUNS[name]
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    command = [sys.executable, __file__, json.dumps([dict(c, topology=topology) for c in cases])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, got in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    found = answer_of(__file__, json.dumps([dict(c, topology=topology) for c in cases]))
+    for case, got in zip(cases, found, strict=True):
         assert not got["logits"], "a [tokens, vocabulary] array is in the program"
         assert got["kernels"] == 3  # the two sweeps, and the rows or columns of the targets
         # Beyond inputs and outputs: half of E, the target rows, and for [H, V] the latter once more, sorted.

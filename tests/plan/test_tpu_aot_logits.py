@@ -1,24 +1,16 @@
-"""The logits-level kernels compiled for TPUs by libtpu at their true shape: they lower, and peak HBM is what is stated.
-
-A process per topology: libtpu keeps its settings for a process's life.
-"""
+"""The logits-level kernels compiled for TPUs by libtpu at their true shape: they lower, with the peak that is stated."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahead_of_time import answer_of, needs_libtpu
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 N, V = 4096, 151936
 
 OBJECTIVES: list[dict[str, Any]] = [
@@ -98,22 +90,12 @@ def program(
     return run, arguments, (0,) if donate else ()
 
 
-def compiled(topology: str) -> list[dict[str, int]]:
-    """Peak and kernel count of each of the topology's programs, compiled in a process of its own."""
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    done = subprocess.run(
-        [sys.executable, __file__, topology], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @needs_libtpu
 @pytest.mark.parametrize(
     "topology", ["v6e:2x4", *(pytest.param(t, marks=pytest.mark.slow) for t in ("v5e:2x2", "v5p:2x2x1"))]
 )
 def test_compiles_within_its_memory(topology: str) -> None:
-    for case, found in zip(PROGRAMS[topology], compiled(topology), strict=True):
+    for case, found in zip(PROGRAMS[topology], answer_of(__file__, topology), strict=True):
         tiled = case.get("v", V) > 262144
         assert found["kernels"] == (2 if tiled else 1), case
         n, v = case.get("n", N), case.get("v", V)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ahead_of_time import needs_libtpu
 from logitless.lab import cli
 from logitless.lab.tpu import aot, command
 from logitless.lab.tpu.hlo_collectives import collectives_of
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 SMALL = ["--hidden", "128", "--vocab", "1024", "--tokens", "512"]
 
 

@@ -4,20 +4,15 @@ number of tokens keeps a kernel from lowering. Compiled ahead of time, nothing i
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flat_calls
+from ahead_of_time import answer_of, needs_libtpu
 from logitless.lab.tpu import aot
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 GENERATIONS = {
     "v2": "v2:2x2",
     "v3": "v3:2x2",
@@ -71,22 +66,6 @@ def kernels_in(case: dict[str, Any]) -> int:
     return compiled.executable.as_text().count('custom_call_target="tpu_custom_call"')
 
 
-def compiled(cases: list[dict[str, Any]]) -> list[int]:
-    environment = dict(
-        os.environ, **aot.ENVIRONMENT, PYTHONPATH=os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests" / "support")))
-    )
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(cases)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", [("v3", "v4", "v6e"), ("v2", "v5e", "v5p", "tpu7x")])
@@ -94,7 +73,7 @@ def test_one_token_and_wide_rows_compile_on_every_generation(chips: tuple[str, .
     """One token makes dW of a [V, H] head a matmul with one column; v2 and v3 have no 16-bit matmul in a kernel, and
     up to v4 a row of logits is swept in parts (statistics and dlogits are two kernels there)."""
     cases = [dict(c, chip=chip) for chip in chips for c in (ONE_TOKEN, WIDE_ROWS)]
-    found = compiled(cases)
+    found = answer_of(__file__, json.dumps(cases))
     old = ("v2", "v3")
     expected = [
         (0 if c["chip"] in old else 2) if c["level"] == "head" else 1 + (c["chip"] in (*old, "v4")) for c in cases
@@ -118,7 +97,7 @@ def test_no_default_precision_keeps_a_kernel_from_compiling(chip: str) -> None:
             {"level": "logits", "dtype": "float32"},
         )
     ]
-    assert all(count >= 1 for count in compiled(cases))
+    assert all(count >= 1 for count in answer_of(__file__, json.dumps(cases)))
 
 
 def test_an_old_generation_falls_back_with_the_reason() -> None:

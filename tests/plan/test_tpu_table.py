@@ -3,44 +3,19 @@ and what falls back or is refused, and why, is asked anew of every call for ever
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from logitless.lab.tpu import aot
+from ahead_of_time import ROOT, answer_of, lines_of, needs_libtpu
+from loading import loaded
 
-needs_libtpu = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
-
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "tpu_table.py"
 STEP = ROOT / "benchmarks" / "tpu_train_step.py"
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("tpu_table", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tpu_table"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLE = load()
+TABLE = loaded(SCRIPT)
 RECORD = json.loads(TABLE.RESULT.read_text())
-
-
-def child(*arguments: str) -> Any:
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_the_page_is_current() -> None:
@@ -60,7 +35,7 @@ def test_every_case_was_compiled_and_none_failed() -> None:
 @needs_libtpu
 def test_routes_are_those_of_the_table() -> None:
     """Without compiling: what each call would do now, on each generation, and why."""
-    for name, by_generation in child(str(SCRIPT), "--routes").items():
+    for name, by_generation in answer_of(SCRIPT, "--routes").items():
         for generation, now in by_generation.items():
             then = {
                 k: v
@@ -75,13 +50,8 @@ def test_routes_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("generation", [g for g in TABLE.GENERATIONS if g not in ("v2", "v3")])
 def test_small_cases_compile(generation: str) -> None:
     names = [name for group, cases in TABLE.GROUPS.items() if group != "Real shapes" for name in cases]
-    environment = dict(os.environ, **aot.ENVIRONMENT, PYTHONPATH=str(ROOT / "src"))
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--one", generation, json.dumps(names)], env=environment, capture_output=True,
-        text=True, timeout=1800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = lines_of(SCRIPT, "--one", generation, json.dumps(names))
+    found = [json.loads(line) for line in said if line.startswith("{")]
     assert [f["case"] for f in found] == names
     assert not [f for f in found if f["outcome"] == "fails"]
 
@@ -93,7 +63,7 @@ def test_small_cases_compile(generation: str) -> None:
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v6e:1", "v6e:8", "v5p:1", "v5p:8"])
 def test_the_kernels_leave_xla_enough_inside_a_train_step(name: str) -> None:
-    got = child(str(STEP), "--one", name, "fused")
+    got = answer_of(STEP, "--one", name, "fused")
     assert got.get("kernels", 0) >= 2, got
     recorded = json.loads(TABLE.STEP.read_text())["slices"][name]
     assert got["peak_bytes"] <= 1.05 * recorded["fused"]["peak_bytes"], (got, recorded)

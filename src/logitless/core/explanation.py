@@ -97,7 +97,8 @@ def call_arguments(
             what = type(given_one).__name__
             raise TypeError(f"{who}({call.__name__}): {name} is {what}, expected an array or ShapeDtypeStruct.")
     tokens = tuple(given[first].shape[:-1])
-    given.setdefault("targets", jax.ShapeDtypeStruct(tokens, jnp.int32))
+    if given.get("targets") is None and given.get("ids") is None:
+        given["targets"] = jax.ShapeDtypeStruct(tokens, jnp.int32)
     if "advantages" in signature.parameters:
         given.setdefault("advantages", jax.ShapeDtypeStruct(tokens[:1], jnp.float32))
         given |= _missing(given, tokens)

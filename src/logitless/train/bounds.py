@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
+resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None  # not on Windows
 
 
 class TooLong(BaseException):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -14,10 +16,9 @@ from typing import Any
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.files import replace
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there, nothing keeps a second run away
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = (
+    importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
+)  # not on Windows: there, nothing keeps a second run away
 
 FREE_ON_RESUME = (
     "run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache",
