@@ -35,7 +35,7 @@ from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import divided, warn_unused
-from logitless.objectives.metrics import LossAux, Metric, Metrics, loss_of_stats, metrics_of
+from logitless.objectives.metrics import OF_A_SPARSE_BACKWARD, LossAux, Metric, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 
 
@@ -408,7 +408,8 @@ def linear_distillation_loss(
 
     Returns:
       ``(loss, metrics)``. Metrics are ``(sum, count)`` pairs (``divergence`` at the loss's temperature, ``entropy``,
-      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``).
+      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``, with a sparse backward
+      what it left out of each row's gradient).
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h, w, t = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.eye(4, 3)
@@ -419,7 +420,8 @@ def linear_distillation_loss(
     name, given = "linear_distillation_loss", locals()
     call, apart = distillation_calls(name, given)
     loss, metrics = run(name, call)
-    out = {k: metrics[k] for k in ("entropy", "teacher_entropy", "live_token_share")}
+    kept = ("entropy", "teacher_entropy", "live_token_share", *OF_A_SPARSE_BACKWARD)
+    out = {k: metrics[k] for k in kept if k in metrics}
     out["divergence"] = metrics["kl_loss"]
     if apart is not None:
         more, metrics = run(name, apart)

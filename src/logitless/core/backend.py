@@ -30,8 +30,9 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a mesh splits a call, as far as the choice of a backend depends on it."""
+    """How a mesh and a loss split a call, as far as the choice of a backend depends on it."""
 
+    late: bool = False  # cotangents arrive after the forward pass
     vocabulary: int = 1  # shards of the vocabulary
     head_gathered: bool = False  # FSDP: each device gathers the head
     dw_parts: int = 1  # the exact backend's dW is summed over devices in so many parts, one after the other

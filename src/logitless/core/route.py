@@ -118,11 +118,12 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
             "tokens, and the head over their axes (FSDP)."
         )
     chosen, because = _choose(own, level, columns_apart)
-    runs, exact_because = _first_that_supports(own, level, chosen, place)
+    reason = None if loss is None else _later_because(loss, p, columns_apart)
+    late = loss is None or reason is not None
+    runs, exact_because = _first_that_supports(own, level, chosen, place, late)
     keeps = getattr(runs, "tokens_kept", None)
     if keeps is not None and place is None and own.call.logp_only:
         own = own.calling(kept=keeps(own))
-    reason = None if loss is None else _later_because(loss, p, columns_apart)
     way = Way(
         loss=loss is not None,
         in_forward=loss is not None and reason is None and runs.in_forward,
@@ -193,16 +194,14 @@ def _chunk(p: Any) -> int:
 # -- the backend -----------------------------------------------------------------------------------------------------
 
 
-def _first_that_supports(p: Any, level: Level, name: str, place: Any) -> tuple[Backend, str | None]:
+def _first_that_supports(p: Any, level: Level, name: str, place: Any, late: bool) -> tuple[Backend, str | None]:
     """``(backend, why it is not the sparse backward that was asked for)``: the first of a name that supports a call."""
     exact = registry.backend_of(level, name)
     if p.call.mass is None:
         return exact, None
-    if p.teacher is not None:
-        return exact, "a call with a teacher has none"
     if p.more_ids is not None:
         return exact, f"a call with {p.more_ids} has none"
-    split, why = _split(p, exact, place), None
+    split, why = _split(p, exact, place, late), None
     for sparse in registry.sparse_backends(name):
         why = sparse.supports(p, split)
         if why is None:
@@ -210,15 +209,15 @@ def _first_that_supports(p: Any, level: Level, name: str, place: Any) -> tuple[B
     return exact, why
 
 
-def _split(p: Problem, exact: Backend, place: Any) -> Split:
-    """What a mesh does to a call whose exact backend is ``exact``."""
+def _split(p: Problem, exact: Backend, place: Any, late: bool) -> Split:
+    """What a mesh and a loss do to a call whose exact backend is ``exact``."""
     if place is None:
-        return Split()
+        return Split(late)
     from logitless.mesh import head_pieces
 
     gathered = bool(place.vocab_gathered or place.hidden_gathered)
     return Split(
-        place.count(place.vocab), gathered, head_pieces.count(exact, place, p, Wanted(hidden=True, weight=True))
+        late, place.count(place.vocab), gathered, head_pieces.count(exact, place, p, Wanted(hidden=True, weight=True))
     )
 
 

@@ -29,6 +29,12 @@ class Metric(NamedTuple):
 Metrics = dict[str, Metric]
 
 
+OF_A_SPARSE_BACKWARD = (
+    "left_out_mass", "left_out_mass_max", "hard_rows", "active_columns", "backward_columns", "dense_chunks"
+)  # fmt: skip
+"""Names of the metrics that a sparse backward adds to those of a loss."""
+
+
 class LossAux(NamedTuple):
     """What a loss call has beside the loss, of :func:`logitless.with_stats`."""
 

@@ -31,7 +31,7 @@ from logitless.core.transform import factor, swept, times
 HARD_ROW_COST = 1.25
 """A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""
 
-_ROWS_THAT_CHOOSE = 128
+ROWS_THAT_CHOOSE = 128
 """Rows of a chunk on which the thresholds are tried. Which one is taken is a matter of cost; what it leaves out is then
 computed for every row."""
 
@@ -89,14 +89,14 @@ def most_columns(vocab: int, slab: int) -> int:
     return max(-(-vocab // 4) // slab, 1) * slab
 
 
-def chunk_rule(vocab: int, backward: int = 2) -> Rule:
+def chunk_rule(vocab: int, backward: int = 2, sources: int = 1) -> Rule:
     """For a chunk whose logits stand in memory; ``backward``: matmuls of a dense backward (2, or 1 with a frozen
-    head). A hard row has its logits made again."""
+    head). A hard row has its logits made again, those of ``sources`` models."""
     slab = slab_width(vocab)
     return Rule(
         thresholds=(2.0**-5, 2.0**-6, 2.0**-7, 2.0**-8, 2.0**-9, 2.0**-10, 2.0**-12),
         per_column=backward,
-        per_hard_row=(1 + backward) * HARD_ROW_COST,
+        per_hard_row=(sources + backward) * HARD_ROW_COST,
         dense=backward,
         slab=slab,
         most=most_columns(vocab, slab),
@@ -132,18 +132,28 @@ def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array
     return out if vocab_size == width else jnp.where(jnp.arange(width) < vocab_size, out, NEG_INF)
 
 
-def masses(rule: Rule, x: Array, p: Problem, stats: TokenStats, level: Array) -> Array:
-    """``[J, C]``: for every threshold j the mass of each row in columns of ``level [V] > j``; sums of small numbers, no
-    ``1 -``."""
+def masses_of(rule: Rule, weights: Callable[[Array | int, int], Array], shape: tuple[int, ...], level: Array) -> Array:
+    """``[J, C]``: for every threshold j the sum of each row's ``weights(first column, how many) [C, size]`` in columns
+    of ``level [V] > j``, of rows of this ``shape [C, V]``."""
     last = len(rule.thresholds)
 
     def step(start: Array | int, size: int, sums: Array) -> Array:
-        probability = probabilities(columns(x, start, size), p, stats, start + column_ids(size))
+        probability = weights(start, size)
         beyond = (columns(level, start, size)[:, None] > jnp.arange(last)[None, :]).astype(jnp.float32)
         return sums + jnp.matmul(probability, beyond, precision=lax.Precision.HIGHEST)
 
     tile = column_tile() or _MASS_COLUMNS
-    return over_columns(x.shape[-1], tile, step, jnp.zeros((x.shape[0], last), jnp.float32)).T
+    return over_columns(shape[1], tile, step, jnp.zeros((shape[0], last), jnp.float32)).T
+
+
+def masses(rule: Rule, x: Array, p: Problem, stats: TokenStats, level: Array) -> Array:
+    """``[J, C]``: for every threshold j the mass of each row in columns of ``level [V] > j``; sums of small numbers, no
+    ``1 -``."""
+
+    def weights(start: Array | int, size: int) -> Array:
+        return probabilities(columns(x, start, size), p, stats, start + column_ids(size))
+
+    return masses_of(rule, weights, x.shape, level)
 
 
 def left_out(x: Array, p: Problem, stats: TokenStats, inactive: Array) -> Array:
@@ -193,7 +203,7 @@ def find(
     level, counts = rule.levels(maxima, p.tolerance)
     # Each pass reads x anew: what two of them share would be kept in memory, as float32.
     x, level = lax.optimization_barrier((x, level))
-    every = max(x.shape[0] // _ROWS_THAT_CHOOSE, 1)
+    every = max(x.shape[0] // ROWS_THAT_CHOOSE, 1)
     few = p.rows(lambda a: a[::every])
     mass = masses(rule, x[::every], few, jax.tree.map(lambda a: a[::every], stats), level)
     hard = jnp.stack([jnp.sum(rows[::every] & misses(m, every)) for m in mass])

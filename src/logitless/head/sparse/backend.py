@@ -16,6 +16,9 @@ reported (docs/sparse-backward.md).
 The K columns are taken in slabs by a loop with a traced trip count, so nothing compiles anew when the policy sharpens.
 Decisions are loops of no or one trip, too: a loop updates dW in place, where a conditional would copy it.
 
+With a teacher (a distillation loss, an exact KL) the columns are found from dx (``dx_columns.py``): 2 + 2 K/V matmuls
+a token, and what is left out is bounded relative to the row's own gradient.
+
 Where statistics are complete only after the sweep that makes them (a shard of the vocabulary), the columns are found by
 a second one (:meth:`Sparse.shard_columns`, one more M).
 
@@ -41,6 +44,7 @@ from logitless.core.stats import StatCotangents, TokenStats, blank_stats
 from logitless.head.chunked import Chunked, add_chunk, chunk_of, dx_dtype_of, finished, logits_of, no_gradients
 from logitless.head.linear import raw_logits
 from logitless.head.sparse import active_columns as columns_of
+from logitless.head.sparse import dx_columns
 from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
 from logitless.head.sparse.column_gather import Known, add_slabs, in_their_place, mean_row, misses, once, without
 from logitless.head.sparse.report import SparseReport, blank_report, chunk_report, noted
@@ -123,18 +127,26 @@ class Sparse:
         self.own.check(p, columns_apart)
 
     def supports(self, p: Problem, split: Split) -> str | None:
-        """It serves everything."""
+        """With a teacher, losses whose gradients come out of the forward pass; else everything."""
+        if p.teacher is not None and (split.late or split.vocabulary > 1):
+            return "with a teacher it serves losses whose gradients come out of the forward pass"
         return None
 
     def describe(self, p: Any, way: Way) -> Cost:
         """How much it saves depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
         cost, rule = self.own.describe(p, way), chunk_rule(p.head.vocab)
+        what = "mass" if p.teacher is None else "gradient"
         words = (
             f"{cost.way}; backward over the K active columns of a chunk, which leave at most {in_words(way.mass)} of a "
-            f"row's mass out (rows that would leave out more: all columns, as a group); dense chunks where "
+            f"row's {what} out (rows that would leave out more: all columns, as a group); dense chunks where "
             f"K > {rule.most:,}"
         )
         late = not way.in_forward
+        if p.teacher is not None:
+            sources = "2 + 2 K/V per live token, 4 in dense chunks, 6 a hard row"
+            matmuls = f"{sources}; one less of the K/V and of the rest with a frozen head, 2 without a gradient"
+            tiles = {**cost.tiles, "slab": rule.slab}
+            return dataclasses.replace(cost, way=words, matmuls=matmuls, tiles=tiles, counts=None)
         matmuls = f"1 + {3 if late else 2} K/V per live token, {4 if late else 3} in dense chunks, 4 a hard row"
         if way.shards > 1:
             words += (
@@ -155,12 +167,14 @@ class Sparse:
         if loss is not None:
             return self.own.statistics(p, loss)[0], blank_report(p.n)
         sweep = sweep_over(p.n, p.live, p.call.chunk)
-        return self.own.sweep_statistics(p, sweep, blank_stats(p.n)), blank_report(p.n)
+        return self.own.sweep_statistics(p, sweep, p.blank_stats()), blank_report(p.n)
 
     # -- grad in forward ---------------------------------------------------------------------------------------------
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         """:meth:`Chunked.gradients_in_forward` within the tolerance."""
+        if p.teacher is not None:
+            return self._beside_a_teacher(p, want, loss)
         rule = chunk_rule(p.head.vocab, want.matmuls)
         moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
         common = mean_row(rule, p) if want.hidden else None
@@ -192,6 +206,31 @@ class Sparse:
             return visit.put_all(out, stats), total, report
 
         start = (blank_stats(p.n), no_gradients(p, want), blank_report(p.n))
+        out, total, report = moving.run(body, start)
+        out = self.own.sweep_statistics(p, rest, out)
+        return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))
+
+    def _beside_a_teacher(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
+        """:meth:`gradients_in_forward` of a call with a teacher: dx of all columns, matmuls over those that carry it
+        (``dx_columns.py``)."""
+        rule = chunk_rule(p.head.vocab, want.matmuls, p.stages)
+        moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
+        common = mean_row(rule, p) if want.hidden else None
+
+        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> Any:
+            out, total, report = carry
+            part, x = chunk_of(visit, p)
+            own = visit.loss(loss, p.n)
+            part = dataclasses.replace(part, live=own.inputs.mask)
+            stats, dx = self.own.row_statistics_and_dx(x, part, own, dx_dtype_of(x, p, total))
+            rows = own.cotangents(stats).any_nonzero()
+            found = dx_columns.find(rule, dx, part, rows)
+            total = _put(visit, total, dx_columns.add_columns(rule, found, dx, part, common, total))
+            total = once(found.columns.dense, lambda state: add_chunk(visit, state, dx, part), total)
+            report = noted(visit, report, chunk_report(rule, p.head, found.columns, rows, found.hard))
+            return visit.put_all(out, stats), total, report
+
+        start = (p.blank_stats(), no_gradients(p, want), blank_report(p.n))
         out, total, report = moving.run(body, start)
         out = self.own.sweep_statistics(p, rest, out)
         return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))

@@ -20,7 +20,7 @@ from logitless.objectives.metrics import Metric, Metrics
 class SparseReport:
     """What a sparse backward left out, and how wide it was. Zeros where no gradient was taken."""
 
-    left_out: Array  # [N] float32: mass that each row's gradient lacks; 0 in rows that went dense
+    left_out: Array  # [N] float32: mass, or share, that each row's gradient lacks; 0 in rows that went dense
     rows: Array  # [N] bool: rows that have a gradient
     hard: Array  # [N]: rows of sparse chunks that went dense; bool, or over vocabulary shards their share, float32
     chunks: Array  # () int32
@@ -30,6 +30,8 @@ class SparseReport:
 
     def metrics(self, vocab: int) -> Metrics:
         """The probability mass that the backward pass left out of each row, and how many columns it took.
+
+        With a teacher it is the share of the row's gradient (``dx_columns.py``).
 
         ``left_out_mass`` (mean, ``_max``) and ``hard_rows`` are over the tokens with a gradient; ``active_columns`` is
         the share of the vocabulary that was active in the sparse chunks, ``backward_columns`` the share that the

@@ -151,6 +151,19 @@ def gpu_distill() -> list[Case]:
         "JSD: time / TRL": ("time", "default, jsd", f"{PEERS}trl, jsd", 0.55),
         "25 % live: time / strong, f32": ("time", "default, a quarter live", "strong/f32", 0.27),
     }
+    asked = dict(of="kernel", options=dict(sparse_backward="auto"))
+    few = dict(sparse_backward="auto", chunk_size=256)  # few rows of logits
+    sparse: dict[str, Any] = {
+        "kernel, sparse backward": dict(asked, against="strong/f32"),
+        "default, sparse backward": dict(of="default", options=dict(sparse_backward="auto"), against="strong/f32"),
+        "default, sparse backward, 256 tokens": dict(of="default", options=few, against="strong/f32"),
+        "kernel, sparse backward, forward_kl": dict(
+            asked, objective=dict(divergence="forward_kl"), against="strong/f32"),
+    }  # fmt: skip
+    near: dict[str, Any] = {
+        "sparse: time / strong, f32": ("time", "kernel, sparse backward", "strong/f32", 0.50),
+        "sparse: temporaries, MiB": ("mib", "default, sparse backward, 256 tokens", "strong/f32", 500),
+    }
     full = dict(beta=0.04, kl="full", aggregation="dapo")
     beside: dict[str, Any] = {
         f"{name}, k3": dict(of=name, objective=dict(kl="k3"), against=name) for name in ("default", "kernel")
@@ -163,6 +176,10 @@ def gpu_distill() -> list[Case]:
         BenchConfig(
             "distill 8192x4096x151936", distillation=dict(divergence="reverse_kl"), arms=arms, gates=gates,
             baselines=["strong", "strong/f32", "naive", "naive/f32"], **shared,
+        ),
+        BenchConfig(
+            "distill 8192x4096x151936, on-policy", distillation=dict(divergence="reverse_kl"), inputs="on_policy",
+            arms=sparse, gates=near, baselines=["strong/f32"], **shared,
         ),
         BenchConfig("GRPO, KL to a reference", objective=full, baselines=[], arms=beside, gates=bars, **shared),
     ]  # fmt: skip
