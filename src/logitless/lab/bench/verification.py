@@ -31,6 +31,7 @@ def check_of(c: BenchConfig, arm: Arm) -> GradcheckConfig:
         fields |= dict(logits_dtype=arm.logits_dtype, head_grad_dtype=options.pop("head_grad_dtype", "float32"))
         fields |= dict(chunk_size=chunk)
         options.pop("logits_dtype", None)
+        options.pop("chunk_size", None)
     objective = {**c.objective, **arm.objective}
     if c.distillation:
         fields |= _divergence({**c.distillation, **arm.objective}, c)
