@@ -184,16 +184,16 @@ def _named(module: str, base: type = object) -> Any:
 @pytest.mark.parametrize(
     "module, why",
     [
-        ("maxtext.integration.tunix.tunix_adapter", "before the final norm"),
+        ("maxtext.integration.tunix.tunix_adapter", "takes no skip_lm_head="),
         ("my.models", "not known here; qwen2, qwen3"),
         ("tunix.models.gemma4.model", "not known here"),
     ],
 )
 def test_other_models_are_refused_by_name(module: str, why: str) -> None:
-    from logitless.integrations.tunix.tunix_model import take_head
+    from logitless.integrations.tunix.tunix_model import split
 
     with pytest.raises(NotImplementedError, match=rf"{module}.Policy: .*{why}"):
-        take_head(_named(module)())
+        split(_named(module)())
 
 
 def test_a_call_of_its_own_is_refused() -> None:

@@ -185,3 +185,6 @@ def test_maxtext_page_has_the_record() -> None:
         assert f"| {loss:.7f}, {ours:.7f} | {gradients:.1e} | {without:.1f} |" in page, found["head"]
         assert abs(loss - ours) < 1e-6 and gradients < 1e-5 < 0.1 < without
     assert all(f"{name} {record['versions'][key]}" in page for name, key in (("MaxText", "maxtext"), ("jax", "jax")))
+    for name, arms in record["memory"]["temporaries_mib"].items():
+        row = name.replace("logits_dense", "`logits_dense`")
+        assert f"| {row} | " + " | ".join(f"{x:,.0f}" for x in arms.values()) + " |" in page

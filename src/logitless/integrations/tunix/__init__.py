@@ -2,6 +2,8 @@
 
     interface.py      what is replaced in Tunix, and the check that it is what it was
     tunix_model.py    a Tunix model as hidden states and a head, LoRA included
+    maxtext_model.py  a MaxText model behind its adapter, the same way
+    policy_head.py    what a head is for both
     placement.py      the mesh, and how tokens and head lie on it
     logps.py          in the place of ``tunix.rl.common.compute_per_token_logps``
     sft_losses.py     in the place of the losses of fine-tuning, DPO and ORPO

@@ -167,8 +167,8 @@ def install() -> Installation:
 
     Call it before a learner is built: programs that are compiled already keep what they were compiled with. Models of
     the families qwen2, qwen3, gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights; others,
-    quantised heads and MaxText's models raise ``NotImplementedError`` by name when they are first used. A second call
-    does nothing. It also does what :func:`register` does.
+    quantised heads and MaxText's models behind an adapter without ``skip_lm_head=`` raise ``NotImplementedError`` by name
+    when they are first used. A second call does nothing. It also does what :func:`register` does.
 
         import logitless.integrations.tunix
         logitless.integrations.tunix.install()

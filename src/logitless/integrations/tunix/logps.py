@@ -21,7 +21,8 @@ from logitless.core.pytree import register
 from logitless.core.stats import TokenStats
 from logitless.integrations.tunix.interface import modules
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.integrations.tunix.tunix_model import PolicyHead, take_head
+from logitless.integrations.tunix.policy_head import PolicyHead
+from logitless.integrations.tunix.tunix_model import split
 
 _STATIC = ("pad_id", "eos_id", "stop_gradient", "temperature", "return_logits", "return_entropy", "chunk_size")
 """Arguments of ``compute_per_token_logps`` that are no arrays."""
@@ -76,7 +77,7 @@ def predictions(
 
     common, _, _ = modules()
     model = nnx.merge(graphdef, state)  # a copy: its head is taken out
-    head = take_head(model)
+    body, head = split(model)
     tokens, positions, attention_mask, not_padding = common.process_ids(
         prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
     )
@@ -90,7 +91,7 @@ def predictions(
         )
     if images is not None:
         options["images"] = images
-    hidden, _ = model(tokens, **options)
+    hidden, _ = body(tokens, **options)
     packed = segment_ids is not None
     keep = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
     return Predictions(head, hidden[:, -keep - 1 : -1], tokens[:, -keep:], packed)

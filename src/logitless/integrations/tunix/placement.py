@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from logitless import Sharding
 from logitless.core import compat
-from logitless.integrations.tunix.tunix_model import PolicyHead
+from logitless.integrations.tunix.policy_head import PolicyHead
 
 
 def sharding_of(head: PolicyHead, batch: int) -> Sharding | None:

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.integrations.tunix.interface import Interface
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.integrations.tunix.tunix_model import PolicyHead, without_head
+from logitless.integrations.tunix.policy_head import PolicyHead
+from logitless.integrations.tunix.tunix_model import without_head
 from logitless.objectives.objective import Objective
 
 _NLL = Objective.reinforce(aggregation="bnpo")

@@ -10,18 +10,15 @@ LoRA on the head itself is read from Qwix' parameters (``w_lora_a``, ``w_lora_b`
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
-from logitless.core.options import Head
-from logitless.core.problem import Layout
+from logitless.integrations.tunix.maxtext_model import Body, is_adapter, split_adapter
+from logitless.integrations.tunix.policy_head import Identity, PolicyHead, array_of, refuse
 
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3", "llama3": "Llama3"}
 """Modules ``tunix.models.<family>.model`` and their classes; gemma2 is a ``Gemma``."""
@@ -30,52 +27,19 @@ _SPEC_NAMES = ("out_sharding", "sharding", "sharding_names")
 """Where releases of Flax keep a parameter's mesh axes."""
 
 
-class Identity:
-    """Stands in for a head, and remembers the dtype that came to it: some models return float32 in any case."""
-
-    dtype: Any = None
-
-    def __call__(self, x: Array) -> Array:
-        self.dtype = x.dtype
-        return x
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyHead:
-    """A model's head, and what its logits go through."""
-
-    weight: Array
-    layout: Layout
-    dtype: Any  # of the head's matmul; None: that of what it multiplies
-    identity: Identity  # in the place of the head
-    lora: tuple[Array, Array] | None
-    lora_scale: float
-    softcap: float | None
-    axes: tuple[Any, ...]  # mesh axes of the weight's dimensions
-    batch_axes: Any  # of the batch dimension of activations
-
-    def arguments(self, hidden: Array) -> dict[str, Any]:
-        """For ``linear_logprobs`` and ``linear_grpo_loss``, in the precision of the model's own head."""
-        dtype = jnp.result_type(self.identity.dtype, self.weight) if self.dtype is None else self.dtype
-        weight, hidden = self.weight.astype(dtype), hidden.astype(dtype)
-        lora = None if self.lora is None else (self.lora[0].astype(dtype), self.lora[1].astype(dtype))
-        return {
-            "hidden": hidden,
-            "lm_head": Head(weight, lora=lora, lora_scale=self.lora_scale, layout=self.layout, softcap=self.softcap),
-        }
-
-
-def without_head(model: Any) -> tuple[Any, PolicyHead]:
-    """``(copy, head)``: a copy of a model that returns final hidden states where the model returns logits."""
+def without_head(model: Any) -> tuple[Body, PolicyHead]:
+    """``(body, head)``: called as a copy of the model, ``body`` returns hidden states in the place of logits."""
     from flax import nnx
 
-    copy = nnx.merge(*nnx.split(model))
-    return copy, take_head(copy)
+    return split(nnx.merge(*nnx.split(model)))
 
 
-def refuse(model: Any, why: str) -> NotImplementedError:
-    """An error that names the model."""
-    return NotImplementedError(f"logitless.integrations.tunix: {type(model).__module__}.{type(model).__name__}: {why}")
+def split(copy: Any) -> tuple[Body, PolicyHead]:
+    """:func:`without_head` of a copy that is thrown away afterwards."""
+    if is_adapter(copy):
+        return split_adapter(copy)
+    head = take_head(copy)
+    return copy, head
 
 
 def take_head(model: Any) -> PolicyHead:
@@ -84,7 +48,7 @@ def take_head(model: Any) -> PolicyHead:
     tied = not hasattr(model, "lm_head")
     owner, name = (model.embedder, "input_embedding") if tied else (model.lm_head, "w")
     parameter = getattr(owner, name)
-    weight = _array(model, f"{'embedder' if tied else 'lm_head'}.{name}", parameter)
+    weight = array_of(model, f"{'embedder' if tied else 'lm_head'}.{name}", parameter)
     if not tied and getattr(owner, "einsum_str", None) != "BTD,DV->BTV":
         raise refuse(model, f"lm_head computes {getattr(owner, 'einsum_str', None)!r}, expected 'BTD,DV->BTV'.")
     lora, scale = _lora(model, owner, name, "embedder" if tied else "lm_head")
@@ -112,13 +76,6 @@ def take_head(model: Any) -> PolicyHead:
 def _known(model: Any) -> None:
     """Raise unless the model's own call is one of a family that was tried."""
     cls = getattr(type(model), "_unquantized_type", type(model))  # Qwix makes a class of the same name
-    if any("maxtext" in c.__module__.lower() for c in cls.__mro__):
-        raise refuse(
-            model,
-            "MaxText's models are not served: its adapter returns logits alone, the hidden states that it keeps are "
-            "those before the final norm, and its heads have scales of their own. Use Tunix' own losses with it "
-            "(uninstall()), or a loop of your own (docs/maxtext.md).",
-        )
     for base in cls.__mro__:
         family = re.fullmatch(r"tunix\.models\.(\w+)\.model", base.__module__)
         if family is None or FAMILIES.get(family.group(1)) != base.__name__:
@@ -128,19 +85,6 @@ def _known(model: Any) -> None:
             raise refuse(model, f"it has a {changed[0]} of its own, not that of {base.__name__}.")
         return
     raise refuse(model, f"this model is not known here; {_SERVED} are. Use it with Tunix' own losses (uninstall()).")
-
-
-def _array(model: Any, path: str, parameter: Any) -> Array:
-    """The array of a parameter; a quantised one is refused."""
-    value = parameter.get_value() if hasattr(parameter, "get_value") else getattr(parameter, "value", parameter)
-    if hasattr(parameter, "how") or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
-        kind = type(parameter if hasattr(parameter, "how") else value)
-        raise refuse(
-            model,
-            f"{path} is quantised ({kind.__module__}.{kind.__name__}); a quantised head is not served. Leave the head "
-            "out of the quantisation rules.",
-        )
-    return value
 
 
 def _axes(parameter: Any) -> tuple[Any, ...]:
@@ -173,7 +117,7 @@ def _lora(model: Any, owner: Any, name: str, path: str) -> tuple[tuple[Array, Ar
         raise refuse(model, f"LoRA on {path} was found, but not the rule of Qwix that says its alpha.")
     if rule.dropout:
         raise refuse(model, f"LoRA on {path} has dropout={rule.dropout}, which is not served.")
-    factors = (_array(model, f"{path}.{name}_lora_a", a), _array(model, f"{path}.{name}_lora_b", b))
+    factors = (array_of(model, f"{path}.{name}_lora_a", a), array_of(model, f"{path}.{name}_lora_b", b))
     return factors, rule.alpha / rule.rank
 
 

@@ -1,0 +1,95 @@
+"""Compile-time temporaries of Tunix' GRPO step over a MaxText model, at V = 151,936: stock, Tunix' chunks of the sequence
+with recomputation, and without logits.
+
+    PYTHONPATH=<checkout of google/tunix> .venv-tunix/bin/python benchmarks/maxtext_memory.py
+
+needs Tunix 0.1.8 (its chunks), and writes ``memory`` of results/maxtext.json. The model is tests/support/fake_maxtext.py,
+which has the adapter, the norm and the output head of MaxText and one layer below them: H = 256, 8 rows of 32 prompt and
+224 completion tokens. Programs are compiled for a CPU and not run; numbers are XLA's ``temp_size_in_bytes``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tunix.rl import algo_core, common
+from tunix.rl.grpo.grpo_learner import GRPOConfig
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import fake_maxtext
+import logitless.integrations.tunix as integration
+from logitless.integrations.tunix.interface import interface
+
+RECORD = ROOT / "benchmarks" / "results" / "maxtext.json"
+ROWS, PROMPT, COMPLETION, V, H = 8, 32, 224, 151_936, 256
+ARMS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "chunks of 128, recomputed": {"compute_logps_chunk_size": 128},
+    "chunks of 32, recomputed": {"compute_logps_chunk_size": 32},
+    "install()": {},
+}
+
+
+def example() -> Any:
+    """Shapes of a batch."""
+
+    def shape(*size: int, kind: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(size, kind)
+
+    logps, live = shape(ROWS, COMPLETION, kind=jnp.float32), shape(ROWS, COMPLETION, kind=bool)
+    return common.TrainExample(
+        prompt_ids=shape(ROWS, PROMPT), prompt_mask=shape(ROWS, PROMPT, kind=bool),
+        completion_ids=shape(ROWS, COMPLETION), completion_mask=live, advantages=shape(ROWS, kind=jnp.float32),
+        ref_per_token_logps=logps, old_per_token_logps=logps,
+    )  # fmt: skip
+
+
+def temporaries(arm: str, head: str, dtype: Any) -> float:
+    """MiB of loss and gradients of all parameters."""
+    settings = GRPOConfig(num_generations=2)
+    settings.temperature = 1.0
+    made = nnx.eval_shape(lambda: fake_maxtext.adapter(head, vocab_size=V, emb_dim=H, dtype=dtype))
+    graphdef, state = nnx.split(made)
+
+    def loss(state: Any, x: Any) -> Any:
+        out = algo_core.grpo_loss_fn(nnx.merge(graphdef, state), x, settings, 0, 1, **ARMS[arm])
+        return out.primary_loss.compute()
+
+    with integration.install() if arm == "install()" else contextlib.nullcontext():
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(state, example()).compile()
+    return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)
+
+
+def main() -> None:
+    if interface() != "0.1.8":
+        raise SystemExit("maxtext_memory: this Tunix has no chunks; put a checkout of google/tunix on PYTHONPATH.")
+    found: dict[str, Any] = {}
+    for head in ("logits_dense", "tied"):
+        for dtype in ("float32", "bfloat16"):
+            found[f"{head}, {dtype}"] = {arm: temporaries(arm, head, jnp.dtype(dtype)) for arm in ARMS}
+            print(head, dtype, found[f"{head}, {dtype}"], flush=True)
+    record = json.loads(RECORD.read_text())
+    record["memory"] = {
+        "what": "MiB of temporaries of Tunix' GRPO step over the fake of a MaxText model",
+        "command": "PYTHONPATH=<checkout of google/tunix> python benchmarks/maxtext_memory.py",
+        "versions": {"google-tunix": "main, 2026-08-21"} | {k: metadata.version(k) for k in ("jax", "flax")},
+        "vocabulary": V,
+        "hidden": H,
+        "tokens": ROWS * COMPLETION,
+        "temporaries_mib": found,
+    }
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
