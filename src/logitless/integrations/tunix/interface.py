@@ -166,9 +166,9 @@ def install() -> Installation:
     ORPO, with its own loss maths. Distillation takes a strategy instead: ``tunix.distillation.DistillationStrategy``.
 
     Call it before a learner is built: programs that are compiled already keep what they were compiled with. Models of
-    the families qwen2, qwen3, gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights; others,
-    quantised heads and MaxText's models behind an adapter without ``skip_lm_head=`` raise ``NotImplementedError`` by name
-    when they are first used. A second call does nothing. It also does what :func:`register` does.
+    the families qwen2, qwen3, gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights, and
+    MaxText's behind an adapter with ``skip_lm_head=``. Others, and quantised heads, raise ``NotImplementedError`` by
+    name when they are first used. A second call does nothing. It also does what :func:`register` does.
 
         import logitless.integrations.tunix
         logitless.integrations.tunix.install()
