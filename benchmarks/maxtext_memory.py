@@ -1,11 +1,12 @@
-"""Compile-time temporaries of Tunix' GRPO step over a MaxText model, at V = 151,936: stock, Tunix' chunks of the sequence
-with recomputation, and without logits.
+"""Compile-time temporaries of Tunix' GRPO step over a MaxText model, at V = 151,936: stock, Tunix' chunks of the
+sequence with recomputation, and without logits.
 
     PYTHONPATH=<checkout of google/tunix> .venv-tunix/bin/python benchmarks/maxtext_memory.py
 
-needs Tunix 0.1.8 (its chunks), and writes ``memory`` of results/maxtext.json. The model is tests/support/fake_maxtext.py,
-which has the adapter, the norm and the output head of MaxText and one layer below them: H = 256, 8 rows of 32 prompt and
-224 completion tokens. Programs are compiled for a CPU and not run; numbers are XLA's ``temp_size_in_bytes``.
+needs Tunix 0.1.8 (its chunks), and writes ``memory`` of results/maxtext.json. The model is
+tests/support/fake_maxtext.py, which has the adapter, the norm and the output head of MaxText and one layer below them:
+H = 256, 8 rows of 32 prompt and 224 completion tokens. Programs are compiled for a CPU and not run; numbers are XLA's
+``temp_size_in_bytes``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from flax import nnx
 from tunix.rl import algo_core, common
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-
-import fake_maxtext
 import logitless.integrations.tunix as integration
 from logitless.integrations.tunix.interface import interface
 
+ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "maxtext.json"
 ROWS, PROMPT, COMPLETION, V, H = 8, 32, 224, 151_936, 256
 ARMS: dict[str, dict[str, Any]] = {
@@ -56,6 +54,8 @@ def example() -> Any:
 
 def temporaries(arm: str, head: str, dtype: Any) -> float:
     """MiB of loss and gradients of all parameters."""
+    import fake_maxtext  # of tests/support
+
     settings = GRPOConfig(num_generations=2)
     settings.temperature = 1.0
     made = nnx.eval_shape(lambda: fake_maxtext.adapter(head, vocab_size=V, emb_dim=H, dtype=dtype))
@@ -71,6 +71,7 @@ def temporaries(arm: str, head: str, dtype: Any) -> float:
 
 
 def main() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     if interface() != "0.1.8":
         raise SystemExit("maxtext_memory: this Tunix has no chunks; put a checkout of google/tunix on PYTHONPATH.")
     found: dict[str, Any] = {}

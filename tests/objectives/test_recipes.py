@@ -170,17 +170,17 @@ CASES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     ),
     "multi_token_nll": (lambda h, w: R.multi_token_nll(h, w, IDS32, M), dense_multi, ("hiddens", "lm_head")),
     "grpo_with_exact_kl": (
-        lambda h, w, th, tw: R.grpo_with_exact_kl(h, w, IDS32, M, ROW32, REF32, th, tw),
+        lambda h, w, th, tw: R.grpo_with_exact_kl((h, w), IDS32, M, ROW32, REF32, (th, tw)),
         dense_grpo,
         TEACHER,
     ),
     "on_policy_distillation": (
-        lambda h, w, th, tw: R.on_policy_distillation(h, w, th, tw, M),
+        lambda h, w, th, tw: R.on_policy_distillation((h, w), (th, tw), M),
         lambda *x: average(divergence(*x)),
         TEACHER,
     ),
     "rl_with_distillation": (
-        lambda h, w, th, tw: R.rl_with_distillation(h, w, IDS32, M, ROW32, th, tw),
+        lambda h, w, th, tw: R.rl_with_distillation((h, w), IDS32, M, ROW32, (th, tw)),
         lambda h, w, th, tw: average(-ROW[:, None] * picked(log_p(h, w)) + 0.5 * divergence(h, w, th, tw)),
         TEACHER,
     ),
