@@ -1,3 +1,3 @@
-"""The one place of the version number."""
+"""The version number; every other file reads this module."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """The public calls: statistics (:func:`logprobs`, :func:`divergence`) and losses (:func:`grpo_loss`), from logits or,
 by the names that begin with ``linear_``, from hidden states and a head.
 
-Each binds its arguments (``core/arguments.py``), which decides its route (``core/route.py``), and runs it
+Each call binds its arguments (``core/arguments.py``), which decides the route (``core/route.py``), and runs the route
 (:func:`run`).
 """
 
@@ -209,7 +209,7 @@ def linear_top_k(
 
     Returns:
       :class:`logitless.TopK`: ``ids`` and ``logp [..., k]`` in order, equal logits by the smaller id; ``lse``, and
-      ``log_rest``, the log of the mass of all other ids. It is what :func:`linear_logprobs` takes as ``ids``.
+      ``log_rest``, the log of the mass of all other ids. Pass the ids to :func:`linear_logprobs` as ``ids``.
 
     >>> import jax.numpy as jnp, logitless
     >>> top = logitless.linear_top_k(jnp.ones((1, 2, 3)), jnp.eye(4, 3), 2)
@@ -396,8 +396,8 @@ def linear_distillation_loss(
     """A distillation loss over the whole vocabulary from two models' hidden states, without ``[B, T, V]`` logits of
     either: ``(loss, metrics)``.
 
-    Four matmuls per live token, three with a frozen head. A hard part beside a temperature other than one is a softmax
-    of its own: three more. Masked tokens cost nothing.
+    Four matmuls per live token, three with a frozen head. A hard part with a temperature other than one needs a softmax
+    in addition: three more matmuls. Masked tokens cost nothing.
 
     Args:
       hidden, lm_head, teacher_hidden, teacher_lm_head: as for :func:`linear_divergence`.
@@ -458,7 +458,7 @@ def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
 
 
 def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> Any:
-    """The call; before it, one without gradients for its reference's log-probabilities, if it has a reference head."""
+    """The call, after a call without gradients for the log-probabilities of a reference head, if given."""
     reference, given = reference_call(name, given)
     if reference is not None:
         given = with_reference(given, _run(bind(*reference), False).logp)

@@ -70,7 +70,7 @@ def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A call, checked: its problem (flat, or over a mesh), its loss over ``[B, T]``, its route."""
+    """A checked call: problem (flat, or over a mesh), loss over ``[B, T]``, and route."""
 
     p: Any
     loss: Loss | None
@@ -158,7 +158,7 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
 
 
 def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Array | None, Array | None]:
-    """``(ids, support)`` of a call's tokens; at most one of them is there."""
+    """``(ids, support)`` of a call's tokens; at most one is given."""
     asked = {k: given.get(k) for k in ("ids", "support")}
     present = [k for k, v in asked.items() if v is not None]
     if not present:
@@ -176,8 +176,8 @@ def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Arr
 
 
 def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The arguments of a distillation loss as those of a loss call with a divergence; and of a second one for its hard
-    part, where that has another temperature."""
+    """The arguments of a distillation loss, rewritten for a loss call with a divergence, and for a second call if the
+    hard part has another temperature."""
     d, targets = given["distillation"], given["targets"]
     if not isinstance(d, Distillation):
         raise TypeError(f"{name}: distillation is {type(d).__name__}, expected logitless.Distillation.")

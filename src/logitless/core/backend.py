@@ -21,7 +21,7 @@ class Way:
     """How a call goes through a backend; what :meth:`Backend.describe` puts into words."""
 
     loss: bool  # a loss call, not one for statistics
-    in_forward: bool  # loss and gradients out of one pass
+    in_forward: bool  # loss and gradients in a single pass
     reason: str | None  # why not, if not
     entropy: bool = False  # the entropy has a gradient
     mass: float | None = None  # of a sparse backward: what a row may leave out; NaN if it is traced
@@ -52,7 +52,7 @@ class Cost:
     tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
     counts: Counts | None = None
     """``None`` where it depends on the data (a sparse backward)."""
-    kernels: tuple[str, ...] = ()  # those that run for both gradients, by the names of ``describe``
+    kernels: tuple[str, ...] = ()  # kernels that run for both gradients, by the names in ``describe``
     fused_statistics: bool = False
     """Statistics without a gradient never hold logits."""
 
@@ -80,15 +80,15 @@ class Backend(Protocol):
         device has a part of the vocabulary only)."""
 
     def describe(self, p: Any, way: Way) -> Cost:
-        """What a call costs, from one device's shapes."""
+        """Cost of a call, from the shapes on one device."""
 
     def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, Any]:
         """``(statistics, report)`` where no gradient is wanted; with ``loss``, to the bit those that
         :meth:`gradients_in_forward` gives."""
 
     def forward(self, p: Any, want: Any) -> tuple[TokenStats, Any, Any]:
-        """``(statistics, report, residual)``: statistics, to the bit those of :meth:`statistics`, and what
-        :meth:`backward` needs of this pass."""
+        """``(statistics, report, residual)``: statistics equal to :meth:`statistics` bit by bit, and the residual for
+        :meth:`backward`."""
 
     def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
         """The gradients that are wanted, for cotangents ``g``; ``only_logp``: those of entropy and lse are zero."""
@@ -127,8 +127,8 @@ class Divisible(Backend, Protocol):
     """A backend that can serve a shard of the vocabulary (``mesh/vocab_parallel.py``)."""
 
     def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
-        """``(sums, part)`` over the columns that are here: what a shard of the vocabulary has to say, and what
-        :meth:`shard_residual` needs of this pass."""
+        """``(sums, part)`` over the local columns: the contribution of a vocabulary shard, and the input of
+        :meth:`shard_residual`."""
 
     def pair_sums(self, p: Any, stats: TokenStats, teacher: TokenStats) -> PairSums:
         """Sums of the divergence over the columns that are here, from the statistics over all columns."""

@@ -26,8 +26,8 @@ _HEAD_CHUNK_MAX = 2048
 def platform() -> str:
     """``cpu``, ``gpu`` or ``tpu``: what a computation is compiled for.
 
-    That is the ambient mesh's device (``jax.set_mesh``), which may be a TPU that is not even there when a program is
-    compiled ahead of time; without a mesh, JAX's default.
+    With an ambient mesh (``jax.set_mesh``) that is the mesh's device, possibly an absent TPU in ahead-of-time
+    compilation; without a mesh, JAX's default.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     name = getattr(device, "platform", None) or jax.default_backend()
@@ -51,7 +51,7 @@ def head_chunk(
 ) -> int:
     """Tokens per chunk of the head's sweep; ``memory_budget`` bounds the bytes of its ``[chunk, V]`` buffers."""
     if memory_budget is not None:
-        # logits, and the rounded dlogits beside them
+        # logits and rounded dlogits together
         fit = memory_budget // (vocab * (logits_bytes + logits_bytes))
         if fit < 1:
             raise ValueError(
@@ -71,8 +71,8 @@ def head_chunk(
 def equal_part(n: int, most: int) -> int:
     """The size of the fewest equal parts of at most ``most`` that ``n`` tokens are cut into.
 
-    A part that is filled up costs as much as a whole one: 256 tokens in parts of 55 are the work of 275, in parts of 52
-    that of 260. On an accelerator a chunk stays a multiple of its tiles, and the sweep cuts the rest smaller.
+    A padded part costs as much as a full part: 256 tokens in parts of 55 cost 275 tokens, in parts of 52 they cost 260.
+    On an accelerator a chunk stays a multiple of its tiles, and the sweep cuts the rest smaller.
     """
     return -(-n // -(-n // most))
 

@@ -16,7 +16,7 @@ _LEAST_VMEM = 64 << 20
 
 
 def tpu_vmem_bytes() -> int:
-    """VMEM of one core of the TPU that is traced for; the smallest one in use (v5p, 64 MiB) where there is no TPU."""
+    """VMEM bytes per core of the TPU being traced for; without a TPU, the smallest VMEM in use (v5p, 64 MiB)."""
     try:
         return pltpu.get_tpu_info().vmem_capacity_bytes
     except Exception:  # the interpreter on a CPU: jax raises different errors in different versions
@@ -32,7 +32,7 @@ def tpu_generation() -> int | None:
 
 
 def tpu_cores() -> int:
-    """Cores of the TPU that is traced for which share a kernel's grid; 1 where there is no TPU."""
+    """Number of TPU cores that share a kernel's grid; 1 without a TPU."""
     try:
         return pltpu.get_tpu_info().num_cores
     except Exception:  # as above
@@ -90,7 +90,8 @@ def differentiated_without_jit(x: Any) -> bool:
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:
-    """The mesh of ``jax.set_mesh``, with its devices outside ``jit``, or of the older ``with mesh:``; or an empty one.
+    """The ambient mesh: from ``jax.set_mesh``, with devices outside ``jit``, or from the older ``with mesh:``; or an
+    empty mesh.
 
     JAX tells about the older context in no public way that does not warn.
     """

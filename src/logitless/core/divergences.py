@@ -81,7 +81,7 @@ def _log_ratio(log_p: Array, log_q: Array) -> Array:
 def _to_mixture(x: Array, mix: Array) -> tuple[Array, Array]:
     """``(log(m / p), log(m / q))`` from ``x = log(q / p)``, each relative to the larger of the two."""
     down, up = jnp.minimum(x, 0.0), jnp.maximum(x, 0.0)
-    of_p = jnp.log1p(mix * jnp.expm1(down))  # where p is the larger one: log(m / p)
+    of_p = jnp.log1p(mix * jnp.expm1(down))  # p is larger: log(m / p)
     of_q = jnp.log1p((1.0 - mix) * jnp.expm1(-up))  # where q is: log(m / q)
     return jnp.where(x > 0, x + of_q, of_p), jnp.where(x > 0, of_q, of_p - x)
 
@@ -129,7 +129,7 @@ def dominating(log_p: Array, s: TokenStats) -> Array:
 def finish_pair(
     kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None
 ) -> TokenStats:
-    """The student's statistics with those of the pair."""
+    """The student's statistics, with the pair's statistics filled in."""
     dominated = stats.max_logp > _DOMINATED
     rest = jnp.where(dominated, sums.rest, 0.0)
     shared = dominated & (sums.log_q_at_peak > _HALF)

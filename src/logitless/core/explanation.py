@@ -1,4 +1,4 @@
-"""Which way a call goes, before it goes there."""
+"""The route of a call, without running the call."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     """The backend, way, tiles, bytes moved and matmul count of a call; nothing is computed.
 
     Takes one of the four public calls and the arguments it would get; arrays may be ``jax.ShapeDtypeStruct``, and
-    ``targets`` and ``advantages`` may be left out. It binds them as the call itself does, so what it says is what the
-    call will do with such arguments: give ``old_logp``, ``lora`` and the like as the call will get them. Print the
-    result, or read its fields.
+    ``targets`` and ``advantages`` may be left out. ``explain`` binds arguments as the call does: pass ``old_logp``,
+    ``lora`` and every other argument of the call. Print the result, or read its fields.
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h = jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16)
@@ -69,7 +68,7 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
 
 
 def _described(name: str, given: dict[str, Any]) -> Route:
-    """The route of a call with that of its reference, if it computes one."""
+    """The route of a call, including its reference's route if the call computes a reference."""
     if "distillation" in given:
         given = by_name(name, distillation_calls(name, given)[0])
     reference, given = reference_call(name, given)

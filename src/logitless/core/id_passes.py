@@ -1,5 +1,5 @@
 """Passes over the rows of a chunk for calls with ids of each token: log-probabilities at ``K`` given ids, or a softmax
-over given ids. Calls without ids take those of ``core/row_passes.py``.
+over given ids. Calls without ids use ``core/row_passes.py`` instead.
 
 With ``p`` the softmax of a row, ``S`` its ids, ``mass`` the probability of ``S`` and ``R`` that of all other columns:
 
@@ -45,11 +45,11 @@ from logitless.core.stats import (
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 
 _HALF = -0.6931472
-"""``log(1/2)``: at most one id of a row lies above it."""
+"""``log(1/2)``: a row has at most one id above."""
 
 
 def statistics(x: Array, p: Rows) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live."""
+    """Statistics of the rows ``x [C, V]``; every row is live."""
     if p.ids is not None:
         return _selected_statistics(x, p, p.ids)
     if p.support is not None:
@@ -71,7 +71,7 @@ def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile
 
 @dataclasses.dataclass(frozen=True)
 class RowIds:
-    """Ids ``[C, K]`` of the tokens of a chunk, where a column is read and written, and which of them count."""
+    """Ids ``[C, K]`` of a chunk's tokens, with the columns to read and write, and flags for the ids that count."""
 
     ids: Array
     first: Array  # [C, K], the first place at which the same id stands
@@ -84,7 +84,7 @@ class RowIds:
         return jnp.take_along_axis(x, jnp.where(self.there, self.ids, 0), axis=1)
 
     def put(self, x: Array, values: Array | float) -> Array:
-        """``x [C, V]`` with ``values [C, K]`` at the ids; one id has one value, however often it is given."""
+        """``x [C, V]`` with ``values [C, K]`` at the ids; a repeated id has a single value."""
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         return x.at[rows, jnp.where(self.there, self.ids, x.shape[1])].set(values, mode="drop")
 
@@ -101,7 +101,7 @@ def row_ids(ids: Array, vocab_size: int) -> RowIds:
     in_order = jnp.take_along_axis(ids, order, axis=1)
     new = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), in_order[:, 1:] != in_order[:, :-1]], axis=1)
     place = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
-    run = lax.cummax(jnp.where(new, place, 0), axis=1)  # where the run of equal ids begins
+    run = lax.cummax(jnp.where(new, place, 0), axis=1)  # first index per run of equal ids
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     first = (
         jnp.zeros_like(order)
@@ -131,7 +131,7 @@ def _uncapped(x: Array, p: Rows) -> tuple[Array, LogitTransform]:
 
 
 def _selected_statistics(x: Array, p: Rows, ids: Array) -> TokenStats:
-    """Statistics of the rows, and those at the ids."""
+    """Statistics of the rows, and of the selected ids."""
     at, vocab_size = row_ids(ids, p.call.vocab_size), p.call.vocab_size
     own = p.targets[:, None]
     x, transform = _uncapped(x, p)

@@ -22,8 +22,8 @@ Number = Array | float | None
 class Head:
     """A language model's head: what turns hidden states into logits, for a policy or a reference.
 
-    A pytree whose leaves are its arrays, so it can be differentiated, donated and sharded like any other parameters.
-    An array in the place of a ``Head`` is its ``weight``, with every other field at its default.
+    A pytree with its arrays as leaves: it can be differentiated, donated and sharded like other parameters. A bare
+    array instead of a ``Head`` means ``Head(weight)`` with default fields.
 
     Args:
       weight: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of the hidden states; neither is copied.
@@ -104,8 +104,8 @@ OPTIONS = {f.name: f.default for f in dataclasses.fields(Options)}
 
 
 def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a public call, by name, from one table in which fields of :class:`Head` and :class:`Options` stand
-    beside the arrays, as in a configuration file. A ``Head`` in it stays as it is."""
+    """Arguments of a public call by name, from one flat table with fields of :class:`Head` and :class:`Options` among
+    the arrays, as in a configuration file. A ``Head`` in the table is kept unchanged."""
     options = {k: v for k, v in flat.items() if k in OPTIONS}
     rest = {k: v for k, v in flat.items() if k not in OPTIONS}
     if options:

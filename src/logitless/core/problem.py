@@ -44,7 +44,7 @@ Take = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Static choices of a call: what the user asked for, and what the route made of it."""
+    """Static choices of a call: the user's options, resolved by the route."""
 
     name: str  # of the public call, for messages
     vocab_size: int  # real columns; those beyond are padding
@@ -62,7 +62,7 @@ class Call:
     bwd_impl: str = "pallas"  # dlogits by the backend's kernel, or by plain JAX ("jax")
     top_k: int = 0  # ids of each token that linear_top_k is asked for
     partial_hidden: bool = False  # dH is a part of a sum over devices: leave it in float32
-    partial_head: bool = False  # so are the head's gradients: leave them in the dtype they are summed in
+    partial_head: bool = False  # the same for the head's gradients: keep the dtype of their sum
 
 
 @register
@@ -128,7 +128,7 @@ class Wanted:
 
     @property
     def matmuls(self) -> int:
-        """Matmuls of the backward pass, without those that make logits again."""
+        """Matmuls of the backward pass, without recomputed logits."""
         return int(self.hidden) + int(self.weight or self.lora)
 
     def __bool__(self) -> bool:
@@ -164,7 +164,7 @@ class Linear:
         return Linear(take(self.hidden), self.head)
 
     def wanted(self) -> Wanted:
-        """Which gradients ``custom_vjp`` asks for; of a source of ``CustomVJPPrimal``."""
+        """Gradients that ``custom_vjp`` asks for, read from a source of ``CustomVJPPrimal``."""
         h = self.head
         return Wanted(perturbed(self.hidden), perturbed(h.weight), perturbed(h.bias), perturbed((h.lora_a, h.lora_b)))
 
@@ -176,7 +176,7 @@ class Linear:
 @register
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """Rows of logits that are there; their gradient is dlogits."""
+    """Given rows of logits; their gradient is dlogits."""
 
     logits: Array  # [*tokens, V]
 
@@ -204,7 +204,7 @@ class Given:
 
 
 Source = Linear | Given
-"""Where a row of logits comes from, and where its gradient goes back to."""
+"""A source makes rows of logits and receives their gradient."""
 
 
 @register
@@ -225,7 +225,7 @@ class Teacher:
 @register
 @dataclasses.dataclass(frozen=True)
 class Problem(Generic[S]):
-    """The tokens of a call, where their logits come from, and what is done with them."""
+    """The tokens of a call, the source of their logits, and the work to do."""
 
     policy: S
     targets: Array
@@ -296,18 +296,18 @@ class Problem(Generic[S]):
 
     @property
     def more_ids(self) -> str | None:
-        """The argument that gives each token more ids than its target; ``None`` where there is none."""
+        """Name of the argument with further ids per token; ``None`` if absent."""
         if self.call.top_k:
             return "linear_top_k"
         return "ids=" if self.ids is not None else "support=" if self.support is not None else None
 
     @property
     def stages(self) -> int:
-        """Number of sources: matmuls that make a token's rows of logits."""
+        """Number of sources: matmuls per row of logits."""
         return 1 if self.teacher is None else 2
 
     def blank_stats(self) -> TokenStats:
-        """Statistics of tokens that nobody has visited, in the structure of this call's."""
+        """Statistics for unvisited tokens, structured as in this call."""
         return blank_stats(self.n, self.teacher is not None, 0 if self.ids is None else self.ids.shape[-1])
 
     def flat(self, rank: int) -> Problem[S]:
@@ -315,11 +315,11 @@ class Problem(Generic[S]):
         return self.rows(lambda x: x.reshape(-1, *x.shape[rank:]))
 
     def counting(self, loss: Loss | None) -> Problem[S]:
-        """The tokens that count are those of the loss, if there is one."""
+        """The problem with the loss's counting tokens, if there is a loss."""
         return self if loss is None else dataclasses.replace(self, live=loss.inputs.mask)
 
     def wanted(self) -> Any:
-        """Which gradients ``custom_vjp`` asks for; of a problem of ``CustomVJPPrimal``."""
+        """Gradients that ``custom_vjp`` asks for, read from a problem of ``CustomVJPPrimal``."""
         return self.policy.wanted()
 
     def constants(self) -> dict[str, Any]:
@@ -353,7 +353,7 @@ class Loss:
         return jnp.sum(contributions(self.objective, logp, entropy, self.inputs, divergence))
 
     def cotangents(self, s: TokenStats) -> StatCotangents:
-        """Of the statistics, for a unit cotangent of the loss."""
+        """Cotangents of the statistics, for a unit cotangent of the loss."""
         g_logp, g_entropy, g_divergence = cotangents(self.objective, s.logp, s.entropy, self.inputs, s.divergence)
         return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp), g_divergence)
 

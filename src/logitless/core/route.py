@@ -35,7 +35,7 @@ class Route:
     because: str
     placement: Any = None
     cost: Cost | None = None
-    reference: Route | None = None  # of the reference's log-probabilities, where the call computes them
+    reference: Route | None = None  # for the reference's log-probabilities, if the call computes them
     exact_because: str | None = None  # why a call with sparse_backward= takes the exact path; None: it need not
 
     @property
@@ -45,12 +45,12 @@ class Route:
 
     @property
     def in_forward(self) -> bool:
-        """Whether loss and gradients come out of one pass."""
+        """Whether a single pass yields loss and gradients."""
         return self.way_taken.in_forward
 
     @property
     def dense(self) -> bool:
-        """Whether it is the dense reference, which JAX differentiates."""
+        """Whether the backend is the dense reference, which JAX differentiates."""
         return self.backend == DENSE
 
     @property

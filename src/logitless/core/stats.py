@@ -1,6 +1,7 @@
 """Per-token statistics of a softmax, and their exact gradients: what every backend returns.
 
-With ``z`` the transformed logits of one token (``logitless.core.transform``), ``y`` its target, ``p = softmax(z)``:
+Notation: ``z`` are the transformed logits of a token (``logitless.core.transform``), ``y`` is its target, ``p =
+softmax(z)``:
 
     lse     = logsumexp_v z_v
     logp    = z_y - lse                 computed as -softplus(lse_{v != y} - z_y)
@@ -64,11 +65,11 @@ class SelectedStats:
     mass: Array
     """Probability of all ids together; an id that is given twice counts once."""
     log_rest: Array
-    """Log of the probability of all other ids. ``log(1 - mass)`` loses its digits where the mass is near one."""
+    """Log of the probability outside the ids. ``log(1 - mass)`` loses digits at a mass near one."""
     rest_peak: Array
     """Largest logit outside the ids, before its last factor (as :attr:`TokenStats.peak`)."""
     rest_total: Array
-    """Sum of the exponentials of the other logits, relative to ``rest_peak``; 1 where there are none."""
+    """Sum of the exponentials of the other logits, relative to ``rest_peak``; 1 if there are no others."""
 
 
 @register
@@ -76,10 +77,10 @@ class SelectedStats:
 class TokenStats:
     """Statistics of each token's softmax, all with the shape of the targets.
 
-    ``logp``, ``entropy`` and ``lse`` are float32 and differentiable; the rest are not (their gradient is zero).
-    A live token whose target lies outside ``[0, V)`` has NaN in every float field. Tokens masked out by ``mask=``
-    have zeros. The calls of this library fill in every field. Who makes statistics for
-    :func:`logitless.policy_loss` needs ``logp``, and ``entropy`` where the objective reads it.
+    ``logp``, ``entropy`` and ``lse`` are float32 and differentiable; the rest are not (their gradient is zero). A live
+    token whose target lies outside ``[0, V)`` has NaN in every float field. Tokens masked out by ``mask=`` have zeros.
+    The library's calls fill in every field. Who makes statistics for :func:`logitless.policy_loss` needs ``logp``,
+    and ``entropy`` where the objective reads it.
 
     >>> import jax.numpy as jnp, logitless
     >>> stats = logitless.TokenStats(logp=jnp.array([[-1.0, -2.0]]))
@@ -108,7 +109,7 @@ class TokenStats:
     divergence: Array | None = None
     """Divergence of this distribution and a teacher's, where the call has a teacher; differentiable."""
     teacher_entropy: Array | None = None
-    """Entropy of the teacher's distribution, where there is a teacher (float32)."""
+    """Entropy of the teacher's distribution, if a teacher is given (float32)."""
     pair: PairStats | None = None
     """What the divergence's gradient is taken from."""
     selected: SelectedStats | None = None
@@ -120,7 +121,7 @@ class TokenStats:
 
 
 STAT_FIELDS = tuple(f.name for f in dataclasses.fields(TokenStats))[:8]
-"""Names of the statistics of one distribution: what a kernel writes, one float32 column each."""
+"""Names of the statistics of a single distribution: a kernel writes one float32 column for each."""
 
 
 def stats_of_columns(columns: Sequence[Array]) -> TokenStats:
@@ -307,7 +308,7 @@ def dz(
 
 
 def dz_at_target(s: TokenStats, g: StatCotangents) -> Array:
-    """:func:`dz` of each row at its target, which takes no logit."""
+    """:func:`dz` of each row at its target; needs no logit."""
     return dz(jnp.zeros_like(s.peak), jnp.ones_like(s.is_top1), s, g)
 
 

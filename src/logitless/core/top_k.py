@@ -60,19 +60,19 @@ def largest(x: Array, k: int) -> Array:
     maxima = jnp.max(x[:, :whole].reshape(x.shape[0], -1, group), axis=2)
     if whole < width:
         maxima = jnp.concatenate([maxima, jnp.max(x[:, whole:], axis=1, keepdims=True)], axis=1)
-    groups = jnp.sort(largest(maxima, k), axis=1)  # in the order of their columns, so that ties are
+    groups = jnp.sort(largest(maxima, k), axis=1)  # sorted by column, so that ties are
     columns = (groups[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)).reshape(x.shape[0], -1)
     values = jnp.where(columns < width, _pick(x, jnp.minimum(columns, width - 1)), NEG_INF)
     return _pick(columns, lax.top_k(values, k)[1])
 
 
 def top_of_rows(x: Array, p: Rows, k: int) -> TopK:
-    """The likeliest ids of the rows ``x [C, V]``, every one of them live."""
+    """The likeliest ids of the rows ``x [C, V]``; every row is live."""
     vocab_size, t = p.call.vocab_size, p.transform.column()
     real = column_ids(x.shape[1]) < vocab_size
     raw = jnp.where(real, x, jnp.asarray(NEG_INF, x.dtype))
-    # Of raw logits: the transform keeps their order, and rounds some of them to be equal. One more, where there is one:
-    # the largest of the rest.
+    # Compare raw logits: the transform keeps their order, but may round two logits to equal values.
+    # If available, take an additional id: the largest remaining logit.
     more = largest(raw, min(k + 1, vocab_size))
     ids, centre = more[:, :k], swept(_pick(x, more[:, -1:]), t)
     chosen = _pick(x, ids)
@@ -93,7 +93,7 @@ def top_of_rows(x: Array, p: Rows, k: int) -> TopK:
 
 
 def blank_top_k(n: int, k: int) -> TopK:
-    """That of ``n`` tokens that nobody has visited: zeros."""
+    """Result for ``n`` unvisited tokens: zeros."""
     zero, wide = jnp.zeros((n,), jnp.float32), jnp.zeros((n, k), jnp.float32)
     return TopK(wide.astype(jnp.int32), wide, zero, zero)
 

@@ -47,7 +47,7 @@ class LogitTransform:
 
     @property
     def per_token(self) -> bool:
-        """Whether every token has a temperature of its own."""
+        """Whether the temperature is per token."""
         return self.temperature is not None and jnp.ndim(self.temperature) > 0
 
     def rows(self, take: Callable[[Array], Array]) -> LogitTransform:
@@ -70,7 +70,7 @@ def swept(x: Array, transform: LogitTransform) -> Array:
 
 
 def factor(transform: LogitTransform) -> Array | None:
-    """``k`` in ``z = k u``, of the temperature's shape or a scalar; ``None`` where it is one."""
+    """``k`` in ``z = k u``, a scalar or of the temperature's shape; ``None`` for a factor of one."""
     k = transform.scale if transform.softcap is None else transform.softcap
     if transform.temperature is None:
         return None if k is None else jnp.asarray(k, jnp.float32)
@@ -78,7 +78,7 @@ def factor(transform: LogitTransform) -> Array | None:
 
 
 def times(k: Array | None, difference: Array) -> Array:
-    """``k`` times a difference of swept quantities (or one of them); ``k`` is :func:`factor`'s."""
+    """``k`` times a swept quantity or difference; ``k`` comes from :func:`factor`."""
     return difference if k is None else difference * k
 
 
@@ -107,7 +107,7 @@ def forward(x: Array, transform: LogitTransform) -> Array:
 
 
 def slope(x: Array, transform: LogitTransform) -> Array | None:
-    """``dz/dx`` at the raw logits ``x``, or ``None`` where it is one everywhere."""
+    """``dz/dx`` at the raw logits ``x``, or ``None`` for a constant slope of one."""
     k = factor(dataclasses.replace(transform, softcap=None))
     return k if transform.softcap is None else times(k, 1.0 - jnp.square(swept(x, transform)))
 

@@ -184,11 +184,9 @@ def host_int32_ids(ids: np.ndarray, unknown: int = -1) -> np.ndarray:
 
 
 def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:
-    """Segment ids of the shape of the targets: equal where the given ids are equal, all 64 bits of them."""
+    """Segment ids with the targets' shape; equality of ids is preserved for all 64 bits."""
     if isinstance(segment_ids, np.ndarray) and segment_ids.dtype in (np.int64, np.uint64) and segment_ids.size:
-        if (
-            segment_ids.min() < _INT32.min or segment_ids.max() > _INT32.max
-        ):  # on its way into JAX an id loses its upper half
+        if segment_ids.min() < _INT32.min or segment_ids.max() > _INT32.max:  # JAX would drop an id's upper half
             segment_ids = np.unique(segment_ids, return_inverse=True)[1].reshape(segment_ids.shape)
         segment_ids = segment_ids.astype(np.int32)
     array = as_array(call, "segment_ids", segment_ids)

@@ -3,8 +3,8 @@
     stats        statistics now, gradients later from whatever cotangents arrive
     token_loss   uncoupled objectives: loss and gradients out of one pass (``Backend.gradients_in_forward``)
 
-Both ask ``custom_vjp`` which gradients are wanted: one that is not asked for costs nothing. What a backend has to offer
-is :class:`logitless.core.backend.Backend`. The dense reference stands beside this: JAX differentiates it.
+Both ask ``custom_vjp`` which gradients are wanted: one that is not asked for costs nothing. A backend implements
+:class:`logitless.core.backend.Backend`. JAX differentiates the dense reference, without either.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _instantiate(ct: Any) -> Array:
 
 
 def only_three_differentiable(stats: TokenStats) -> TokenStats:
-    """Statistics whose extras carry no gradient; see :func:`stats` for those that have one."""
+    """Statistics with ``stop_gradient`` on the extras; :func:`stats` lists the differentiable fields."""
     constant, selected = jax.lax.stop_gradient(stats), stats.selected
     if selected is not None:
         rest = jax.lax.stop_gradient((selected.rest_peak, selected.rest_total))
@@ -86,7 +86,7 @@ def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tupl
     want, p, out, residual = saved
     of = ct[0]
     is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
-    # Those that count; the other statistics' are zero by contract.
+    # Cotangents that count; all others are zero by contract.
     wanted = StatCotangents(of.logp, of.entropy, of.lse, of.divergence, of.selected)
     others = jax.tree.leaves((of.entropy, of.lse, of.divergence, of.selected), is_leaf=is_zero)
     only_logp = all(map(is_zero, others))
@@ -104,8 +104,8 @@ stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
 def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats, Any]:
     """``(loss, statistics, report)`` of an uncoupled objective; the loss is differentiable as :func:`stats` is.
 
-    The statistics are for metrics: a cotangent that reaches them is an error of the caller, so wrap them in
-    ``stop_gradient``.
+    The statistics are for metrics: the caller must wrap them in ``stop_gradient``, and a cotangent for them is an
+    error.
     """
     out, report = backend.statistics(p, loss)
     return loss.total(out), out, report
@@ -124,7 +124,8 @@ def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, T
 
 @own_promotion
 def _token_loss_bwd(backend: Backend, gradients: Any, ct: tuple[Any, TokenStats, Any]) -> tuple[Any, None]:
-    # Each in its own dtype. This folds away where the cotangent is the constant one, as under ``value_and_grad``.
+    # Keep each gradient's dtype. XLA folds the multiplication away for the constant cotangent 1, as under
+    # ``value_and_grad``.
     g = _instantiate(ct[0])
     return jax.tree.map(lambda d: (d.astype(jnp.float32) * g).astype(d.dtype), gradients), None
 

@@ -1,16 +1,15 @@
-"""Prompts and completions in rows of one length, without padding between them, and the way back.
+"""Pack prompts and completions into rows of equal length without padding, and unpack the results.
 
     padded     P P p p p | c c c . . .      B rows of P + C slots, of which a half is often empty
     packed     p p p c c | p p c c c c | .  fewer rows of ``length`` slots; a number for each sequence (segment_ids)
 
-A causal model reads a sequence of ``n`` tokens to predict all but the first, so that ``n - 1`` of them are put into
-the row; slot ``k`` of a sequence predicts its token ``k + 1``. A token attends to the tokens before it *of its own
-segment*, and its position counts from the segment's begin: then hidden states, loss and gradients are those of the
-padded rows.
+A causal model reads a sequence of ``n`` tokens to predict all but the first, so that ``n - 1`` of them are put into the
+row; slot ``k`` of a sequence predicts its token ``k + 1``. A token attends to earlier tokens *of its own segment*, and
+its position counts from the segment's begin: hidden states, loss and gradients equal those of the padded rows.
 
-Shared prompts: completions of one prompt that stand in one row need it only once. The prompt without its last token is
-a segment of its own; each completion's segment begins with that last token (it predicts the completion's first), and
-attends to itself and to the prompt. A group of ``g`` completions saves ``(g - 1) (p - 1)`` of its ``g (p + c - 1)``
+Shared prompts: completions of a prompt share one copy per row. The prompt without its last token is a segment of its
+own; each completion's segment begins with that last token (it predicts the completion's first), and attends to itself
+and to the prompt. A group of ``g`` completions saves ``(g - 1) (p - 1)`` of its ``g (p + c - 1)``
 slots: at p = 120, c = 200, g = 8 a third of the model's work.
 
 Where things go is decided on the host with NumPy: first fit, longest first. All results have the same shape for the
@@ -47,9 +46,9 @@ class Packed:
     """
 
     tokens: Int[Array, "R L"]
-    """What the model reads; 0 where nothing is."""
+    """Token ids that the model reads; 0 in empty slots."""
     positions: Int[Array, "R L"]
-    """Position of each token in its own sequence."""
+    """Each token's position within the sequence."""
     segment_ids: Int[Array, "R L"]
     """1, 2, ... for the sequences (and shared prompts) of a row; 0 where nothing is."""
     prefix_ids: Int[Array, "R L"] | None
@@ -61,14 +60,14 @@ class Packed:
     arrays: dict[str, Float[Array, "R L"]]
     """Advantages, log-probabilities and weights that were given, at the slots that predict their tokens."""
     slots: Int[Array, "B C"]
-    """Where each completion token is predicted, as ``row * L + column``; -1 where it is not."""
+    """Slot that predicts each completion token, as ``row * L + column``; -1 if absent."""
 
     def loss_arrays(self) -> dict[str, Any]:
         """Keyword arguments of the loss calls: the mask, the segments and all arrays that were given."""
         return {"mask": self.mask, "segment_ids": self.segment_ids, **self.arrays}
 
     def attention_mask(self) -> Bool[Array, "R L L"]:
-        """Which slot (last axis) each slot attends to: those before it of its own segment, and its shared prompt.
+        """For each slot, the slots (last axis) to attend to: earlier slots of its segment, and its shared prompt.
 
         Without shared prompts it is what attention kernels make of ``segment_ids`` and a causal mask.
         """
@@ -169,8 +168,8 @@ def pack(
 
 
 def unpack(packed: Packed, x: Array) -> Array:
-    """``x [R, L, ...]`` of packed slots at the completion tokens that they predict, ``[B, C, ...]``; 0 where there is
-    none, so zeros where :func:`rows_with_gradient` left no row to pack. Differentiable, and free to be jitted."""
+    """``x [R, L, ...]`` of packed slots, gathered at the predicted completion tokens ``[B, C, ...]``; 0 for absent
+    tokens, hence zeros for rows left out by :func:`rows_with_gradient`. Differentiable, and free to be jitted."""
     x = jnp.asarray(x)
     if x.shape[:2] != packed.tokens.shape:
         raise ValueError(f"unpack: x has shape {x.shape}, expected {packed.tokens.shape}, that of the packed rows.")
@@ -186,7 +185,7 @@ def unpack(packed: Packed, x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-    """One row of the padded arrays: its prompt's tokens, and which of its completion's exist."""
+    """A row of the padded arrays: prompt tokens, and flags for the existing completion tokens."""
 
     index: int
     prompt: np.ndarray
@@ -199,11 +198,11 @@ class _Sequence:
 
 
 _Unit = list[_Sequence]
-"""What goes into one row together: a sequence, or completions with the prompt that they share."""
+"""Sequences that stay together in a row: a single sequence, or completions with their shared prompt."""
 
 
 def _slots(unit: _Unit) -> int:
-    """What it takes of a row: the prompt once, without its last token, and the completions."""
+    """Number of slots in a row: the prompt once, without its last token, and the completions."""
     return len(unit[0].prompt) - 1 + sum(s.new for s in unit)
 
 
@@ -265,7 +264,7 @@ class _Rows:
             self.prefixes[row, start : start + len(whole) - 1] = prefix or self._count[row]
 
     def _write(self, row: int, tokens: np.ndarray, targets: np.ndarray, position: int) -> int:
-        """A segment; the column where it begins."""
+        """Write a segment and return its first column."""
         start, n = int(self._used[row]), len(tokens)
         at = slice(start, start + n)
         self._count[row] += 1

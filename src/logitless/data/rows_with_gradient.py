@@ -32,7 +32,7 @@ def rows_with_gradient(
     """Rows that can have a gradient: a row that is ``False`` has none, and no other row's gradient depends on it.
 
     The arrays are those of the loss call, ``[B, T]`` with ``mask``; those that are not known yet may be left out. A row
-    is ``False`` where it is certain that its gradient is zero, whatever the policy says about its tokens:
+    is ``False`` if its gradient is zero for any policy:
 
     - nothing in it is unmasked, or
     - there is no KL term, no entropy bonus and no ``top_entropy`` (a quantile over the whole batch, which every row is

@@ -11,8 +11,8 @@ Grad in forward serves objectives whose tokens are uncoupled: a chunk's cotangen
 differentiating the objective on the chunk. Both visit live tokens only, and only tokens whose cotangent can be
 nonzero enter the backward matmuls. dW is summed in float32 over the chunks, or in the parameter's dtype if asked.
 
-Bytes: beside inputs and outputs, one ``[C, V]`` buffer of logits (``logits_dtype``), one of dlogits (the operands'
-dtype) where XLA cannot reuse the first, and the float32 accumulator of dW where the head's dtype is narrower.
+Bytes, besides inputs and outputs: a ``[C, V]`` buffer of logits (``logits_dtype``), a buffer of dlogits (the operands'
+dtype) unless XLA reuses the first, and the float32 accumulator of dW for a narrower head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dty
 
 
 def logits_of(p: Problem) -> Array:
-    """``x [C, V]`` of a chunk: one matmul."""
+    """Logits ``x [C, V]`` for a chunk: a single matmul."""
     return raw_logits(p.h, p.head, p.call.logits_dtype)
 
 
@@ -70,7 +70,7 @@ def _row_dx(x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: A
 
 
 def no_gradients(p: Problem, want: Wanted) -> Gradients:
-    """Where a sweep sums its gradients: dH in its own dtype, dW in that of its sum."""
+    """Accumulators for a sweep: dH in the dtype of dH, dW in its sum's dtype."""
     hidden = jnp.zeros(p.h.shape, jnp.float32 if p.call.partial_hidden else p.h.dtype) if want.hidden else None
     dtype = p.head.weight.dtype if p.call.sum_head_grad_in == "param" else jnp.float32
     return Gradients(hidden, zero_grads(p.head, want, dtype))
@@ -115,7 +115,7 @@ class Chunked(PlainJax):
         else:
             words, counts = f"by recompute: {way.reason if way.loss else 'cotangents arrive later'}", (4, 3, 1)
             where = "1 where the cotangent is zero"
-        if p.teacher is not None:  # its logits, in every sweep that makes the policy's
+        if p.teacher is not None:  # teacher logits, in every sweep that makes the policy's logits
             more = 1 if way.in_forward else 2
             counts, where = (counts[0] + more, counts[1] + more, 2), where.replace("1", "2", 1)
         frozen, none = f"{counts[1]} with a frozen head", f"{counts[2]} without a gradient"
@@ -127,11 +127,11 @@ class Chunked(PlainJax):
         )
         return Cost(words, matmuls, moved, {"chunk": call.chunk, "layout": head.layout}, counts)
 
-    # Passes over a chunk's logits. Barriers cut the statistics off from what stands around them, so that they compile
+    # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, so that they compile
     # to the same arithmetic, and give the same bits, with and without a gradient.
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
-        """Statistics of the chunk's rows; ``p.live`` marks those that count."""
+        """Statistics of the chunk's rows; ``p.live`` marks rows that count."""
         return lax.optimization_barrier(_row_statistics(lax.optimization_barrier(x), p))
 
     def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:

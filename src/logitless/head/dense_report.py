@@ -1,5 +1,5 @@
-"""An exact backend that serves a call with ``sparse_backward=``: it computes what it would without the option, and
-reports one dense chunk that leaves nothing out.
+"""An exact backend for a call with ``sparse_backward=``: results as without the option, and a report of one dense chunk
+without left-out mass.
 
 ``route`` takes it where no sparse backward supports a call.
 """
@@ -46,7 +46,7 @@ class WithDenseReport:
         return self.own.statistics(_exact(p), loss)[0], blank_report(p.targets.shape)
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
-        """The residual is that of ``own``."""
+        """The residual is the residual of ``own``."""
         out, _, residual = self.own.forward(_exact(p), want)
         return out, _report(p), residual
 

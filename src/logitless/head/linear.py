@@ -125,8 +125,8 @@ def add_dweight(total: Array, dx: Array, h: Array, axis: int, tile: int | None) 
 
 
 def add_dhead(total: HeadGrads, dx: Array, h: Array, head: HeadArrays, tile: int | None = None) -> HeadGrads:
-    """``total`` plus the cotangents of the head's arrays, for those that are not ``None`` there. The bias' are summed
-    from ``dx [C, V]`` as it is; the matmuls take it in the dtype of ``h``."""
+    """``total`` plus the cotangents of the head's arrays, skipping entries that are ``None`` in ``total``. The bias'
+    are summed from ``dx [C, V]`` as it is; the matmuls take it in the dtype of ``h``."""
     weight, bias, lora_a, lora_b = total.weight, total.bias, total.lora_a, total.lora_b
     unrounded, dx = dx, dx.astype(h.dtype)
     if weight is not None:
@@ -145,7 +145,7 @@ def add_dhead(total: HeadGrads, dx: Array, h: Array, head: HeadArrays, tile: int
 
 
 def _each(f: Any, *parts: Any) -> HeadGrads:
-    """``f`` on the arrays of heads and gradients, name by name; ``None`` where one of them has none."""
+    """``f`` on the arrays of heads and gradients, name by name; ``None`` if any input is ``None``."""
     names = [x.name for x in dataclasses.fields(HeadGrads)]
     rows = ([getattr(p, n) for p in parts] for n in names)
     return HeadGrads(*(None if any(x is None for x in row) else f(*row) for row in rows))

@@ -67,7 +67,7 @@ dense_logits.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class Reference(logits_reference.Reference):
-    """That of the logits, over logits that it makes."""
+    """The dense reference from hidden states, by the logits' reference."""
 
     def describe(self, p: Any, way: Way) -> Cost:
         v, item = p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize

@@ -1,18 +1,18 @@
-"""Rows of dW of the active columns: made before the sweep of the hard rows, which puts them in place.
+"""Rows of dW for active columns: computed before the sweep of the hard rows, which stores them.
 
 A sparse backward has the rows of the active columns from its slabs (``sparse_backward.py``). XLA's scatter would stream
 all of dW once more to put them in place; the sweep of the hard rows (``hard_rows.py``) writes every tile of it in any
-case. So a tile begins with its ready rows in place of zeros, and adds nothing to them:
+case. A tile therefore starts from its ready rows instead of zeros, and adds nothing to them:
 
     one_hot rows            one_hot[v, s] = (slot s holds column v): a matmul of 2 vocab PART H FLOP a tile, and exact
 
-The slots are in the order of their columns, so that a tile's rows stand side by side: they are copied ``PART`` at a
-time, those of the next tile while this one is worked on.
+Slots follow the order of their columns, so a tile's rows are adjacent: they are copied ``PART`` at a time, while the
+previous tile is computed.
 
-Where they stand: at the end of an array of dW's own shape and dtype, over which dW is written. Slot ``s`` of ``S``
-holds row ``V - S + s`` of it, and the active columns have the last slots, so that the row of a column never stands
-before the column's own place: with the c-th of K columns at v, ``v <= V - K + c``. A tile is read before it is written,
-and whatever is written before that lies in front of it.
+Storage: the end of an array with dW's shape and dtype, which dW overwrites. Slot ``s`` of ``S`` holds row ``V - S + s``
+of the array, and the active columns fill the last slots. A waiting row never precedes its final
+row: for the c-th of K columns at v, ``v <= V - K + c``. A tile is read before it is written, and whatever is written
+before that lies in front of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ready:
 
     rows: Array  # [V or slots, H], in the dtype of dW; slot s is row `size - slots + s`
     index: Array  # [slots] int32: their columns, ascending at the end; beyond the vocabulary in unused slots
-    count: Array  # () int32: slots that are used, the last ones
+    count: Array  # () int32: number of used slots, counted from the end
 
 
 def room_for(vocab: int, slots: int) -> int:
@@ -58,7 +58,7 @@ def room_for(vocab: int, slots: int) -> int:
 
 
 def blank_rows(rows: int, width: int, dtype: Any, interpret: Any) -> Array:
-    """``[rows, width]`` in HBM that nobody has written to; NaN in the interpreter, so that reading it shows."""
+    """``[rows, width]`` in HBM that nobody has written to; NaN in the interpreter: an uninitialised read is visible."""
     if interpret:
         return jnp.full((rows, width), jnp.nan, dtype)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

@@ -163,8 +163,8 @@ class PallasTpu:
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Residual | None, only_logp: bool
     ) -> Gradients:
         """dH from the direction if only ``logp`` has a cotangent, else by a sweep (two matmuls); dW and dbias by one
-        (two, one without dW, and one for tokens whose exponentials were kept). With LoRA its outer factor's comes from
-        the latter, its inner one's from dlow, which stands beside dH."""
+        (two, one without dW, and one for tokens whose exponentials were kept). With LoRA the outer factor's gradient
+        comes from the dW sweep, and the inner factor's from dlow, computed with dH."""
         g = g if p.live is None else without(g, ~p.live)
         dh = low = kept = None
         head = HeadSums(None, None)
@@ -176,7 +176,7 @@ class PallasTpu:
                 return jnp.where((g.logp != 0)[:, None], g.logp[:, None] * d, 0.0)
 
             if want.hidden:
-                # dH before dW: what it is made of need not live beside dW.
+                # dH before dW: then dH's inputs are dead during dW.
                 rounded: Any = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
                 if isinstance(residual.direction, kernels.Terms):
                     f = front(p.live)
@@ -204,8 +204,8 @@ class PallasTpu:
         )
 
     def _dhead_of_kept(self, p: Problem, out: TokenStats, g: StatCotangents, kept: Kept) -> HeadSums:
-        """dW and dbias, some of whose exponentials were kept: these tokens stand first, as the forward sweep had them,
-        the others behind them as the backward pass has them, those with a gradient first."""
+        """dW and dbias, with kept exponentials for the first tokens: those tokens come first in the order of the
+        forward sweep, the others follow in the order of the backward pass, tokens with a gradient first."""
         count, moves = kept.x_y.shape[0], g.any_nonzero()
         first = jnp.arange(p.n) if p.live is None else front(p.live).order
         assert first is not None
@@ -223,8 +223,8 @@ class PallasTpu:
     # A shard of the vocabulary.
 
     def sums(self, p: Problem, want: Wanted | None) -> tuple[RowSums, Part]:
-        """Sums over the head's columns, one matmul, and what :meth:`shard_residual` needs of the same sweep, one more;
-        ``p.targets`` are -1 where they are another shard's. What belongs to dead tokens means nothing."""
+        """Sums over the head's columns (one matmul), and the input of :meth:`shard_residual` from the same sweep (one
+        more); ``p.targets`` are -1 on other shards. What belongs to dead tokens means nothing."""
         f = front(p.live)
         found = kernels.token_sums(f.problem(p), f.count, self._carries_direction(p, want))
         sums, *part = jax.tree.map(f.put_back, found)
@@ -233,8 +233,8 @@ class PallasTpu:
     def shard_residual(
         self, p: Problem, stats: TokenStats, sums: RowSums, part: Part, total: Callable[[Array], Array]
     ) -> Residual | None:
-        """d logp / d hidden, a ``total`` over shards, from the statistics of all of them; LoRA's ``low`` is this
-        shard's own, whose part of dB is summed over shards as its factor's gradient."""
+        """d logp / d hidden, a ``total`` over shards, from the statistics of all of them; LoRA's ``low`` belongs to
+        this shard; its part of dB is summed over shards with the factor's gradient."""
         x_y, expected = part
         if expected is None:
             return None

@@ -86,7 +86,7 @@ class Few:
 
     @property
     def share(self) -> float:
-        """Columns of the vocabulary for which each of these stands."""
+        """Vocabulary columns that each sampled column represents."""
         return self.p.call.vocab_size / self.columns.size
 
 
@@ -216,7 +216,7 @@ class Active:
 
 
 def no_columns(rule: Rule, vocab: int) -> Active:
-    """What there is where nobody has looked for columns."""
+    """Empty result: no columns were chosen."""
     return Active(vocab + jnp.arange(rule.most, dtype=jnp.int32), jnp.int32(0), jnp.asarray(True))
 
 

@@ -71,7 +71,7 @@ def coefficients(p: Problem, live: Array, stats: TokenStats, g: StatCotangents, 
     temperature, zero = 1.0 if t.temperature is None else t.temperature, jnp.zeros((n,), jnp.float32)
     rows += [jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (n,)), zero, p.targets.astype(jnp.float32), zero]
     rows = [jnp.pad(v, (0, padded - n), constant_values=other) for v, other in zip(rows, _NOTHING, strict=True)]
-    # Apart: XLA would make each of them in a layout of one row, in eight times the code.
+    # Apart: XLA would lay out each row number as an array with a single row, in eight times the code.
     return jnp.stack(lax.optimization_barrier(rows))
 
 
@@ -99,7 +99,7 @@ class HeadSums:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """The vocabulary tile ``j`` in a step: cotangents of the logits of some of its columns."""
+    """Vocabulary tile ``j`` in a step: cotangents of the logits of some columns."""
 
     spec: Spec
     refs: Operands
@@ -221,7 +221,7 @@ def _dhead_blocks(k: Launch) -> Operands:
     tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
 
     def at(i: Any, n_live: Any) -> Any:
-        """The token tile to read: that of the last step that had one to read, where a step has none."""
+        """The token tile to read; a step without a tile repeats the previous step's tile."""
         own = spec.readable(i, n_live)
         return jnp.where(i < spec.kept_steps, kept_at(i, n_live), own) if spec.kept else own
 
@@ -234,7 +234,7 @@ def _dhead_blocks(k: Launch) -> Operands:
     def lanes(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((size, tokens), lambda j, i, n_live: (0, at(i, n_live)))
 
-    tiles = pl.cdiv(spec.vocab_size, max(spec.kept_tile, 1))  # of the sweep that kept them
+    tiles = pl.cdiv(spec.vocab_size, max(spec.kept_tile, 1))  # tiles in the sweep that kept exponentials
     if spec.layout == "vh":
         kept = pl.BlockSpec((vocab, tokens), lambda j, i, n_live: (j, kept_at(i, n_live)))
         ratio, last = max(spec.kept_tile // vocab, 1), tiles - 1  # padding may fill whole tiles

@@ -11,12 +11,12 @@ queries ``h`` and keys and values ``W``. With and without the direction the stat
 on the same tiles: they are bit-identical.
 
 The columns of a tile come in blocks, each relative to one maximum, and a block's logits in pieces, each of one matmul.
-The compiler puts exponentials behind what they need and before what needs them; a matmul that neither needs nor makes
-them runs beside them, so a block is taken in while the logits of the next one are made. With the direction that is
-within a tile (exponentials have to meet their columns of the head); without it the last block of a tile waits in VMEM
-for the next tile's matmuls, and one more step takes in the last of all. On a v6e at H = 4096 the matrix unit is at work
-in 91 % of a step's cycles for statistics, in 92 % with the direction (94 % in twice the code), where it was 81 and
-88 % with a tile's exponentials after all of its logits (the simulator's estimates).
+The compiler schedules exponentials between their producers and their consumers, and an independent matmul runs in
+parallel. A block is therefore consumed while the next block's logits are computed. With the direction that is within a
+tile (exponentials have to meet their columns of the head); without it the last block of a tile waits in VMEM for the
+next tile's matmuls, and one more step takes in the last of all. On a v6e at H = 4096 the matrix unit is at work in 91 %
+of a step's cycles for statistics, in 92 % with the direction (94 % in twice the code), where it was 81 and 88 % with a
+tile's exponentials after all of its logits (the simulator's estimates).
 
 For a sparse backward (``sparse.py``) the sweep also gives, per token tile, the maximum over its tokens of
 
@@ -88,7 +88,7 @@ from logitless.head.pallas_tpu.tiles import (
 )
 
 LOW = -1e30
-"""Start of the running maximum: finite, so that no difference of two maxima is ``inf - inf``."""
+"""Start of the running maximum: finite, so the difference of two maxima is never ``inf - inf``."""
 _AT_ONCE = 16 * 1024
 """Elements whose exponentials are written down at once in a short turn, four times as many in a longer one: by the
 simulator the best of 8 to 128 rows."""
@@ -102,7 +102,7 @@ class _Out:
     sums: Any  # [ROWS, whole lanes]: m, S, A, Q, u_y, x_y, and two unused
     expected: Any = None  # [N, H]: E; with LoRA [N, H + R] (``lora.py``)
     high: Any = None  # [N, H], in the place of E: its upper half, in the hidden states' dtype
-    rest: Any = None  # [N, H]: what that leaves of E
+    rest: Any = None  # [N, H]: remainder of E after rounding
     maxima: Any = None  # [token tiles, 1, vocab_size]
     kept: Any = None  # [V, room] or [room, V], in HBM: exponentials of the first tokens
     tops: Any = None  # [N, vocabulary tiles]: the maximum that each tile's exponentials are relative to
@@ -117,9 +117,9 @@ def _absorb(
 ) -> tuple[RowSums, Array, list[Array], list[Array]]:
     """``sums [T, 1]`` with a block's columns taken in, in pieces of ``others [T, C]``, ``-inf`` at the target; also the
     factor on what was there, and of each piece ``exp(s)`` and ``s = k (u - m)``. ``beside(n)`` is called before the
-    exponentials of piece ``n``: a matmul that is made there does not wait for them. Without it they are written down a
-    few rows at a time, all of a row's at once: by pieces the compiler keeps thousands of registers in VMEM, and loads
-    and stores of these hold up the matmul beside them. ``apart``: see :func:`_apart`.
+    exponentials of piece ``n``: a matmul that is made there does not wait for them. Without this, rows are stored in
+    small groups, each row whole: stored in pieces, thousands of registers spill to VMEM, and spills delay the matmul.
+    ``apart``: see :func:`_apart`.
 
     The same sums as by :func:`logitless.core.stats.merge`, relative to the new maximum at once, so that the
     exponentials serve the expected head row too.
@@ -330,7 +330,8 @@ class _Direction:
         step.write(rows, sums)
 
     def add(self, rows: Any, block: slice, x: list[Array], a: Array, e: list[Array]) -> Array:
-        """E times ``a``, plus the block's exponentials ``e`` times its columns of the head; those, as they went in."""
+        """E times ``a``, plus the block's exponentials ``e`` times its columns of the head, and the exponentials as
+        used."""
         step = self.step
         if step.spec.has_softcap:
             # Columns at -inf have no weight; their slope may be 0 * inf.
@@ -361,8 +362,8 @@ class _Direction:
 
 @dataclasses.dataclass(frozen=True)
 class _Statistics:
-    """Statistics alone: the block that is pending is taken in beside the first matmuls, each other one beside those of
-    the next; the last one waits for the next tile."""
+    """Statistics alone: the pending block is consumed with the first matmuls, each other block with the next block's
+    matmuls; the last block waits for the next tile."""
 
     step: _Step
 
@@ -375,7 +376,7 @@ class _Statistics:
         self._over_rows([slice(0, 0)], self.step.spec.tail_width, flush=True)
 
     def _over_rows(self, blocks: list[slice], width: int, flush: bool) -> None:
-        """``width``: that of the tile before."""
+        """``width``: width of the previous tile."""
         out, spec = self.step.out, self.step.spec
         if out.maxima is not None:
             out.maxima[...] = jnp.full_like(out.maxima, NEG_INF)

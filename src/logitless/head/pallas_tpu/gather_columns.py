@@ -1,13 +1,14 @@
 """Columns of a ``[H, V]`` head on TPU, without a transposed copy of it: ``W[:, y]^T [N, H]``.
 
 XLA's gather along the minor dimension either copies the whole head into the other layout first or reads it one strided
-column at a time. Here tokens are sorted by target, so that a chunk of them needs a short run of vocabulary blocks:
+column at a time. Tokens are sorted by target here: a chunk needs a short run of vocabulary blocks:
 
     out[:, chunk] = sum over the run of  W[:, block] @ (row of block == target of token)
 
 which is exact: every product is a number of the head times one or zero. Steps (chunk, block) are laid out by XLA
 (:func:`_schedule`) and prefetched as scalars; there are at most ``V / COLUMNS + N / TOKENS`` of them, so the head is
-read about once. One matmul of ``2 H V TOKENS`` FLOP, a hundredth of a sweep; HBM bytes: the head, and ``3 N H b``.
+read about once. A matmul costs ``2 H V TOKENS`` FLOP, about 1 % of a sweep; HBM bytes: the head, and ``3 N H
+b``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _kernel(size: tuple[int, int], chunk: Any, block: Any, count: Any, y_ref: An
         w = w_ref[...]
         row = jax.lax.broadcasted_iota(jnp.int32, (columns, TOKENS), 0)
         chosen = jnp.where(row == y_ref[0] - block[s] * columns, 1.0, 0.0).astype(w.dtype)
-        out_ref[...] += dot(w, chosen, (1, 0)).astype(out_ref.dtype)  # of the terms of this sum all but one are zero
+        out_ref[...] += dot(w, chosen, (1, 0)).astype(out_ref.dtype)  # only a single term in the sum is nonzero
 
 
 def columns_at(lm_head: Array, targets: Array, interpret: Any) -> Array:
@@ -72,12 +73,12 @@ def columns_at(lm_head: Array, targets: Array, interpret: Any) -> Array:
 
 
 def _block(vocab: int) -> int:
-    """Columns of a block of the head."""
+    """Number of columns in a block of the head."""
     return vocab if vocab <= LANES else min(COLUMNS, vocab // LANES * LANES)
 
 
 def _in_chunks(y: Array) -> Array:
-    """``[chunks, TOKENS]``: ascending columns ``y [N]``, the last of them repeated."""
+    """``[chunks, TOKENS]``: ascending columns ``y [N]``, padded with the last column."""
     more = -y.shape[0] % TOKENS
     return jnp.concatenate([y, jnp.broadcast_to(y[-1:], (more,))]).reshape(-1, TOKENS)
 

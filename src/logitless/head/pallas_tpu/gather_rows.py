@@ -1,4 +1,4 @@
-"""Rows of an array in HBM, each gathered by a copy of its own, and made into something along the way.
+"""Gather rows of an array in HBM, one copy per row, and transform each row on the way.
 
 XLA's gather of a thousand rows of 4096 makes the same copies, but is 3,900 instruction words on a v6e, a quarter of a
 megabyte, in every place of a program that has one, and what is made of the rows is thousands of words more. Here it is
@@ -35,11 +35,11 @@ from logitless.head.pallas_tpu.tiles import (
 )
 
 _MOST = 24
-"""VMEM bytes of a tile's element, at most: two buffers of rows, of what stands beside them and of what leaves."""
+"""Upper bound of VMEM bytes per element of a tile: two buffers of rows, the rows of ``beside``, and the output."""
 _TURNED = 8
 """Numbers of a row that the kernel can be given, rows of a tile."""
 _FEW = 8
-"""Tiles of which XLA may leave what is made in VMEM."""
+"""Number of tiles up to which XLA may keep the result in VMEM."""
 _UNROLL = 4
 """Copies that are begun in a turn of the loop: a fifth faster than one."""
 
@@ -75,7 +75,7 @@ def _kernel(made: Made, rows_of: Any, numbers: Any, x: Any, beside: Any, out: An
     for n, ref in enumerate(numbers):
         lines = jnp.where(line == n, ref[...].astype(jnp.float32), lines)
     turned[...] = lines.T
-    # All of them: a wait counts bytes.
+    # Wait for all copies: a wait counts bytes.
     pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
 
     def value(part: Part) -> Array:
@@ -107,15 +107,15 @@ def made_of_rows(
     beside: Sequence[Array] = (),
     dtype: Any = None,
 ) -> Array:
-    """``[K, H]`` in ``dtype``, or that of ``x``: what is ``made`` of the rows ``at [K]`` of ``x [V, H]``, of each one's
-    ``numbers [K]`` and of what stands ``beside`` it, ``[K, H]``; written over the first of these if it has that dtype.
+    """``[K, H]`` in ``dtype`` (default: of ``x``): ``made`` applied to the rows ``at [K]`` of ``x [V, H]``, with
+    ``numbers [K]`` and ``beside [K, H]`` per row; overwrites the first ``beside`` if the dtypes match.
     """
     (count,), width, dtype = at.shape, x.shape[1], jnp.dtype(x.dtype if dtype is None else dtype)
     tokens, along = LANES, 1 if x.dtype == jnp.float32 else 2
     steps, padded = pl.cdiv(count, tokens), whole_lanes(count)
     index = jnp.pad(at.astype(jnp.int32), (0, padded - count))
     scalars = index.reshape(steps, 1, tokens)
-    # Apart: XLA would make each of them in a layout of one row, in eight times the code.
+    # Apart: XLA would lay out each row number as an array with a single row, in eight times the code.
     rows = [jnp.pad(a, (0, padded - count))[None, :] for a in lax.optimization_barrier(list(numbers))]
     # The interpreter has no room for the end of a ragged block in an array that it is given.
     in_place = bool(beside) and beside[0].dtype == dtype and not (interpret and count % tokens)

@@ -68,7 +68,7 @@ class _Read:
 class _Scratch:
     """What the kernel keeps in VMEM."""
 
-    weight: Any = None  # [vocab, H] float32: dW, where it is a sum of several steps
+    weight: Any = None  # [vocab, H] float32: dW, if summed over several steps
     bias: Any = None  # [vocab, 1] float32
     d: Any = None  # [vocab, tokens]: the step's dlogits, for dW
     transposed: Any = None  # [tokens, vocab]: the same, for dH
@@ -78,8 +78,8 @@ class _Scratch:
 
 
 def rows_beside(p: Problem, tokens: int) -> int:
-    """Rows of dH, whole token tiles of ``tokens``, that fit into VMEM beside dW's sweep with such tiles: in the place
-    of the larger token tile that dW's ordinary sweep has."""
+    """Rows of dH, in whole token tiles of ``tokens``, that fit into VMEM during dW's sweep: they use the space of the
+    larger token tile in the ordinary dW sweep."""
     width, item = p.h.shape[1], jnp.dtype(p.h.dtype).itemsize
     full = choose("dhead", FIRST["dhead"][0], width, p.head.vocab, item, "vh", compat.tpu_vmem_bytes())
     large, small = (need("dhead", n, full.vocab, width, item, "vh") for n in (max(full.tokens, tokens), tokens))
@@ -87,8 +87,8 @@ def rows_beside(p: Problem, tokens: int) -> int:
 
 
 def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Any, part: Part) -> Array:
-    """dx of the columns of a part of the vocabulary tile ``j``, unrounded; zero in those that are ready, and from the
-    ``end`` of those that count on."""
+    """dx for a part of vocabulary tile ``j``, unrounded; zero in ready columns, and from ``end`` (the first padded
+    column) on."""
     x = dot(refs.weight[part.rows, :], refs.h[...], (1, 1))
     if refs.bias is not None:
         # A bias stands along the lanes in HBM ([V, 1] would be stored 128 times larger).
@@ -106,7 +106,7 @@ def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Any, p
 def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scratch) -> None:
     vocab, tokens, width = spec.tiles.vocab, spec.tiles.tokens, refs.h.shape[1]
     j, i = pl.program_id(0), pl.program_id(1)
-    end = spec.vocab_size - j * vocab  # of the columns that count, in this tile
+    end = spec.vocab_size - j * vocab  # real columns in the tile
     dw: Any = out.head.weight
     dh: Any = out.hidden
     dbias_out: Any = out.head.bias

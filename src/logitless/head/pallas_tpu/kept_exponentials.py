@@ -10,11 +10,11 @@ part of dW without its logits being made again: with no cotangent of the entropy
 bfloat16, ``dx`` is rounded twice, at the exponential and here, and an element of dW has at most 1.5 times the ordinary
 error, as the contract has it.
 
-Where they stand: as dW itself does. A ``[V, H]`` head has them as ``[V, room]``, tokens along the lanes, one of
-``[H, V]`` as ``[room, V]``; with ``room = H`` that is the shape and the dtype of dW, whose sweep reads a tile of the
-vocabulary to its end before it writes that tile of dW: dW is written over them, and the exponentials of ``H`` tokens
-cost no memory. More of them, up to all, have an array of their own. ``memory_budget=`` asks for them
-(:func:`tokens_kept`): on a TPU it is what they may take, and without it nothing is kept.
+Storage: an array with the layout of dW. A ``[V, H]`` head stores them as ``[V, room]``, tokens along the lanes, an
+``[H, V]`` head as ``[room, V]``. With ``room = H`` the array has dW's shape and dtype. The dW sweep reads a vocabulary
+tile to its end before writing that tile of dW, so dW overwrites the exponentials, and ``H`` tokens cost no memory. More
+tokens, up to all, use an additional array. On a TPU ``memory_budget=`` bounds that array (:func:`tokens_kept`); without
+a budget nothing is kept.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from logitless.head.pallas_tpu.tiles import LANES, Spec, blocks_of
 @register
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a forward sweep kept of its first tokens."""
+    """Exponentials kept by a forward sweep for its first tokens."""
 
     exponentials: Array  # [V, room] of a [V, H] head, [room, V] of an [H, V] one
     tops: Array  # [kept, blocks] float32: m after each block of the vocabulary
     x_y: Array  # [kept] float32: raw logit of the target
-    tile: int = static(0)  # columns of a block of that sweep
+    tile: int = static(0)  # columns per block in the forward sweep
 
 
 LEAST_WIDTH = 896
@@ -130,9 +130,9 @@ def has_gradient(n_live: Any, tile: Any, kept_steps: int) -> Any:
 def block_of_step(spec: Spec) -> pl.BlockSpec:
     """Where a step's exponentials leave to.
 
-    Steps that keep none hold on to a block, so that nothing more is written: a dead tile its own last one, tokens that
-    are not kept the last one that was, which goes out once more as it is. Where two cores share a grid the second may
-    have kept nothing, and what it holds is not to be written over the first one's: there they hold the spare tile.
+    Steps that keep nothing point at an old block, so nothing new is written: a dead tile at its last block, other
+    tokens at the last kept block, which is flushed again unchanged. Where two cores share a grid the second may have
+    kept nothing, and what it holds is not to be written over the first one's: there they hold the spare tile.
     """
     last, steps = spec.vocab_steps - 1, spec.kept_steps
     other = steps if spec.spare else steps - 1

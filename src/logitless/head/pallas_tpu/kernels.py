@@ -19,10 +19,10 @@ relative to a maximum,
     dH = g_logp D
 
 ``g`` is known after the loss, so that a term ``[N, H]`` has to wait for it. In float32 it would be twice as large as
-dH, and the compiler gives temporaries no memory that an output will need. So a sweep of 16-bit hidden states leaves
-``E`` as two arrays of their dtype, ``E = high + rest`` to 2^-17 (:class:`Terms`), and dH is written over the first of
-them, a part of the tokens at a time: beside inputs and outputs stand ``rest`` and the target rows of a part. What
-shards sum over devices, and what stands beside LoRA's part, is made at once, from ``E`` in float32.
+dH, and the compiler gives temporaries no memory that an output will need. A sweep over 16-bit hidden states therefore
+stores ``E`` as two arrays in their dtype, ``E = high + rest`` to 2^-17 (:class:`Terms`), and dH overwrites the first
+array, some tokens at a time: temporaries are ``rest`` and the target rows of some tokens. Sums over devices, and terms
+for LoRA, are computed immediately from ``E`` in float32.
 
 Sweeps, tiles and bytes: ``forward.py``, ``dweight.py``, ``dhidden.py``, ``tiles.py``.
 """
@@ -71,7 +71,7 @@ PART = 1024
 half a megabyte whatever it does there, and the compiler lets what that writes share memory with nothing else."""
 
 LEAST = LANES
-"""Rows from which on a kernel gathers them: XLA's has less code for fewer only."""
+"""From this number of rows on, a kernel gathers rows: XLA's has less code for fewer only."""
 
 
 def _finished(k: Launch, p: Problem, sums: RowSums) -> TokenStats:
@@ -147,7 +147,7 @@ class Terms:
     """``d logp / d hidden`` of the swept tokens, not made yet."""
 
     high: Array  # [N, H]: E, or its upper half, in the hidden states' dtype
-    rest: Array | None  # [N, H]: E - high, in that dtype where it is not float32
+    rest: Array | None  # [N, H]: E - high, in the same 16-bit dtype
     own: Array  # [N] float32: what the target's row is multiplied by
     others: Array  # [N] float32: what E is multiplied by
     targets: Array  # [N] int32, each a column of the head
@@ -161,7 +161,7 @@ class Terms:
             return gather_rows.made_of_rows(
                 p.head.weight, self.targets, interpret, _times, numbers, [out, *rest], dtype
             )
-        # Columns of an [H, V] head are found by one sweep over it, whatever the number of tokens.
+        # Columns of an [H, V] head are found by one sweep over the head, for any number of tokens.
         size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
 
         def made(first: Any, count: int, high: Array) -> Array:
@@ -182,12 +182,12 @@ def _times(w: Array, number: Callable[[int], Array], halves: list[Array]) -> Arr
 
 
 def hidden_in_order(f: Front, p: Problem) -> Problem:
-    """The problem with its hidden states as ``f`` has them, and all else as it stands."""
+    """The problem with the hidden states of ``f``, otherwise unchanged."""
     return p if f.order is None else p.with_hidden(gather(p.h, f.order, interpreter(p.call.interpret)))
 
 
 def in_order(f: Front, p: Problem) -> Problem:
-    """The problem with its tokens as ``f`` has them."""
+    """The problem with the tokens of ``f``."""
     h = hidden_in_order(f, p).h
     return dataclasses.replace(p.with_hidden(p.targets), live=None).rows(f.take).with_hidden(h)
 
@@ -195,8 +195,8 @@ def in_order(f: Front, p: Problem) -> Problem:
 def _coefficients(
     k: Launch, p: Problem, stats: TokenStats, g: StatCotangents, padded: int, order: Array | None
 ) -> Array:
-    """``[padded, ROWS]``: those of each token, in the ``order`` of the hidden states, which begins with all that have a
-    cotangent; ``None``: everything has one order. Gathered as one table, which the kernel takes as it is."""
+    """``[padded, ROWS]``: numbers per token, in the ``order`` of the hidden states, tokens with a cotangent first;
+    ``None``: no reordering. Gathered as a single table, which the kernel reads directly."""
     if order is None:
         return coefficients(p, k.live, stats, g, padded).T
     order = jnp.concatenate([order.astype(jnp.int32), jnp.arange(p.n, padded, dtype=jnp.int32)])
@@ -226,7 +226,7 @@ def columns_of(p: Problem) -> Array:
 def token_direction(
     p: Problem, n_live: Any, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
 ) -> Both:
-    """``d logp / d hidden``, or a shard's part of it; ``here [N]``: the target is one of its columns.
+    """``d logp / d hidden``, or a shard's part; ``here [N]``: whether the target is a local column.
 
     ``stats`` are those of the whole vocabulary, ``sums``, ``x_y`` and ``expected`` (float32) what the sweep gave.
     """
@@ -293,8 +293,8 @@ def dhead(
     order: Array | None = None,
 ) -> HeadSums:
     """dW in the layout of the head, if ``weight``, in ``out_dtype`` or the head's; dbias ``[V]`` float32, and the
-    cotangent of LoRA's outer factor, float32, where these are there. Two matmuls, one without dW, one less for the
-    tokens whose exponentials were ``kept``: those stand first, in the order of that sweep, and the entropy has no
+    cotangent of LoRA's outer factor, float32, where these are there. Two matmuls, one without dW, one less for tokens
+    with ``kept`` exponentials: those tokens come first, in the order of the keeping sweep, and the entropy has no
     cotangent. ``order``: as in :func:`dhidden`, not with ``kept`` tokens.
 
     Accumulated in float32 and rounded once. Dead tokens may hold anything, but for those that stand among the kept; a

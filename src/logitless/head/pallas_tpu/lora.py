@@ -2,15 +2,15 @@
 
     x = h W^T + s low A^T + bias        low = h B^T [N, r], rounded as everywhere (``head/linear.py``)
 
-``low`` is made once, outside; a sweep reads it beside the hidden states, and tiles of ``A`` (the *outer* factor, the
-one that meets the vocabulary) beside those of the head. What a sweep adds up over the vocabulary it adds up for both:
+``low`` is computed once, outside; a sweep reads ``low`` with the hidden states, and tiles of ``A`` (the *outer* factor,
+next to the vocabulary) with those of the head. What a sweep adds up over the vocabulary it adds up for both:
 
     [dH, dlow] = dx [W, A]        one array [N, H + R]; then dH += s dlow B, and dB = s dlow^T h: narrow matmuls of XLA
     [dW, dA]   = dx^T [h, low]    dA in float32, times s outside
 
 R is the rank in whole lanes: ``low`` and ``A`` are padded with zeros, ``2 (N + V) R`` bytes, which is what a TPU's
-layout gives a narrow array in any case. A matmul is ``1 + R / H`` of one without LoRA. With the head itself frozen dW
-is not made: three matmuls in the place of four.
+layout gives a narrow array in any case. A matmul costs ``1 + R / H`` times a matmul without LoRA. With the head itself
+frozen dW is not made: three matmuls in the place of four.
 
 Written for a ``[V, H]`` head, with ``A [V, r]`` and ``B [r, H]``; for ``[H, V]`` the outer factor is ``[r, V]``.
 """

@@ -43,7 +43,7 @@ class Operands:
     outer: Any = None  # [V, R] or [R, V], with LoRA: the factor that meets the vocabulary
 
     def blocks(self, **specs: pl.BlockSpec) -> Operands:
-        """Block specs of the operands that are there."""
+        """Block specs for the operands in use."""
         names = [f.name for f in dataclasses.fields(self)]
         return Operands(**{name: None if getattr(self, name) is None else specs[name] for name in names})
 
@@ -152,10 +152,10 @@ def prepare(kernel: Kernel, p: Problem, n_live: Array | int | None, tiles: Tiles
 
 
 TARGET_COLUMN, TEMPERATURE, FLOOR = range(3)
-"""What the forward sweep knows of a token: rows of ``Operands.token``."""
+"""Per-token outputs of the forward sweep: rows of ``Operands.token``."""
 
 ROWS = 8
-"""Numbers of a token that a kernel is given, some of them unused: rows of whole tiles."""
+"""Number of per-token inputs, some unused: rows of whole tiles."""
 
 
 def in_lanes(*rows: Any) -> Array:
@@ -167,7 +167,7 @@ def in_lanes(*rows: Any) -> Array:
 
 
 def compiler_params(spec: Spec) -> pltpu.CompilerParams:
-    """Of a two-dimensional grid that sums along its second dimension."""
+    """Compiler parameters for a two-dimensional grid with a sum along the second dimension."""
     return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=spec.tiles.vmem_limit)
 
 
@@ -209,7 +209,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Matmul with float32 accumulation; float32 operands in full precision.
 
     The precision is always said: ``None`` takes up ``jax_default_matmul_precision``, and no kernel lowers a 16-bit
-    matmul of another precision than the default. A ``b`` of one row is repeated: Mosaic lowers no 16-bit matmul whose
+    matmul of another precision than the default. A single-row ``b`` is repeated: Mosaic lowers no 16-bit matmul whose
     result is one column.
     """
     if contract[1] == 1 and b.shape[0] == 1:
@@ -225,7 +225,7 @@ def rounded(spec: Spec, x: Array) -> Array:
 
 
 def raw_logits(spec: Spec, refs: Operands, rows: Any, columns: slice) -> Array:
-    """``x [rows, columns]`` of a tile's tokens ``rows`` and some of its columns."""
+    """Logits ``x [rows, columns]`` for ``rows`` of a token tile and some vocabulary columns."""
     x = dot(refs.h[rows, :], some_columns(spec, refs.weight, columns), (1, 1 - spec.axis))
     if refs.low is not None:
         outer = some_columns(spec, refs.outer, columns)

@@ -10,9 +10,9 @@ tokens and columns, and K active columns:
     hard rows  those that leave out more than the tolerance: the *other* columns, too, while dW is written (3 matmuls
                each, 4 if they are many)
 
-One set for all tokens, where ``head/sparse/backend.py`` has one per chunk. XLA's TPU compiler carries out a scatter
-into dW by streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V =
-151936, an estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
+All tokens share one set; ``head/sparse/backend.py`` has a set per chunk. XLA's TPU compiler carries out a scatter into
+dW by streaming all of dW (43 cycles a row of ``[V, 4096]`` float32, touched or not: 3.7 ms a scatter at V = 151936, an
+estimate), so a sum over chunks with columns of their own would cost more than it saves. With one set
 
     dW[v] = active:    the sum over all tokens, hard ones too, in float32, rounded once, put into place by the sweep
                        that makes the others (``active_rows.py``)
@@ -176,7 +176,7 @@ class SparsePallasTpu:
         return lax.cond(column_choice.exact_is_cheaper(rule, few), lambda: self._exact(p, want, loss), sparse)
 
     def _exact(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
-        """All of it by the exact kernels."""
+        """The whole call by the exact kernels."""
         out, _, direction = self.own.forward(p, want)
         g = _live_cotangents(p, loss, out)
         grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
@@ -184,7 +184,7 @@ class SparsePallasTpu:
 
 
 def _live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
-    """Of the live tokens; zero elsewhere."""
+    """Cotangents for live tokens; zero for all others."""
     g = loss.cotangents(out)
     return g if p.live is None else without(g, ~p.live)
 

@@ -38,8 +38,8 @@ CHUNK = 2048
 """Tokens of a backward step, at most."""
 
 GROUP = 1024
-"""Hard rows whose dH is made along with dW, at most: it stays in VMEM meanwhile. Where they fit into one token tile, dW
-has no accumulator to go through."""
+"""Hard rows whose dH is made along with dW, at most: it stays in VMEM meanwhile. If they fit into one token tile, dW
+needs no accumulator."""
 
 
 HARD_TOKENS = 256
@@ -48,7 +48,7 @@ H = 4096 it is 6 % slower per token than a tile of 1024 (an estimate)."""
 
 
 def chunk_of(p: Problem) -> int:
-    """Tokens of a backward step: all of them, or equal parts in multiples of 128."""
+    """Tokens per backward step: all tokens, or equal parts in multiples of 128."""
     if p.n <= CHUNK:
         return p.n
     equal = -(-p.n // -(-p.n // CHUNK))
@@ -67,8 +67,8 @@ class Slabs:
 
 
 def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array, chunk: int, active: Active) -> Slabs:
-    """Masses, and of dH and the rows of dW and dbias those that are wanted, of the first ``count`` tokens, in chunks of
-    which there is a whole number."""
+    """Left-out masses, and the wanted gradients (dH, active rows of dW and dbias), for the first ``count`` tokens, in a
+    whole number of chunks."""
     (size, width), head = p.h.shape, p.head
     slots = rule.slabs(active.count) * rule.slab
 
@@ -171,7 +171,7 @@ class Mean:
 
 
 def _numbers_at(at: Array, p: Problem, own: Known) -> tuple[Problem, Known]:
-    """The tokens ``at`` of a problem, and what is known of them."""
+    """Tokens ``at`` of a problem, with their known statistics."""
 
     def take(a: Array) -> Array:
         if a.ndim == 1:
@@ -194,8 +194,7 @@ class _Hard:
 
 
 def _hard_first(p: Problem, known: Known, hard: Array) -> _Hard:
-    """Hidden states of the ``hard`` rows are gathered to the front of those of all, in place, since none of them goes
-    behind where it comes from."""
+    """Hidden states of ``hard`` rows are moved to the front in place; none moves backwards."""
     tiles, size, count = _hard_tiles(p), p.n, jnp.sum(hard, dtype=jnp.int32)
     part = next(n for n in (tiles.tokens, LANES, size) if size % n == 0)
     order = jnp.minimum(positions(hard, size, chunk_of(p)), size - 1)
@@ -211,9 +210,9 @@ def _hard_first(p: Problem, known: Known, hard: Array) -> _Hard:
 
 
 def _with_hard_rows(want: Wanted, f: Ordered, hard: _Hard, slabs: Slabs, mean: Mean, ready: Ready | None) -> Gradients:
-    """The gradients of all rows: those of the slabs, what the hard ones add, and of the others ``mean``.
+    """The gradients of all rows: slabs, hard rows, and ``mean`` for the others.
 
-    No branches: what one is given stays in memory until its end. How many hard rows there are is for the grid of the
+    Avoid ``lax.cond``: operands stay alive until the branch returns. How many hard rows there are is for the grid of the
     first sweep and the turns of a loop to know. dH is made where their hidden states stand.
     """
     p, count, tiles, own = hard.p, hard.count, hard.tiles, hard.known
@@ -270,6 +269,6 @@ def _hard_tiles(p: Problem) -> Tiles:
 
 
 def weight_dtype(p: Problem) -> Any:
-    """Of dW: the parameter's, but for a part of a sum over devices in float32."""
+    """dtype of dW: the parameter's dtype, but float32 for a part of a sum over devices."""
     whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
     return jnp.dtype(jnp.float32) if whole else p.head.weight.dtype

@@ -47,7 +47,7 @@ VMEM_SHARE, VMEM_MOST, SLACK = 0.85, 0.88, 1.1
 """Tiles are chosen to need 0.85 of a core's VMEM at most; the compiler is granted 1.1 times the need, and at most 0.88
 of the VMEM: its spilled registers (18 MiB were seen) and small operands do not count against the grant."""
 FLOAT32_SHARE = 0.85
-"""Of that, for float32: full-precision matmuls spill more."""
+"""Share for float32: full-precision matmuls spill more."""
 SUBLANES = 16
 """Rows of which references are cut: a tile's of 16-bit elements in VMEM."""
 LEAST = 256
@@ -55,22 +55,22 @@ LEAST = 256
 WORK = 1 << 31
 """Multiplications of a part, at least."""
 TURN = 512
-"""Rows of a part of the forward sweep, about at most: it holds logits of two blocks, and 1024 rows of them may leave
-the compiler no VMEM for its registers (seen at a hidden size of 2304)."""
+"""Approximate upper bound of rows per part in the forward sweep: a part holds logits of two blocks, and 1,024 rows may
+leave no VMEM for registers (seen at a hidden size of 2304)."""
 BLOCK = 1024
 """Columns of a vocabulary tile whose exponentials are relative to one maximum in the forward sweep."""
 PIECE = 256
 """Columns of a matmul of that sweep: as many as the matrix unit of a v6e is wide."""
 DEPTH = 512
-"""Columns whose exponentials meet their rows of the head in one matmul: with 1,024 of them sums of four products wait
-in VMEM, and a turn of 256 rows keeps the matrix unit 90 % busy in the place of 99 %."""
+"""Columns per matmul of exponentials with head rows: at 1,024 columns sums of four products wait in VMEM, and a turn of
+256 rows keeps the matrix unit 90 % busy instead of 99 %."""
 _FILLED = 64
 """Rows at a time of what is written without a matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows of hidden states and columns of the vocabulary that one grid step works on."""
+    """Tile sizes of a grid step: rows of hidden states, and vocabulary columns."""
 
     tokens: int
     vocab: int
@@ -151,7 +151,7 @@ class Spec:
     leaving: int = 0  # of the forward sweep: steps behind the vocabulary's in which a token tile's E leaves in halves
     kept: int = 0  # tokens, whole tiles of them, whose exponentials the forward sweep keeps for dW's
     spare: bool = False  # of the forward sweep: the array of exponentials has a token tile more than are kept
-    kept_tile: int = 0  # of dW's: columns of a tile of the sweep that kept them
+    kept_tile: int = 0  # for dW: columns per tile in the keeping sweep
 
     @property
     def axis(self) -> int:
@@ -170,7 +170,7 @@ class Spec:
 
     @property
     def block(self) -> int:
-        """Columns of a vocabulary tile whose exponentials are relative to one maximum."""
+        """Vocabulary columns per shared maximum."""
         return blocks_of(self.tiles.vocab)[0].stop
 
     @property
@@ -209,7 +209,7 @@ class Spec:
         return (tile + 1) * self.tiles.tokens > count, count - tile * self.tiles.tokens
 
     def readable(self, tile: Any, n_live: Any) -> Any:
-        """The token tile to read at ``tile``: dead ones repeat the last live one, so that nothing is fetched."""
+        """The token tile to read at ``tile``: a dead tile repeats the last live tile and fetches nothing."""
         if self.all_live:
             return tile
         return jnp.minimum(tile, jnp.maximum(tiles_of_live(n_live[0], self.tiles.tokens) - 1, 0))
@@ -256,7 +256,7 @@ def blocks_of(width: int) -> list[slice]:
 
 
 def pieces_of(block: slice) -> list[slice]:
-    """A block in pieces, each of one matmul."""
+    """A block, split into matmul-sized pieces."""
     return _cut(block.start, block.stop, PIECE)
 
 

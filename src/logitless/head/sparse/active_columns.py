@@ -61,7 +61,7 @@ class Rule:
         return (count + (self.slab - 1)) // self.slab
 
     def cost(self, columns: Any, hard: Any) -> Any:
-        """Of a set with these shares of columns and hard rows."""
+        """Cost with these shares of active columns and hard rows."""
         return self.per_column * columns + self.per_hard_row * hard
 
     def cheapest(self, counts: Array, hard: Array, vocab_size: int) -> tuple[Array, Array]:
@@ -277,7 +277,7 @@ def head_columns(head: HeadArrays, index: Array, ascending: bool = True) -> Head
 
 def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: Any = None) -> HeadGrads:
     """Zeros for the cotangents of the gathered head ``part``, those that ``total`` has; what is not gathered (LoRA's
-    inner factor) is ``total``'s own. In ``dtype``, or that of ``total``."""
+    inner factor) is ``total``'s own. Zeros in ``dtype``, or in the dtype of ``total``."""
     by_row = part.layout == "vh"
 
     def blank(whole: Array | None, like: Array | None) -> Any:
@@ -294,7 +294,7 @@ def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: Any = None) -> He
 def put_head_columns(
     total: HeadGrads, index: Array, own: HeadGrads, layout: Layout, add: bool = True, ascending: bool = True
 ) -> HeadGrads:
-    """``total`` with the cotangents ``own`` of a gathered head added where its columns come from; or written there."""
+    """``total`` with the cotangents ``own`` of a gathered head, added or written at the gathered columns."""
     by_row = layout == "vh"
 
     def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:

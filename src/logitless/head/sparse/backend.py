@@ -22,7 +22,7 @@ a token, and what is left out is bounded relative to the row's own gradient.
 Where statistics are complete only after the sweep that makes them (a shard of the vocabulary), the columns are found by
 a second one (:meth:`Sparse.shard_columns`, one more M).
 
-Bytes beside those of ``chunked.py``: a slab of the head, of x, dx and dW; ``[C, H]`` float32.
+Bytes, on top of ``chunked.py``: a slab of the head, of x, dx and dW; ``[C, H]`` float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from logitless.head.sparse.column_gather import Known, add_slabs, in_their_place
 from logitless.head.sparse.report import SparseReport, blank_report, chunk_report, noted
 
 _HARD_CHUNK = 1024
-"""Most tokens of a chunk of hard rows: there are few of them, and few should not be rounded up to many."""
+"""Upper bound of tokens per chunk of hard rows: hard rows are few, and padding should stay small."""
 
 _PROBE = 64
 """Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
@@ -70,7 +70,7 @@ def in_words(mass: float | None) -> str:
 
 
 def hard_chunk(chunk: int) -> int:
-    """Tokens of a chunk of hard rows."""
+    """Tokens per chunk of hard rows."""
     return min(chunk, _HARD_CHUNK)
 
 
@@ -133,7 +133,7 @@ class Sparse:
         return None
 
     def describe(self, p: Any, way: Way) -> Cost:
-        """How much it saves depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
+        """The saving depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
         cost, rule = self.own.describe(p, way), chunk_rule(p.head.vocab)
         what = "mass" if p.teacher is None else "gradient"
         words = (
@@ -163,7 +163,7 @@ class Sparse:
         )
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
-        """Those of the backend within, by the sweep that finds the columns."""
+        """Statistics by the inner backend, in the sweep that finds columns."""
         if loss is not None:
             return self.own.statistics(p, loss)[0], blank_report(p.n)
         sweep = sweep_over(p.n, p.live, p.call.chunk)
@@ -308,7 +308,7 @@ class Sparse:
         return self.gradients_beside(p, want, Known(out, g), residual, hard)
 
     def gradients_beside(self, p: Problem, want: Wanted, known: Known, kept: ChunkColumns, hard: Array) -> Gradients:
-        """:meth:`backward` where it is known which rows are ``hard [N]``: those go through all columns."""
+        """:meth:`backward` with known ``hard [N]`` rows, which go through all columns."""
         rule = chunk_rule(p.head.vocab, want.matmuls)
         out, g = known.stats, known.g
         moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live

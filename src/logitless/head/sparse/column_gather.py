@@ -69,7 +69,7 @@ class Known:
 
 
 def mass_beside(kept: Array) -> Array:
-    """``[N]``: the mass of a row beside what it keeps; NaN where the row is."""
+    """``[N]``: mass of each row outside the kept columns; NaN where the row is."""
     return jnp.where(kept > 1.0, 0.0, 1.0 - kept)
 
 

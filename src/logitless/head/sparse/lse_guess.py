@@ -22,7 +22,7 @@ Gather = Callable[[Array, Array], Array]
 
 
 def target_logits(p: Problem, gather: Gather | None = None) -> Array:
-    """``z [N]`` of the targets: one dot product a token. Zero for a target outside the vocabulary. ``gather``: that of
+    """Target logits ``z [N]``: one dot product per token. Zero for a target outside the vocabulary. ``gather``: that of
     a ``[V, H]`` head's rows, if not XLA's."""
     inside = (p.targets >= 0) & (p.targets < p.call.vocab_size)
     at = jnp.where(inside, p.targets, 0)

@@ -78,7 +78,7 @@ def chunk_report(rule: Rule, head: HeadArrays, found: Columns, rows: Array, hard
 
 
 def noted(visit: Visit, report: SparseReport, part: SparseReport) -> SparseReport:
-    """``report`` with a chunk's own: its rows put where they stand, its counts added."""
+    """``report`` with a chunk's report added: rows at their places, counts summed."""
 
     def note(whole: Array, own: Array) -> Array:
         return visit.put(whole, own) if whole.ndim else whole + own

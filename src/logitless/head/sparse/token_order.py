@@ -1,8 +1,8 @@
 """Tokens in the order in which a sparse backward without logits works on them: those with a gradient, then the other
 live ones.
 
-So every matmul reads and writes whole blocks of rows, and no loop gathers any. One gather of ``[N, H]`` to begin with,
-one of dH at the end.
+So every matmul reads and writes whole blocks of rows, and no loop gathers any. Costs one gather of ``[N, H]`` before,
+and one of dH after.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Ordered:
     """A problem with its tokens in an order of their own, filled up to whole visits."""
 
     p: Problem
-    order: Array  # [tokens of p]: where each stands in the call
-    place: Array  # [tokens of the call]: and where each of those stands here
-    count: Array  # of the tokens that come first
-    live: Array  # of these and the live ones that follow; behind them h is zero, since a dead token may hold NaN
+    order: Array  # [tokens of p]: index of each in the call
+    place: Array  # [tokens of the call]: each token's index in this order
+    count: Array  # number of leading tokens
+    live: Array  # first tokens plus live tokens behind them; further h is zero, since a dead token may hold NaN
     given: Problem  # the call's own, in its order
 
     def take(self, x: Array) -> Array:
@@ -40,7 +40,7 @@ class Ordered:
         return x.at[self.place].get(mode="promise_in_bounds", unique_indices=True)
 
     def in_call(self, visit: Visit) -> Visit:
-        """A visit to tokens of this order, in that of the call."""
+        """A visit to tokens in this order, translated to the order of the call."""
         read = self.order.at[visit.read].get(mode="promise_in_bounds")
         # Behind the call's own tokens the last one stands again.
         inside = visit.inside(self.p.n) & (visit.read < self.given.n)
