@@ -212,8 +212,8 @@ def _hard_first(p: Problem, known: Known, hard: Array) -> _Hard:
 def _with_hard_rows(want: Wanted, f: Ordered, hard: _Hard, slabs: Slabs, mean: Mean, ready: Ready | None) -> Gradients:
     """The gradients of all rows: slabs, hard rows, and ``mean`` for the others.
 
-    Avoid ``lax.cond``: operands stay alive until the branch returns. How many hard rows there are is for the grid of the
-    first sweep and the turns of a loop to know. dH is made where their hidden states stand.
+    Avoid ``lax.cond``: operands stay alive until the branch returns. The number of hard rows sets the grid of the first
+    sweep and the trips of a loop. dH overwrites the hidden states of the hard rows.
     """
     p, count, tiles, own = hard.p, hard.count, hard.tiles, hard.known
     size, group, interpret = p.n, group_of(p), interpreter(p.call.interpret)
