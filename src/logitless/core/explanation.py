@@ -27,7 +27,7 @@ _CALLS = (
 def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
     """The backend, way, tiles, bytes moved and matmul count of a call; nothing is computed.
 
-    Takes one of the four public calls and the arguments it would get; arrays may be ``jax.ShapeDtypeStruct``, and
+    Takes one of the public calls and the arguments it would get; arrays may be ``jax.ShapeDtypeStruct``, and
     ``targets`` and ``advantages`` may be left out. ``explain`` binds arguments as the call does: pass ``old_logp``,
     ``lora`` and every other argument of the call. Print the result, or read its fields.
 

@@ -20,6 +20,7 @@ from logitless.lab.plan.program import devices_for
 from logitless.lab.tools import result_files
 from logitless.lab.tools.shapes import MODELS, head_sizes
 from logitless.lab.tools.text import wrapped
+from logitless.objectives.distillation import Distillation
 from logitless.objectives.objective import Objective
 
 
@@ -41,6 +42,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backend", default=None, help="reference, chunked, mosaic_gpu or pallas_tpu (default: the best)")
     p.add_argument("--frozen-head", action="store_true", help="no gradient of the head itself; LoRA's has one")
     p.add_argument("--lora-rank", type=int, default=None, help="the rank of LoRA on the head (default: none)")
+    p.add_argument("--teacher", type=int, help="hidden size of a teacher: a distillation loss in place of GRPO's")
+    p.add_argument("--divergence", help="of the distillation loss: reverse_kl (the default), forward_kl or jsd")
     p.add_argument("--sequence-level", action="store_true", help="a coupled objective such as GSPO")
     p.add_argument("--entropy-bonus", action="store_true", help="an objective with a gradient of the entropy")
     p.add_argument("--sparse-backward", default="off", help="off, auto, or the mass that a row may leave out")
@@ -92,6 +95,18 @@ def _here() -> str:
     return f"For this machine's {kind}, with no roofline time. --chip NAME plans for another:\n{', '.join(CHIPS)}"
 
 
+def _loss(args: argparse.Namespace) -> dict[str, Any]:
+    """The loss that is planned, as arguments of :func:`plan`."""
+    if args.teacher is None:
+        if args.divergence is not None:
+            raise ValueError("--divergence is from a teacher; give --teacher, the hidden size of one")
+        entropy = 0.01 if args.entropy_bonus else None
+        return dict(objective=Objective(level="sequence" if args.sequence_level else "token", entropy_coef=entropy))
+    if args.sequence_level or args.entropy_bonus:
+        raise ValueError("--sequence-level and --entropy-bonus are GRPO's, and --teacher means a distillation loss")
+    return dict(teacher=args.teacher, distillation=Distillation(divergence=args.divergence or "reverse_kl"))
+
+
 def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any]]:
     """The plan of a number of tokens with these options, and what to write beside it."""
     width, vocab = head_sizes(args.model, args.hidden, args.vocab, args.tokens)
@@ -104,9 +119,8 @@ def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any
         raise ValueError("--mesh and --reserve-gb need --chip, of an accelerator")
     same = ("chip", "dtype", "lora_rank", "logits_dtype", "head_grad_dtype", "chunk_size", "memory_budget", "backend",
             "active_columns", "hard_rows")  # fmt: skip
-    entropy = 0.01 if args.entropy_bonus else None
     options: dict[str, Any] = {k: getattr(args, k) for k in same} | dict(
-        objective=Objective(level="sequence" if args.sequence_level else "token", entropy_coef=entropy),
+        _loss(args),
         gradients=("hidden",) + ("lm_head",) * (not args.frozen_head) + ("lora",) * (args.lora_rank is not None),
         sparse_backward=_sparse_backward(args.sparse_backward),
     )

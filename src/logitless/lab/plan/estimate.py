@@ -3,7 +3,8 @@
 Inputs and gradients are exact. Beside them it counts the large buffers, and nothing that XLA adds for itself:
 
     dense                logits [T, V] and dlogits (on a TPU in one buffer, where the dtype is the same)
-    chunks of C tokens   logits [C, V] and dlogits; the float32 sum of dW, whose output lends its memory to a chunk
+    chunks of C tokens   logits [C, V] (of both models with a teacher) and dlogits; the float32 sum of dW, whose output
+                         lends its memory to a chunk
     a Hopper screen      one bit for each token and column, the hidden states once more
     TPU kernels          arrays [T, H]: accumulators, hidden states in order, targets' rows
     over a mesh          the gathered head, dW before it is reduced
@@ -43,10 +44,21 @@ class Sizes:
     masked: bool
     rows: int = 1  # devices with different tokens
     gathered: int = 1  # devices that the head is gathered over
+    teacher: int = 0  # width of a second model's hidden states; 0: there is none
 
     @property
     def head(self) -> int:
         return self.vocab * self.width * self.item
+
+    @property
+    def sources(self) -> int:
+        """How many models have logits."""
+        return 1 + (self.teacher > 0)
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Of the second model's head and hidden states, as one matmul reads them."""
+        return (self.vocab + self.tokens) * self.teacher * self.item
 
     @property
     def hidden(self) -> int:
@@ -116,12 +128,13 @@ def shares_of(tolerance: float | None, active_columns: float | None, hard_rows: 
 
 
 def dense(s: Sizes) -> Work:
-    """The dense loss in its strong form: every token, masked or not."""
+    """The dense loss in its strong form: every token, masked or not; with a teacher, both models' logits are kept."""
     matmuls, plane = 1 + s.wide, s.tokens * s.vocab
-    passes = 2 * s.logit + ((s.logit + s.item * matmuls) if s.wants else 0)
-    held = s.logit + (s.item if s.wants and not (platform() == "tpu" and s.logit == s.item) else 0)
-    flops = 2 * s.tokens * (s.width + s.rank) * s.vocab * matmuls
-    return Work(matmuls, flops, plane * passes + matmuls * (s.head + s.hidden), plane * held)
+    passes = 2 * s.logit * s.sources + ((s.logit * s.sources + s.item * matmuls) if s.wants else 0)
+    held = s.logit * s.sources + (s.item if s.wants and not (platform() == "tpu" and s.logit == s.item) else 0)
+    flops = 2 * s.tokens * s.vocab * ((s.width + s.rank) * matmuls + s.teacher)
+    moved = plane * passes + matmuls * (s.head + s.hidden) + s.teacher_bytes
+    return Work(matmuls + s.sources - 1, flops, moved, plane * held)
 
 
 def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
@@ -135,7 +148,8 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
         # cotangents; all columns for hard rows. A shard of the vocabulary finds its columns in a second sweep.
         matmuls += screened and not later and "chunk_if_flat" not in route.tiles  # if flat: no logits were kept
         of_columns = (later + (on_tpu or screened) + s.wide) * shares.active_columns
-        sparse = (2 if route.way_taken.shards > 1 else 1) + of_columns + (1 + s.wide) * shares.hard_rows
+        first = 2 if route.way_taken.shards > 1 else s.sources
+        sparse = first + of_columns + (s.sources + s.wide) * shares.hard_rows
         matmuls = min(matmuls, sparse) if shares.active_columns <= 0.25 else matmuls
     no_logits = on_tpu or screened or (route.fused_statistics and not s.wants)
     kernels = (int(v.split("x")[0]) for v in route.tiles.values() if isinstance(v, str) and "x" in v)  # 512x1024
@@ -144,16 +158,23 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
     moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if no_logits else sweeps)
     if not no_logits:  # logits written and read, dlogits written and read by each matmul
         again = 2 if later and s.wants else 1
-        moved += s.live * s.vocab * (2 * s.logit * again + s.item * (1 + s.wide) * bool(s.wants))
+        moved += s.live * s.vocab * (2 * s.logit * again * s.sources + s.item * (1 + s.wide) * bool(s.wants))
     beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route, screened)
-    return Work(matmuls, round(2 * s.live * (s.width + s.rank) * s.vocab * matmuls), moved, beside + _of_mesh(s, route))
+    flops = 2 * s.live * (s.width + s.rank) * s.vocab * matmuls
+    if s.teacher:  # so many of the matmuls are of the teacher's width
+        theirs = 2 if later and s.wants else 1
+        flops += 2 * s.live * s.vocab * (s.teacher - s.width - s.rank) * theirs
+        moved += sweeps * theirs * (s.vocab * (s.teacher - s.width) * s.item)
+    return Work(matmuls, round(flops), moved, beside + _of_mesh(s, route))
 
 
 def _matmuls(s: Sizes, on_tpu: bool, later: bool, route: Route) -> float:
     """Those of an exact backward, from the route's counts; a sparse one has none of its own."""
     if not s.wants:
-        return 1
-    both, frozen, _ = route.described.counts or ((4, 2, 1) if on_tpu else (3 + later, 2 + later, 1))
+        return s.sources
+    more = (s.sources - 1) * (1 + later)
+    counted = (4, 2, 1) if on_tpu else (3 + later + more, 2 + later + more, 1)
+    both, frozen, _ = route.described.counts or counted
     if not on_tpu:
         return both - 2 + s.wide
     moves = "hidden" in s.wants or "lora" in s.wants  # dW's sweep makes logits again; LoRA's outer factor needs it, too
@@ -167,7 +188,7 @@ def _of_chunks(s: Sizes, route: Route, screened: bool) -> int:
     if screened and "chunk_if_flat" not in route.tiles:
         return s.tokens * s.vocab // 8 + s.hidden
     chunk = route.tiles["chunk"]
-    logits = chunk * s.vocab * s.logit
+    logits = chunk * s.vocab * s.logit * s.sources
     dlogits = chunk * s.vocab * s.item if s.wants and s.item != s.logit else 0
     lora, small = 8 * chunk * s.vocab * bool(s.rank), chunk * s.width * s.item * (1 + s.wide)
     dw = s.dw if s.sum_item != s.item else 0

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from logitless import api
+from logitless.core.arguments import by_name, distillation_calls
 from logitless.core.chunk_size import MIB
 from logitless.core.explanation import call_arguments, route_of
 from logitless.core.options import Head, grouped
@@ -25,6 +26,10 @@ from logitless.mesh import sharding
 from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
 
+_CALLS = (
+    api.logprobs, api.grpo_loss, api.divergence,
+    api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence, api.linear_distillation_loss,
+)  # fmt: skip
 _DIFFERENTIABLE = ("logits", "hidden", "lm_head", "bias", "lora")
 
 
@@ -150,16 +155,16 @@ def plan(
 ) -> Plan:
     """Memory and work of a call with its gradients, before anything runs.
 
-    Takes one of the four public calls and its arguments, as :func:`logitless.explain` does; arrays may be
+    Takes one of the public calls and its arguments, as :func:`logitless.explain` does; arrays may be
     ``jax.ShapeDtypeStruct``, and ``targets`` and ``advantages`` may be left out. The backend, way and tiles are those
     that ``explain`` gives. Where the device's compiler is at hand the real program is compiled, and memory is what that
     compiler says; elsewhere memory is a closed estimate (``lab/plan/estimate.py``), and ``source`` names which.
 
     Args:
-      call: ``logprobs``, ``grpo_loss``, ``linear_logprobs`` or ``linear_grpo_loss``. Hidden states in its place, and
-        then the head, mean ``linear_grpo_loss`` (``linear_logprobs`` with ``objective=None``); only there
-        ``lora_rank=`` stands for ``lora=``, and ``reference=True`` for ``ref_hidden=`` and ``ref_lm_head=`` of the same
-        shapes.
+      call: ``logprobs``, ``grpo_loss``, ``divergence`` or one whose name begins with ``linear_``. Hidden states in its
+        place, and then the head, mean ``linear_grpo_loss`` (``linear_logprobs`` with ``objective=None``); only there
+        ``lora_rank=`` stands for ``lora=``, ``reference=True`` for ``ref_hidden=`` and ``ref_lm_head=`` of the same
+        shapes, and ``teacher=WIDTH`` for ``linear_distillation_loss`` with a teacher of this hidden size.
       args, kwargs: the arguments of the call, ``sharding=`` included: then all bytes are those of one device.
       gradients: the arguments whose gradients are asked for, such as ``("hidden",)`` with a frozen head. ``None``: all
         that have one, of logits, hidden, lm_head, bias and lora.
@@ -242,10 +247,10 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
             "plan: vocabulary_shard is gone; give the whole head, and sharding= with an axis on its vocabulary."
         )
     if callable(call):
-        known = {c.__name__: c for c in (api.logprobs, api.grpo_loss, api.linear_logprobs, api.linear_grpo_loss)}
+        known = {c.__name__: c for c in _CALLS}
         if call not in known.values():
             raise TypeError(f"plan: {getattr(call, '__name__', call)!r} is not one of {', '.join(known)}.")
-        return call, call_arguments(call, args, kwargs, "plan")
+        return call, _one_call(call, call_arguments(call, args, kwargs, "plan"))
     hidden, options = call, dict(kwargs)
     lm_head: Any = args[0] if args else options.get("lm_head")
     weight = lm_head.weight if isinstance(lm_head, Head) else lm_head
@@ -257,10 +262,38 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
         options["lora"] = tuple(jax.ShapeDtypeStruct(s, weight.dtype) for s in ((first, rank), (rank, second)))
     if reference:
         options |= {"ref_hidden": hidden, "ref_lm_head": lm_head}
-    objective = options.get("objective", Objective())
-    chosen: Callable[..., Any] = api.linear_logprobs if objective is None else api.linear_grpo_loss
+    width, chosen = options.pop("teacher", None), _loss_of(options)
+    if width is not None:
+        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+            raise ValueError(
+                f"plan: teacher={width!r}, expected the width of its hidden states, a positive Python int."
+            )
+        vocab = weight.shape[0 if weight.shape[1] == hidden.shape[-1] else 1]
+        shapes = (*hidden.shape[:-1], width), (vocab, width)
+        theirs = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, (hidden, weight), strict=True)]
+        options |= dict(teacher_hidden=theirs[0], teacher_lm_head=Head(theirs[1], layout="vh"))
+        chosen = api.linear_distillation_loss
     options |= dict(zip(("hidden", "lm_head", "targets"), (hidden, *args), strict=False))
-    return chosen, call_arguments(chosen, (), grouped(options), "plan")
+    return chosen, _one_call(chosen, call_arguments(chosen, (), grouped(options), "plan"))
+
+
+def _loss_of(options: dict[str, Any]) -> Callable[..., Any]:
+    """The call that hidden states and a head mean."""
+    return api.linear_logprobs if options.get("objective", Objective()) is None else api.linear_grpo_loss
+
+
+def _one_call(call: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a distillation loss as those of the one sweep that it runs; others as they are."""
+    if "distillation" not in given:
+        return given
+    name = call.__name__
+    own, apart = distillation_calls(name, given)
+    if apart is not None:
+        raise ValueError(
+            "plan: a hard part beside a temperature is a second call over the student alone. Plan the soft part "
+            "(hard_weight=None), and linear_grpo_loss for the hard one."
+        )
+    return by_name(name, own)
 
 
 def _wanted(given: dict[str, Any], gradients: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -285,7 +318,8 @@ def _work(
         rows, shards, gathered = map(at.count, axes)
     if "logits" in given:
         size = given["logits"].size * jnp.dtype(given["logits"].dtype).itemsize // (rows * shards)
-        return Work(0, 0, size * (3 if wanted else 1), size * (len(wanted) + 1) if route.dense else 0), None
+        theirs = 0 if given.get("teacher_logits") is None else size * (2 if wanted else 1)
+        return Work(0, 0, size * (3 if wanted else 1) + theirs, size * (len(wanted) + 1) if route.dense else 0), None
 
     def sizes(h: Any, w: Any, wanted: tuple[str, ...], rank: int) -> estimate.Sizes:
         width, item = h.shape[-1], jnp.dtype(h.dtype).itemsize
@@ -298,6 +332,9 @@ def _work(
 
     rank = 0 if given["lora"] is None else given["lora"][1].shape[0]
     s = sizes(given["hidden"], given["lm_head"], wanted, rank)
+    if route.reference is None:  # with one of its own, a reference's states serve an estimate of the KL
+        theirs = next((given[k] for k in ("teacher_hidden", "ref_hidden") if given.get(k) is not None), None)
+        s = s if theirs is None else dataclasses.replace(s, teacher=theirs.shape[-1])
     work, dense = estimate.fused(s, route, shares), estimate.dense(s)
     if route.reference is not None:
         reference = given["ref_lm_head"]

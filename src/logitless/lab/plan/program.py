@@ -59,11 +59,14 @@ def specs_of(arrays: Shapes, given: dict[str, Any], place: Placement) -> dict[st
         own = Head(arrays["lm_head"], arrays.get("bias"), arrays.get("lora"), layout=given["head_layout"])
         at = head_at(own, arrays["hidden"].shape[-1])
         specs |= {"lm_head": at.weight, "bias": at.bias, "lora": at.lora}
-    if "ref_lm_head" in arrays:
-        whole = isinstance(arrays["ref_lm_head"], Head)
-        own = arrays["ref_lm_head"] if whole else Head(arrays["ref_lm_head"], layout=given["head_layout"])
-        at = head_at(own, arrays["ref_hidden"].shape[-1])
-        specs["ref_lm_head"] = at if whole else at.weight
+    for model in ("ref", "teacher"):
+        if (name := f"{model}_lm_head") in arrays:
+            whole, layout = isinstance(arrays[name], Head), given["head_layout"] if model == "ref" else None
+            own = arrays[name] if whole else Head(arrays[name], layout=layout)
+            at = head_at(own, arrays[f"{model}_hidden"].shape[-1])
+            specs[name] = at if whole else at.weight
+    if "teacher_logits" in arrays:
+        specs["teacher_logits"] = specs["logits"]
     return {k: specs[k] for k in arrays}
 
 
@@ -110,7 +113,8 @@ def compiled(
 ) -> aot.Compiled:
     """The call with the gradients that are ``wanted``, compiled for ``devices``.
 
-    The gradient of a call for statistics is that of its log-probabilities, for given cotangents.
+    The gradient of a call for statistics is that of its log-probabilities, or of its divergences, for given
+    cotangents.
     """
     arrays = arrays_of(given)
     mesh: Mesh | None = None
@@ -128,7 +132,9 @@ def compiled(
 
     def value(moving: Any, fixed: Any, g_logp: jax.Array) -> tuple[jax.Array, Any]:
         out = api.run(call.__name__, {**moving, **fixed, **static})
-        return out if "advantages" in given else (jnp.sum(out.logp * g_logp), out)
+        if "advantages" in given:
+            return out
+        return jnp.sum((out.logp if out.divergence is None else out.divergence) * g_logp), out
 
     def statistics(moving: Any, fixed: Any) -> Any:
         return api.run(call.__name__, {**moving, **fixed, **static})
