@@ -1,4 +1,4 @@
-"""``plan`` of calls with a teacher: matmuls and FLOPs of both widths, the memory of both models' logits, the command."""
+"""``plan`` of calls with a teacher: matmuls and FLOPs of both widths, memory of both models' logits, the command."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_other_calls_with_a_second_model() -> None:
     )
     sparse = plan(HIDDEN, HEAD, teacher=H2, sparse_backward="auto", backend="chunked", **common)
     assert 2 < sparse.matmuls < 3
+    hot = L.Distillation(hard_weight=0.5, temperature=2.0)
     with pytest.raises(ValueError, match="a second call over the student alone"):
-        hot = L.Distillation(hard_weight=0.5, temperature=2.0)
         plan(L.linear_distillation_loss, HIDDEN, HEAD, THEIRS, TEACHER, distillation=hot, **common)
     with pytest.raises(ValueError, match="teacher='4096', expected the width"):
         plan(HIDDEN, HEAD, teacher="4096", **common)

@@ -270,7 +270,7 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
             )
         vocab = weight.shape[0 if weight.shape[1] == hidden.shape[-1] else 1]
         shapes = (*hidden.shape[:-1], width), (vocab, width)
-        theirs = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, (hidden, weight), strict=True)]
+        theirs: list[Any] = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, (hidden, weight), strict=True)]
         options |= dict(teacher_hidden=theirs[0], teacher_lm_head=Head(theirs[1], layout="vh"))
         chosen = api.linear_distillation_loss
     options |= dict(zip(("hidden", "lm_head", "targets"), (hidden, *args), strict=False))
