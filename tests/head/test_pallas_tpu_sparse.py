@@ -30,8 +30,6 @@ from logitless.head.pallas_tpu import sparse_backward as slabs
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.column_choice import column_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
-from logitless.head.sparse.report import SparseReport
-from logitless.lab.bench import realistic
 from numerics import HeadCase as Case
 from numerics import (
     HeadStatics,
@@ -44,12 +42,26 @@ from numerics import (
     run_head,
     three,
 )
-from test_sparse_backward import assert_as_good, row_norms
+from sparse_cases import (
+    TOLERANCE,
+    VOCAB,
+    WIDTH,
+    assert_as_good,
+    calibrated,
+    collapsed,
+    flat,
+    from_groups,
+    gradients_and_report,
+    logp_cotangents,
+    loss_inputs,
+    probabilities,
+    row_norms,
+    truth_of,
+)
 
-N, WIDTH, VOCAB = 192, 128, 4096
+N = 192
 SHAPE = (8, N // 8)
 TILE = 2048  # of the vocabulary, in the forward sweep at this shape
-TOLERANCE = 2.0**-8
 DAPO = Objective(aggregation="dapo")
 
 
@@ -119,33 +131,9 @@ def judge_maxima(vocab: int, real: int, tile: int, ends: list[int]) -> None:
 # -- a loss ------------------------------------------------------------------------------------------------------------
 
 
-def calibrated(seed: int = 0) -> Case:
-    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, jnp.bfloat16)
-    y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
-    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
-
-
-def flat() -> Case:
-    rng = np.random.default_rng(0)
-    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / WIDTH**0.5
-    return Case(np.asarray(h, jnp.bfloat16), np.asarray(w, jnp.bfloat16), rng.integers(0, VOCAB, SHAPE))
-
-
-def spread(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray) -> Case:
-    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
-    w = np.zeros((VOCAB, WIDTH))
-    w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
-    h = np.zeros((N, WIDTH))
-    h[:, : len(sizes)] = levels
-    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), jnp.bfloat16), np.asarray(w, jnp.bfloat16), targets.reshape(SHAPE))
-
-
-def collapsed() -> Case:
-    """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
-    y = np.arange(N) % 16
-    levels = np.zeros((N, 17))
-    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
-    return spread(levels, np.array([1] * 16 + [VOCAB - 16]), np.where(np.arange(N) % 5, y, 100))
+def bf16(kind: Any, **options: Any) -> Case:
+    """A kind of :mod:`sparse_cases`, of as many tokens as there are here."""
+    return kind(jnp.bfloat16, n=N, **options)
 
 
 def adversarial(share: float = 0.2) -> Case:
@@ -158,17 +146,7 @@ def adversarial(share: float = 0.2) -> Case:
     for t in np.flatnonzero(np.arange(N) % 10 < 10 * share):
         some = rng.choice(np.arange(8, 36), rng.integers(1, 5), replace=False)
         levels[t, some] = np.log(0.9 * TOLERANCE * column_rule(VOCAB).thresholds[t % 2])
-    return spread(levels, sizes, np.arange(N) % 8)
-
-
-def loss_inputs(case: Case) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
-    return dict(
-        advantages=rng.standard_normal(SHAPE).astype(np.float32),
-        mask=np.ones(SHAPE, bool),
-        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
-    )
+    return from_groups(levels, sizes, np.arange(N) % 8, jnp.bfloat16)
 
 
 TRACED: list[str] = []
@@ -184,40 +162,14 @@ def grpo(backend: str) -> Any:
 def traced_grpo(backend: str, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
     """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off."""
     TRACED.append(backend)
-    real_metrics = SparseReport.metrics
-
-    def loss(h: Any, w: Any) -> Any:
-        return flat_calls.linear_grpo_loss(
-            h, w, y, objective=DAPO, backend=backend, interpret=backend == "pallas_tpu", chunk_size=64,
-            sparse_backward="off" if tolerance is None else tolerance, **rest,
-        )  # fmt: skip
-
-    def with_report(report: Any, vocab: int) -> Any:
-        return {**real_metrics(report, vocab), "report": report}
-
-    with mock.patch.object(SparseReport, "metrics", with_report):
-        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
-    return value, metrics, metrics.pop("report", None), grads
+    return gradients_and_report(
+        h, w, y, rest, DAPO, backend=backend, interpret=backend == "pallas_tpu", chunk_size=64,
+        sparse_backward="off" if tolerance is None else tolerance,
+    )  # fmt: skip
 
 
 def run(case: Case, rest: Any, tolerance: float | None = TOLERANCE, backend: str = "pallas_tpu") -> Any:
     return grpo(backend)(*case.parameters(), jnp.asarray(case.targets), rest, tolerance and jnp.float32(tolerance))
-
-
-def truth_of(case: Case, rest: Any) -> tuple[np.ndarray, np.ndarray]:
-    hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
-    return oracle.linear_grpo_loss(hidden, case.lm_head, case.targets, objective=DAPO, head_layout="vh", **rest)[1:3]
-
-
-def logp_cotangents(case: Case, rest: Any) -> np.ndarray:
-    s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
-    return oracle.policy_loss_grad(s.logp, s.entropy, objective=DAPO, **rest)[1].reshape(-1)
-
-
-def probabilities(case: Case) -> np.ndarray:
-    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
-    x -= x.max(1, keepdims=True)
-    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
 
 
 def cheapest(maxima: np.ndarray, p: np.ndarray, columns: Any = slice(None), tolerance: float = TOLERANCE) -> int:
@@ -232,7 +184,7 @@ def cheapest(maxima: np.ndarray, p: np.ndarray, columns: Any = slice(None), tole
 
 def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() -> None:
     """Errors, the active set and the masses left out, in float64; dead rows hold NaN, a third have no advantage."""
-    case = calibrated()
+    case = bf16(calibrated)
     rest = loss_inputs(case)
     dead, idle = np.arange(N) % 7 == 3, np.arange(N) % 3 == 1
     rest["mask"] = ~dead.reshape(SHAPE)
@@ -247,7 +199,9 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     _, _, _, ordinary = run(case, rest, None, "chunked")
     assert none is None
     np.testing.assert_allclose(value, off_value, rtol=3e-7)  # the same statistics, summed in another order
-    for name, got, off, kernel, truth in zip(("dh", "dw"), grads, ordinary, exact, truth_of(case, rest), strict=True):
+    for name, got, off, kernel, truth in zip(
+        ("dh", "dw"), grads, ordinary, exact, truth_of(case, rest, DAPO), strict=True
+    ):
         assert got.dtype == jnp.bfloat16
         assert_as_good(name, got, off, truth)
         assert (f64(got) != f64(kernel)).any()
@@ -273,7 +227,7 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     np.testing.assert_array_equal(np.asarray(report.hard), hard)
     np.testing.assert_allclose(np.asarray(report.left_out), np.where(hard, 0, mass), rtol=1e-3, atol=3e-6)
     assert not f64(grads[0]).reshape(N, -1)[dead | idle].any()
-    g = logp_cotangents(clean, rest)
+    g = logp_cotangents(clean, rest, DAPO)
     dx = -g[:, None] * p
     dx[np.arange(N), y] += g
     dx[np.ix_(~hard, inactive)] = 0  # what easy rows leave out, and nothing else
@@ -282,7 +236,9 @@ def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() ->
     rest_of_dh = f64(grads[0]).reshape(N, -1) - dx @ f64(clean.lm_head)
     assert abs(np.sum(rest_of_dh * part) / np.sum(part * part) - 1) < 0.2
     expected = dx.T @ f64(clean.hidden).reshape(N, -1)
-    assert np.linalg.norm(f64(grads[1]) - expected) <= 1.1 * np.linalg.norm(f64(exact[1]) - truth_of(case, rest)[1])
+    assert np.linalg.norm(f64(grads[1]) - expected) <= 1.1 * np.linalg.norm(
+        f64(exact[1]) - truth_of(case, rest, DAPO)[1]
+    )
     values = metric_values(metrics)
     assert values["dense_chunks"] == 0 and values["active_columns"] <= values["backward_columns"] < 0.25
     assert 0 < values["left_out_mass"] <= values["left_out_mass_max"] <= TOLERANCE
@@ -303,7 +259,7 @@ def test_positions_in_order_without_a_sort(size: int, count: int) -> None:
 def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
     """And neither other data nor another tolerance compiles anew."""
     traced = []
-    for case, tolerance in ((flat(), TOLERANCE), (calibrated(), 2.0**-13)):
+    for case, tolerance in ((bf16(flat), TOLERANCE), (bf16(calibrated), 2.0**-13)):
         rest = loss_inputs(case)
         _, metrics, report, grads = run(case, rest, tolerance)
         _, _, _, off = run(case, rest, None)
@@ -318,7 +274,7 @@ def test_flat_rows_and_small_tolerances_take_the_exact_kernels() -> None:
 def test_collapsed_rows() -> None:
     """Nearly everything is one column; hopeless targets are active all the same. Few tokens are live. The others hold
     NaN or are flat: they choose nothing, and are not looked at."""
-    case = collapsed()
+    case = bf16(collapsed)
     rest = loss_inputs(case)
     live = np.arange(N) % 11 == 0
     rest["mask"] = live.reshape(SHAPE)
@@ -331,7 +287,7 @@ def test_collapsed_rows() -> None:
     columns = np.union1d(case.targets.reshape(-1)[live], (np.arange(N) % 16)[live])  # a hopeless target, and the leader
     assert 100 in columns and values["active_columns"] == pytest.approx(len(columns) / VOCAB)
     assert values["left_out_mass_max"] < 1e-5
-    for got, off, truth in zip(grads, ordinary, truth_of(case, rest), strict=True):
+    for got, off, truth in zip(grads, ordinary, truth_of(case, rest, DAPO), strict=True):
         assert_as_good("collapsed", got, off, truth)
 
 
@@ -343,8 +299,8 @@ def test_adversarial_rows_stay_within_the_tolerance() -> None:
     hard, left_out = np.asarray(report.hard), np.asarray(report.left_out)
     assert hard.any() and not hard.all() and int(report.dense_chunks) == 0
     assert (left_out <= TOLERANCE).all() and not left_out[hard].any()
-    truth = truth_of(case, rest)
-    g = np.abs(logp_cotangents(case, rest))
+    truth = truth_of(case, rest, DAPO)
+    g = np.abs(logp_cotangents(case, rest, DAPO))
     error, size = row_norms(f64(dh) - truth[0]).reshape(-1), row_norms(truth[0]).reshape(-1)
     largest = 2.0  # ||W_v - c|| of unit vectors
     assert (error <= g * largest * TOLERANCE + 2.0**-7 * size).all()  # and what bfloat16 rounds
@@ -361,14 +317,14 @@ def test_many_hard_rows_take_the_exact_kernels() -> None:
     _, _, _, ordinary = run(case, rest, None, "chunked")
     assert int(report.dense_chunks) == 0 and slabs.GROUP < int(np.sum(report.hard)) < N
     assert metric_values(metrics)["left_out_mass_max"] <= TOLERANCE
-    for name, got, off, truth in zip(("dh", "dw"), grads, ordinary, truth_of(case, rest), strict=True):
+    for name, got, off, truth in zip(("dh", "dw"), grads, ordinary, truth_of(case, rest, DAPO), strict=True):
         assert_as_good(name, got, off, truth)
 
 
 def test_a_sample_of_the_columns_judges_as_all_do() -> None:
     """Flat rows are surely hard, a trained policy's are not; the logsumexp is near."""
     rule = column_rule(VOCAB)
-    for case, bound in ((calibrated(), 0.2), (flat(), 0.95)):
+    for case, bound in ((bf16(calibrated), 0.2), (bf16(flat), 0.95)):
         p = head_problem(
             *(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (case.hidden,)), jnp.asarray(case.lm_head),
             jnp.asarray(case.targets).reshape(-1), transform=LogitTransform(),
@@ -405,7 +361,7 @@ def test_a_sample_of_the_columns_judges_as_all_do() -> None:
 def test_logprobs_with_every_option() -> None:
     """Random cotangents of logp, entropy and lse at once, with all that changes logits; padding holds garbage."""
     rng = np.random.default_rng(2)
-    case = calibrated(seed=7)
+    case = bf16(calibrated, seed=7)
     real = VOCAB - 300
     targets, head = np.where(case.targets >= real, 5, case.targets), np.array(case.lm_head)
     head[real:] = 100
@@ -462,34 +418,34 @@ def frozen_head(case: Case, rest: Any) -> Any:
 
 
 def test_a_frozen_head_has_no_gradient_of_its_own() -> None:
-    case = calibrated()
+    case = bf16(calibrated)
     program = str(frozen_head(case, loss_inputs(case)).jaxpr)
     assert "head_more" in program and "head_hard" not in program and "head_dhead" not in program
 
 
 @pytest.mark.slow  # both are as near to float64 as the ordinary path, by tests of their own
 def test_what_chunked_leaves_out_is_near() -> None:
-    case = calibrated()
+    case = bf16(calibrated)
     rest = loss_inputs(case)
     runs = [run(case, rest, t, b)[3] for t, b in ((TOLERANCE, "pallas_tpu"), (TOLERANCE, "chunked"), (None, "chunked"))]
-    for name, got, other, off, truth in zip(("dh", "dw"), *runs, truth_of(case, rest), strict=True):
+    for name, got, other, off, truth in zip(("dh", "dw"), *runs, truth_of(case, rest, DAPO), strict=True):
         assert np.linalg.norm(f64(got) - f64(other)) <= 2.5 * np.linalg.norm(f64(off) - truth), name
 
 
 @pytest.mark.slow  # the numbers are those of dh with the head's gradient beside it
 def test_the_gradient_over_a_frozen_head() -> None:
-    case = calibrated()
+    case = bf16(calibrated)
     rest = loss_inputs(case)
     got, metrics = frozen_head(case, rest).lower().compile()(*case.parameters())
     _, _, _, (ordinary, _) = run(case, rest, None, "chunked")
-    assert_as_good("dh", got, ordinary, truth_of(case, rest)[0])
+    assert_as_good("dh", got, ordinary, truth_of(case, rest, DAPO)[0])
     assert metric_values(metrics)["dense_chunks"] == 0
 
 
 @pytest.mark.slow
 def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
     """Its gradient in the active columns is the slabs' alone, hard rows or not."""
-    case = calibrated()
+    case = bf16(calibrated)
     rest, bias = loss_inputs(case), jnp.zeros((VOCAB,), jnp.float32)
 
     def run(backend: str, sparse: Any) -> Any:
@@ -520,7 +476,7 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["in forward", "late"])
 def test_tokens_over_a_mesh(late: bool) -> None:
     """Every device does with its own tokens what one device does, to the bit; dW is their sum."""
-    case = calibrated()
+    case = bf16(calibrated)
     rest = loss_inputs(case)
     where = Sharding(Mesh(np.array(jax.devices()[:4]), ("data",)), tokens=PartitionSpec("data"))
     # A sequence-level ratio couples tokens: gradients come later, from the cotangents that arrive.

@@ -21,7 +21,7 @@ from logitless.head.sparse.backend import Sparse
 from logitless.lab.bench import realistic
 from logitless.lab.plan.mesh import parse_mesh, plan_mesh
 from numerics import HeadCase, assert_same_bits
-from test_sparse_backward import assert_as_good
+from sparse_cases import assert_as_good
 
 KERNELS = dict(backend="pallas_tpu", interpret=True, sparse_backward="auto")
 GSPO = Objective(level="sequence", eps_low=0.2, eps_high=0.2)

@@ -25,7 +25,6 @@ from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import StatCotangents
 from logitless.head.sparse import active_columns as columns
 from logitless.head.sparse import backend, column_gather
-from logitless.head.sparse.report import SparseReport
 from loss_cases import token_stats
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
@@ -41,9 +40,12 @@ from sparse_cases import (
     calibrated,
     collapsed,
     flat,
+    gradients_and_report,
+    logp_cotangents,
     loss_inputs,
     probabilities,
     row_norms,
+    truth_of,
 )
 
 OBJECTIVES = {
@@ -69,23 +71,12 @@ TRACED: list[Run] = []
 
 
 def traced_grpo(c: Run, h: Any, w: Any, y: Any, rest: Any, tolerance: Any) -> Any:
-    """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off. Metrics bring the report along."""
+    """``(loss, metrics, report, (dh, dw))``; ``tolerance=None`` is off."""
     TRACED.append(c)
-
-    def metrics_and_report(report: Any, vocab: int) -> Any:
-        return {**real_metrics(report, vocab), "report": report}
-
-    def loss(h: Any, w: Any) -> Any:
-        mode = "off" if tolerance is None else tolerance
-        return flat_calls.linear_grpo_loss(
-            h, w, y, objective=OBJECTIVES[c.kind], chunk_size=c.chunk, logits_dtype=c.logits_dtype, backend="chunked",
-            sparse_backward=mode, **rest,
-        )  # fmt: skip
-
-    real_metrics = SparseReport.metrics
-    with mock.patch.object(SparseReport, "metrics", metrics_and_report):
-        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
-    return value, metrics, metrics.pop("report", None), grads
+    return gradients_and_report(
+        h, w, y, rest, OBJECTIVES[c.kind], chunk_size=c.chunk, logits_dtype=c.logits_dtype, backend="chunked",
+        sparse_backward="off" if tolerance is None else tolerance,
+    )  # fmt: skip
 
 
 grpo = jax.jit(traced_grpo, static_argnums=0)
@@ -99,19 +90,6 @@ def interpreted(case: Case, rest: Any, tolerance: float | None, c: Run) -> Any:
     """The same of a program that one test runs, once."""
     given = (*case.parameters(), case.targets, rest, tolerance and np.float32(tolerance))
     return by_numpy(functools.partial(traced_grpo, c), *given)
-
-
-def truth_of(case: Case, rest: Any, kind: str = "clip") -> tuple[np.ndarray, np.ndarray]:
-    hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
-    _, dh, dw, _ = oracle.linear_grpo_loss(
-        hidden, case.lm_head, case.targets, objective=OBJECTIVES[kind], head_layout="vh", **rest
-    )
-    return dh, dw
-
-
-def logp_cotangents(case: Case, rest: Any) -> np.ndarray:
-    s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
-    return oracle.policy_loss_grad(s.logp, s.entropy, objective=OBJECTIVES["clip"], **rest)[1].reshape(-1)
 
 
 def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarray]:
@@ -133,7 +111,9 @@ def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
     off_value, _, none, off = run(case, rest, None)
     assert none is None
     assert_same_bits(value, off_value)
-    for name, got, ordinary, truth in zip(("dh", "dw"), grads, off, truth_of(case, rest), strict=True):
+    for name, got, ordinary, truth in zip(
+        ("dh", "dw"), grads, off, truth_of(case, rest, OBJECTIVES["clip"]), strict=True
+    ):
         assert got.dtype == DTYPES[dtype]
         assert_as_good(name, got, ordinary, truth)
     # half an ulp of bfloat16 leaves columns out, half an ulp of float32 does not
@@ -156,7 +136,7 @@ def test_dead_and_idle_tokens_in_bf16_logits() -> None:
     c = Run(chunk=chunk, logits_dtype="bfloat16")
     _, metrics, report, (dh, dw) = interpreted(case, rest, TOLERANCE, c)
     _, _, _, off = interpreted(case, rest, None, c)
-    truth = truth_of(case, rest)
+    truth = truth_of(case, rest, OBJECTIVES["clip"])
     assert int(report.dense_chunks) < int(report.chunks) == -(-int((~dead & ~idle).sum()) // chunk)
     np.testing.assert_array_equal(np.asarray(report.rows), ~dead & ~idle)
     assert not np.asarray(report.left_out)[dead | idle].any()
@@ -189,7 +169,7 @@ def test_reported_mass_and_gradients_are_those_of_the_definition() -> None:
     assert values["hard_rows"] == pytest.approx(hard[live].mean())
     assert values["active_columns"] == pytest.approx(1 - inactive.mean())
 
-    g = logp_cotangents(case, rest)
+    g = logp_cotangents(case, rest, OBJECTIVES["clip"])
     dx = -g[:, None] * p  # zero in masked rows: their cotangent is
     dx[np.arange(N), y] += g
     lacking = np.where(~hard[:, None] & inactive[None], dx, 0.0)
@@ -223,8 +203,8 @@ def test_adversarial_rows_stay_within_the_tolerance(tolerance: float) -> None:
         naive = [np.where(s, 0, p).sum(1).max() for s in active_sets(p, y, tolerance)]
         assert naive[0] > 30 * tolerance
     # Whatever was left out, by the gradients themselves: no row of dH is further from the truth than its mass allows.
-    truth = truth_of(case, rest)
-    g = np.abs(logp_cotangents(case, rest))
+    truth = truth_of(case, rest, OBJECTIVES["clip"])
+    g = np.abs(logp_cotangents(case, rest, OBJECTIVES["clip"]))
     error = row_norms(f64(dh) - truth[0]).reshape(-1)
     largest = 2.0  # ||W_v - c|| of unit vectors
     assert (error <= g * largest * tolerance + 1e-6 * g).all()
@@ -305,7 +285,7 @@ def test_collapsed_rows() -> None:
         assert values["dense_chunks"] == values["hard_rows"] == 0
         assert values["active_columns"] == pytest.approx(17 / VOCAB)
         assert values["left_out_mass_max"] < 1e-8
-        for got, ordinary, truth in zip(grads, off, truth_of(case, rest), strict=True):
+        for got, ordinary, truth in zip(grads, off, truth_of(case, rest, OBJECTIVES["clip"]), strict=True):
             assert_as_good("collapsed", got, ordinary, truth)
 
 

@@ -1,4 +1,4 @@
-"""The logits-level kernels compiled for TPUs by libtpu at their true shape: they lower, with the peak that is stated."""
+"""The logits-level kernels compiled for TPUs by libtpu at their true shape: they lower, and peak as stated."""
 
 from __future__ import annotations
 

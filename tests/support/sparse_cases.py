@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless import oracle
+import flat_calls
+from logitless import Objective, oracle
 from logitless.head.sparse import active_columns
+from logitless.head.sparse.report import SparseReport
 from logitless.lab.bench import realistic
 from numerics import EPS, f64
 from numerics import HeadCase as Case
@@ -20,10 +24,10 @@ SHAPE = (8, N // 8)
 TOLERANCE = 2.0**-8
 
 
-def calibrated(dtype: Any, seed: int = 0) -> Case:
-    h, w = realistic.realistic_head(N, WIDTH, VOCAB, seed, dtype)
+def calibrated(dtype: Any, seed: int = 0, n: int = N) -> Case:
+    h, w = realistic.realistic_head(n, WIDTH, VOCAB, seed, dtype)
     y = realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), seed)
-    return Case(h.reshape(*SHAPE, WIDTH), w, np.asarray(y).reshape(SHAPE))
+    return Case(h.reshape(8, -1, WIDTH), w, np.asarray(y).reshape(8, -1))
 
 
 def leaning(dtype: Any) -> Case:
@@ -34,28 +38,28 @@ def leaning(dtype: Any) -> Case:
     return dataclasses.replace(case, lm_head=(np.asarray(case.lm_head, np.float64) + common).astype(dtype))
 
 
-def flat(dtype: Any) -> Case:
+def flat(dtype: Any, n: int = N) -> Case:
     rng = np.random.default_rng(0)
-    h, w = rng.standard_normal((*SHAPE, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / 8
-    return Case(np.asarray(h, dtype), np.asarray(w, dtype), rng.integers(0, VOCAB, SHAPE))
+    h, w = rng.standard_normal((8, n // 8, WIDTH)), rng.standard_normal((VOCAB, WIDTH)) / 8
+    return Case(np.asarray(h, dtype), np.asarray(w, dtype), rng.integers(0, VOCAB, (8, n // 8)))
 
 
 def from_groups(levels: np.ndarray, sizes: np.ndarray, targets: np.ndarray, dtype: Any) -> Case:
-    """Logits ``levels [N, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
+    """Logits ``levels [n, G]``, the g-th of them in ``sizes[g]`` columns: head rows are unit vectors."""
     w = np.zeros((VOCAB, WIDTH))
     w[np.arange(VOCAB), np.repeat(np.arange(len(sizes)), sizes)] = 1
-    h = np.zeros((N, WIDTH))
+    h = np.zeros((len(levels), WIDTH))
     h[:, : len(sizes)] = levels
-    return Case(np.asarray(h.reshape(*SHAPE, WIDTH), dtype), np.asarray(w, dtype), targets.reshape(SHAPE))
+    return Case(np.asarray(h.reshape(8, -1, WIDTH), dtype), np.asarray(w, dtype), targets.reshape(8, -1))
 
 
-def collapsed(dtype: Any) -> Case:
+def collapsed(dtype: Any, n: int = N) -> Case:
     """The target has all of the mass but e^-20 to e^-80; in some rows the target is another, hopeless column."""
     sizes = np.array([1] * 16 + [VOCAB - 16])
-    y = np.arange(N) % 16
-    levels = np.zeros((N, 17))
-    levels[np.arange(N), y] = np.log(VOCAB) + np.linspace(20, 80, N)
-    return from_groups(levels, sizes, np.where(np.arange(N) % 5, y, 100), dtype)
+    rows = np.arange(n)
+    levels = np.zeros((n, 17))
+    levels[rows, rows % 16] = np.log(VOCAB) + np.linspace(20, 80, n)
+    return from_groups(levels, sizes, np.where(rows % 5, rows % 16, 100), dtype)
 
 
 def adversarial(dtype: Any) -> Case:
@@ -79,11 +83,41 @@ def loss_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     """What the loss needs, slightly off-policy; every token is live."""
     rng = np.random.default_rng(seed)
     old = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets).logp
+    shape = case.targets.shape
     return dict(
-        advantages=rng.standard_normal(SHAPE).astype(np.float32),
-        mask=np.ones(SHAPE, bool),
-        old_logp=(old + 0.02 * rng.standard_normal(SHAPE)).astype(np.float32),
+        advantages=rng.standard_normal(shape).astype(np.float32),
+        mask=np.ones(shape, bool),
+        old_logp=(old + 0.02 * rng.standard_normal(shape)).astype(np.float32),
     )
+
+
+def gradients_and_report(h: Any, w: Any, y: Any, rest: Any, objective: Objective, **options: Any) -> Any:
+    """``(loss, metrics, report, (dh, dw))``; the report comes by the metrics."""
+    real_metrics = SparseReport.metrics
+
+    def with_report(report: Any, vocab: int) -> Any:
+        return {**real_metrics(report, vocab), "report": report}
+
+    def loss(h: Any, w: Any) -> Any:
+        return flat_calls.linear_grpo_loss(h, w, y, objective=objective, **options, **rest)
+
+    with mock.patch.object(SparseReport, "metrics", with_report):
+        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
+    return value, metrics, metrics.pop("report", None), grads
+
+
+def truth_of(case: Case, rest: Any, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+    """``(dh, dw)`` in float64."""
+    hidden = np.where(rest["mask"][..., None], f64(case.hidden), 0.0)
+    return oracle.linear_grpo_loss(hidden, case.lm_head, case.targets, objective=objective, head_layout="vh", **rest)[
+        1:3
+    ]
+
+
+def logp_cotangents(case: Case, rest: Any, objective: Objective) -> np.ndarray:
+    """Of every token's log-probability, in float64."""
+    s = oracle.linear_token_stats(case.hidden, case.lm_head, case.targets)
+    return oracle.policy_loss_grad(s.logp, s.entropy, objective=objective, **rest)[1].reshape(-1)
 
 
 def row_norms(x: Any, axis: int = -1) -> np.ndarray:
@@ -99,6 +133,6 @@ def assert_as_good(label: str, got: Any, ordinary: Any, truth: Any) -> None:
 
 
 def probabilities(case: Case) -> np.ndarray:
-    x = f64(case.hidden).reshape(N, -1) @ f64(case.lm_head).T
+    x = f64(case.hidden).reshape(-1, WIDTH) @ f64(case.lm_head).T
     x -= x.max(1, keepdims=True)
     return np.exp(x) / np.exp(x).sum(1, keepdims=True)

@@ -16,9 +16,8 @@ from typing import Any
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.files import replace
 
-fcntl: Any = (
-    importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
-)  # not on Windows: there, nothing keeps a second run away
+# Not on Windows: there, nothing keeps a second run away.
+fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
 FREE_ON_RESUME = (
     "run_dir", "checkpoint", "samples", "ab", "wandb_mode", "wandb_project", "eval", "warm_start.cache",
