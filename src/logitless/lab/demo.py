@@ -2,8 +2,8 @@
 
 First what each loss needs at a real vocabulary, verified and measured alone: sixteen characters make no logits to speak
 of. Then both arms, from the same warm start on the same problems. They run at the same time, so no time of theirs is
-compared; whether they agree is decided by a replay of the first steps (docs/training.md). It all ends up on one page.
-``--quick`` compares loss and gradients of one batch instead, in seconds.
+compared; whether they agree is decided by a replay of the first steps (docs/training.md). Everything ends up on a
+single page. ``--quick`` compares loss and gradients for a batch instead, in seconds.
 """
 
 from __future__ import annotations

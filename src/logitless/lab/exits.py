@@ -79,7 +79,7 @@ def check_file(path: Path) -> None:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """Make the folder of ``path``; a file in its way is named as what it is."""
+    """Make the folder of ``path``; a file in the path is reported by name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

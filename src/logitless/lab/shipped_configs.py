@@ -9,11 +9,11 @@ from pathlib import Path
 from logitless.lab.tools.text import WIDTH
 
 KINDS = {"train": "train and ab", "bench": "bench", "gradcheck": "gradcheck"}
-"""Folder of configurations -> the commands that take them."""
+"""Folder of configurations -> commands for the folder."""
 
 
 def folder() -> Path:
-    """Inside the package where it was installed from a wheel, beside it in a checkout."""
+    """Inside the package if installed from a wheel, next to the package in a checkout."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
@@ -24,7 +24,7 @@ def names(kind: str) -> dict[str, Path]:
 
 
 def find(kind: str, given: str | None) -> str | None:
-    """The file of ``--config``: a path as it is, or the one that goes by that name."""
+    """The file for ``--config``: a path as given, or the shipped configuration with this name."""
     if given is None or Path(given).exists():
         return given
     return str(names(kind).get(given, given))
@@ -39,7 +39,7 @@ def mistaken(kind: str, overrides: Sequence[str]) -> str | None:
 
 
 def listing() -> str:
-    """All of them, with the first line of what they say about themselves."""
+    """All shipped configurations, each with the first line of its comment."""
     lines = []
     for kind, commands in KINDS.items():
         lines.append(f"{commands}: --config NAME")

@@ -1,9 +1,9 @@
 """SIGINT, SIGTERM and SIGHUP, in any phase of a command.
 
-Outside of what has to be finished a signal raises :class:`Stop` in the main thread. Python hears a signal only between
-two of its own instructions, and a compilation can keep it from there for minutes; :func:`heard` therefore has a thread
-that ends the process when the main one has not done so within ``GRACE`` seconds. Inside :func:`held` the first signal
-is remembered, so that a step can be finished and saved, and a second one ends the process.
+Outside of what has to be finished a signal raises :class:`Stop` in the main thread. Python handles a signal only
+between two bytecode instructions, and a compilation can delay the handler for minutes. :func:`heard` therefore starts a
+thread that ends the process unless the main thread does so within ``GRACE`` seconds. Inside :func:`held` the first
+signal is remembered, so that a step can be finished and saved, and a second one ends the process.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def token_sums(p: Problem[Given]) -> RowSums:
 
 
 def _statistics(p: Problem[Given]) -> tuple[TokenStats, row_passes.Exponentials | None]:
-    """Statistics of a chunk, and what spares a CPU the exponentials of its gradient."""
+    """Statistics of a chunk, and exponentials that a CPU reuses for the gradient."""
     if platform() == "cpu" and p.teacher is None and p.ids is None and p.support is None:
         return row_passes.cached_statistics(p.logits, p)
     # Statistics are the same to the bit whether or not a gradient is taken: keep the two passes apart.
@@ -90,13 +90,13 @@ def dlogits(p: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
         return id_passes.dx(part.logits, part, stats, g, part.logits.dtype)
 
     g = live_cotangents(p, g)
-    if p.call.chunk == 0:  # one loop over everything, which needs no temporaries
+    if p.call.chunk == 0:  # a single loop over everything, without temporaries
         return chunk(p, stats, g)
     return _over_chunks(chunk, p, jnp.zeros_like(p.logits), stats, g)
 
 
 def cotangents_of(program: TokenProgram, columns: tuple[Array, ...], stats: TokenStats) -> StatCotangents:
-    """The objective's cotangents at tokens whose ``columns`` these are."""
+    """The objective's cotangents for tokens with these ``columns``."""
     g_logp, g_entropy = program.run(program.scalars, columns, stats.logp, stats.entropy)
     return StatCotangents(g_logp, g_entropy, jnp.zeros_like(g_logp))
 
@@ -142,7 +142,7 @@ class Chunked(PlainJax):
         return {"rows": rows_per_chunk(p)}
 
     def describe(self, p: Any, way: Way) -> Cost:
-        """No matmuls. Kernels need one read where statistics and dlogits come out of one pass."""
+        """No matmuls. Kernels read logits once if statistics and dlogits come from a single pass."""
         if not way.loss:
             words = "statistics; dlogits later from the cotangents that arrive"
         elif way.in_forward:

@@ -61,7 +61,7 @@ def token_stats(p: Problem[Given]) -> TokenStats:
 
 
 def _with_teacher(p: Problem[Given], u: Array, k: Array | None, stats: TokenStats) -> TokenStats:
-    """The statistics with those of the pair."""
+    """The statistics with the pair's statistics added."""
     teacher, t = p.teacher, jax.lax.stop_gradient(teacher_logits(p))
     assert teacher is not None
     if p.live is not None:
@@ -135,7 +135,7 @@ def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 
 @dataclasses.dataclass(frozen=True)
 class Reference(PlainJax):
-    """The dense backend; JAX differentiates :meth:`statistics`, so it has no passes of its own."""
+    """The dense backend; JAX differentiates :meth:`statistics`, so no passes are defined here."""
 
     name: ClassVar[str] = "reference"
     in_forward: ClassVar[bool] = False

@@ -8,7 +8,7 @@
     vocab_parallel_sparse  the same with a sparse backward
     head_pieces            a large dW leaves its TPU in pieces
 
-``custom_vjp`` stands outside and ``jax.shard_map`` inside both passes, so that a kernel sees the arrays of its own
-device and nobody partitions it. Loss maths over ``[B, T]`` statistics stays outside, in plain JAX over global arrays:
+``custom_vjp`` is outside and ``jax.shard_map`` inside both passes: a kernel sees the arrays of its device, and no
+compiler partitions the kernel. Loss maths over ``[B, T]`` statistics stays outside, in plain JAX over global arrays:
 sequences may cross shards, denominators are global, and there is no second formula for any of it.
 """

@@ -1,4 +1,4 @@
-"""How a public call gets onto a mesh, and what it refuses where nobody told it about one.
+"""Place a public call on its mesh, and refuse sharded arrays without a declared mesh.
 
 :func:`over_mesh` runs a call with ``sharding=`` under its mesh, so that backends and tiles are those of the mesh's
 devices, and with every axis left to the compiler: meshes of JAX's explicit-sharding mode (the default of
@@ -32,7 +32,7 @@ _ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call
 def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, Any], with_stats: bool = False) -> Any:
     """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh.
 
-    ``with_stats``: a loss call that returns its statistics too.
+    ``with_stats``: also return the statistics of a loss call.
     """
     sharding = given["sharding"]
     if not isinstance(sharding, Sharding):
@@ -53,7 +53,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
         found = iter(arrays)
         return run(jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves]))
 
-    # Results have one value per token, or are a loss and its metrics. With the mesh's devices in the name, where they
+    # Results have one value per token, or are a loss and its metrics. Include the mesh's devices in the name if they
     # are known: without jit, a result that was computed on one device alone is laid out by it.
     def lies(spec: PartitionSpec) -> Any:
         return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def gather_head(place: Placement, head: HeadArrays) -> HeadArrays:
-    """The head with its FSDP axes gathered; only its vocabulary-parallel part where there is one."""
+    """The head, gathered over its FSDP axes; only the local part for a vocabulary-parallel head."""
 
     def whole(x: Array, kinds: Kinds) -> Array:
         for d, kind in enumerate(kinds):
@@ -73,7 +73,7 @@ def merge_sums(axes: tuple[str, ...], sums: RowSums, k: Array | None) -> RowSums
 
 
 def own_targets(place: Placement, targets: Array, width: int) -> Array:
-    """Targets as columns of this device's shard of ``width`` columns; -1 where the target is another's."""
+    """Targets as local columns in a shard of ``width`` columns; -1 for targets on other shards."""
     local = targets - lax.axis_index(place.vocab).astype(jnp.int32) * width
     return jnp.where((local >= 0) & (local < width), local, -1)
 

@@ -13,13 +13,13 @@ of a part gives each device what belongs to it:
 
 and the whole head is never there: a part is gathered when it is swept (:class:`Arriving`), once in the forward pass and
 once in the backward pass. What a sweep gives is a sum over columns, so parts are merged as tiles of one sweep are. The
-backward pass of a part makes its dW and, where the forward pass left no direction, its summand of dH:
+backward pass for a part makes the part's dW, and its summand of dH unless the forward pass left a direction:
 
     forward    for each part: all-gather; sums of its columns, merged        residual: d logp / d hidden, float32
     backward   for each part: all-gather; dW (and dH), reduce-scatter
 
-Two gathers of the head's bytes in place of one, and ``[V, H] / parts`` in place of ``[V, H]``. dW has the bits of the
-whole; statistics differ from those of one sweep in the order of a sum.
+Costs two gathers of the head's bytes instead of one, and needs ``[V, H] / parts`` instead of ``[V, H]``. dW equals the
+whole dW bit by bit; statistics differ from a single sweep by the order of a sum.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from logitless.mesh.collectives import gather_head, own_targets, reduce_grads, z
 from logitless.mesh.sharding import Placement
 
 MOST_BYTES = 512 << 20
-"""Of float32 dW on a device at a time; where dW is summed in a parameter's 16 bits, of a part and its sum."""
+"""Upper bound for float32 dW on a device at a time; for a sum in the parameter's 16 bits, bound for a part plus its
+sum."""
 
 
 def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
@@ -67,8 +68,8 @@ def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
 def arriving(own: Backend, place: Placement, p: Any) -> int:
     """In how many parts the head is gathered, of a device's own problem before that; 1: whole.
 
-    An ``[H, V]`` head is gathered whole: a part of it would not be a run of the array. So is one that is
-    vocabulary-parallel as well, or cut along its hidden dimension.
+    An ``[H, V]`` head is gathered whole: a part of it would not be a run of the array. The same holds for a head that
+    is also vocabulary-parallel, or cut along the hidden dimension.
     """
     if not isinstance(p.policy, Linear) or not getattr(own, "head_in_parts", False):
         return 1

@@ -2,8 +2,8 @@
 
 ``custom_vjp`` stands outside (``core/vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP
 axes, flattens its own tokens, does what one device does (``vocab_parallel.py`` where it has a part of the columns
-only), and reduces the head's gradients. The gathered head is part of the residual, so that there is one gather a call;
-the TPU kernels take a large one in parts, gathered in both passes (``head_pieces.py``).
+only), and reduces the head's gradients. The residual contains the gathered head, so a call gathers once; the TPU
+kernels gather a large head in parts, in both passes (``head_pieces.py``).
 
     collectives              forward                             backward
     tokens, head replicated  none                                all-reduce dW
@@ -12,8 +12,8 @@ the TPU kernels take a large one in parts, gathered in both passes (``head_piece
     vocabulary-parallel      all-reduce [N] (max), [4, N] (sum)  all-reduce dH; dW over the axes of the tokens, if any
     sparse backward          the report's four numbers more (vocabulary-parallel: [3, N] too)
 
-With gradients in the forward pass all of it happens there. A residual over a mesh is each device's own, laid one after
-the other along its first axis.
+With gradients in the forward pass, the forward pass does everything. A residual over a mesh is each device's own, laid
+one after the other along its first axis.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _gathered_source(place: Placement, source: Source) -> Source:
 
 
 def _flat(place: Placement, p: Problem[Source]) -> Any:
-    """A device's own problem, flat, its head as it is."""
+    """A device's local problem, flattened, with an unchanged head."""
     flat = p.flat(len(place.tokens))
     if isinstance(p.policy, Given):
         return flat
@@ -137,8 +137,8 @@ def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank
     """A device's report with the counts of all devices (a ``blank`` one has none), and its tokens in their own
     ``shape``.
 
-    A chunk of a vocabulary shard counts as one; its columns count by the number of shards, so that their share of the
-    vocabulary is that of the shard's own columns.
+    A chunk of a vocabulary shard counts as one chunk; its columns are multiplied by the number of shards, so the
+    reported share is the share within the shard.
     """
     if report is None:
         return None
@@ -177,7 +177,7 @@ class OverMesh:
 
     @property
     def device(self) -> Backend:
-        """What a device does with its own part."""
+        """The backend for a device's local part."""
         return shard_of(self.own, self.place) if self.place.vocab else self.own
 
     def _arriving(self, p: Any) -> head_pieces.Arriving | None:
@@ -202,7 +202,7 @@ class OverMesh:
         return run(*given)
 
     def _report_specs(self, p: Problem[Source]) -> Any:
-        """Of the report, where there is one."""
+        """Specs for the report, if present."""
         if isinstance(p.policy, Given) or p.tolerance is None:
             return None
         from logitless.head.sparse.report import SparseReport
@@ -212,7 +212,7 @@ class OverMesh:
 
     @property
     def _own_spec(self) -> PartitionSpec:
-        """Of what each device has for itself: one after the other along the first axis."""
+        """Spec for per-device values: concatenated along the first axis."""
         return PartitionSpec((*self.place.token_axes, *self.place.vocab) or None)
 
     def statistics(self, p: Problem[Source], loss: Loss | None = None) -> tuple[TokenStats, Any]:

@@ -6,7 +6,7 @@ Every mesh axis does one of three things for the loss:
     shards the vocabulary, not tokens      vocabulary-parallel: each device has its own columns of the head
     shards both, or the hidden dimension   FSDP: the head is gathered over it, dW is reduce-scattered
 
-An axis that does none of them would repeat the same work on each of its devices; it has to be named in ``replicated``.
+An axis that does neither would repeat the same work on each device; list such an axis in ``replicated``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _KINDS: dict[Layout, dict[str, Kinds]] = {
     "vh": {"weight": ("v", "h"), "bias": ("v",), "lora_a": ("v", None), "lora_b": (None, "h")},
     "hv": {"weight": ("h", "v"), "bias": ("v",), "lora_a": ("h", None), "lora_b": (None, "v")},
 }
-"""Which dimension of each of a head's arrays is the vocabulary and which the hidden one."""
+"""Vocabulary and hidden dimension for each of a head's arrays."""
 
 
 def each_array(f: Callable[..., Any], layout: Layout, *heads: Any) -> dict[str, Any]:
-    """``f(arrays of that name, kinds of their dimensions)`` for each of the arrays of heads, or of their gradients;
-    ``None`` where one of them has none."""
+    """``f(arrays with this name, kinds of their dimensions)`` for each array of heads or gradients; ``None`` if any is
+    ``None``."""
     found = {name: ([getattr(head, name) for head in heads], kinds) for name, kinds in _KINDS[layout].items()}
     return {name: None if any(x is None for x in xs) else f(*xs, kinds) for name, (xs, kinds) in found.items()}
 
@@ -107,7 +107,7 @@ class Placement:
 
     @property
     def token_spec(self) -> PartitionSpec:
-        """Of every array with one value, or one row, per token."""
+        """Spec for arrays with a value, or a row, per token."""
         return PartitionSpec(*(axes or None for axes in self.tokens))
 
     def count(self, axes: Axes) -> int:
@@ -119,7 +119,7 @@ class Placement:
         return {"v": self.vocab_gathered, "h": self.hidden_gathered}.get(kind or "", ())
 
     def head_specs(self, head: HeadArrays) -> HeadArrays:
-        """Of each of a head's arrays before it is gathered, in the structure of the head."""
+        """Specs for the head's arrays before gathering, structured like the head."""
 
         def spec(_: Any, kinds: Kinds) -> PartitionSpec:
             return PartitionSpec(*(((self.vocab if k == "v" else ()) + self.gathered_over(k)) or None for k in kinds))
@@ -156,7 +156,7 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
-    """The mesh that was given, or the ambient one; with its devices where JAX tells them (outside ``jit``)."""
+    """The given mesh, or the ambient mesh; with devices if JAX exposes them (outside ``jit``)."""
     ambient = jax.sharding.get_abstract_mesh()
     if not ambient.empty and ambient.manual_axes:
         raise ValueError(
@@ -165,7 +165,7 @@ def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
         )
     if sharding.mesh is not None:
         return sharding.mesh
-    from logitless.core import compat  # here: it loads Pallas, which `import logitless` does not
+    from logitless.core import compat  # here: the module loads Pallas, and `import logitless` must not
 
     mesh = compat.ambient_mesh()
     if mesh.empty:
@@ -182,7 +182,7 @@ def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
     def known(name: str, entries: Iterable[Any]) -> tuple[Axes, ...]:
-        """The axes of each entry, without those of size one; each exists and is named once."""
+        """The axes per entry, without axes of size one; checks that each exists and appears once."""
         found = tuple(_axes(name, e) for e in entries)
         flat = [a for axes in found for a in axes]
         for a in flat:

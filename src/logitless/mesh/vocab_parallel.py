@@ -1,4 +1,5 @@
-"""A vocabulary-parallel problem, on one of its devices: it has a run of the columns, and neither they nor logits move.
+"""A vocabulary-parallel problem on a single device: the device has a run of columns, and neither columns nor logits
+move.
 
     forward    sums over the device's own columns (``stats.RowSums``), merged over devices: five numbers a token
     backward   logits of its own columns again, dx from the *global* statistics; dH summed over devices, dW is its own
@@ -57,11 +58,11 @@ class VocabularyShard:
     place: Placement
 
     def shard(self, p: Any) -> Any:
-        """The problem with its targets as columns of this device; -1 where they are another's."""
+        """The problem with targets as local columns; -1 for targets on other devices."""
         return dataclasses.replace(p, targets=own_targets(self.place, p.targets, width_of(p)))
 
     def by_columns(self, p: Any, f: Any, empty: Any = zeros) -> Any:
-        """``f`` of the problem with the number of real columns of this device."""
+        """``f`` applied to the problem with the number of real columns on this device."""
         place, call = self.place, p.call
         return by_columns(place, call.vocab_size, width_of(p), lambda k: f(p.calling(vocab_size=k)), empty)
 
@@ -102,7 +103,7 @@ class VocabularyShard:
         if isinstance(p.policy, Given):
             return self.by_columns(mine, lambda q: self.own.backward(q, want, out, g, None, only_logp))
         hidden: Array | None = None
-        if residual is not None and only_logp and want.hidden:  # it is that of all columns already
+        if residual is not None and only_logp and want.hidden:  # already summed over all columns
             alone = dataclasses.replace(want, weight=False, bias=False, lora=False)
             hidden = self.own.backward(mine, alone, out, g, residual, True).hidden
             want = dataclasses.replace(want, hidden=False)

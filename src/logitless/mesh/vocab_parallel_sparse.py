@@ -6,8 +6,8 @@
                leave out is within the tolerance together
     backward   x, dx, dH and dW over the shard's own columns, its left-out mass replaced by its own mean row
 
-That is 2 + 3 K/V matmuls per token, where exactness takes four. The second of them is for the statistics, which a
-shard has only when all have been heard: to hear them chunk by chunk, in the loop, would be a collective in a loop whose
+Total: 2 + 3 K/V matmuls per token; the exact path takes four. The second of them is for the statistics, which a shard
+has only when all have been heard: to hear them chunk by chunk, in the loop, would be a collective in a loop whose
 length depends on the data. The columns are found in the forward pass, and not in the backward pass, since the report is
 one of its results.
 """

@@ -44,8 +44,8 @@ class AdaptiveEntropy:
 
     @staticmethod
     def from_trl(config: Any = None, **settings: Any) -> AdaptiveEntropy:
-        """From a ``GRPOConfig``, or keywords under its names. The objective beside it is
-        ``Objective.from_trl(config, use_adaptive_entropy=False, entropy_coef=0.0)``.
+        """From a ``GRPOConfig``, or keywords under its names. Use it with ``Objective.from_trl(config,
+        use_adaptive_entropy=False, entropy_coef=0.0)``.
 
         >>> from logitless import AdaptiveEntropy
         >>> AdaptiveEntropy.from_trl(entropy_coef=0.01, entropy_target=0.4).target

@@ -36,7 +36,7 @@ class Sequences:
     index: Array | None
 
     def total(self, x: Array) -> Array:
-        """For every token, the sum of ``x [B, T]`` over the valid tokens of its own sequence (``[B, T]``)."""
+        """Sum of ``x [B, T]`` over the valid tokens of a token's sequence, for every token ``[B, T]``."""
         x = jnp.where(self.mask, x, 0.0)
         if self.index is None:
             return jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), x.shape)
@@ -49,13 +49,13 @@ class Sequences:
         return jnp.maximum(self.total(jnp.ones(self.mask.shape, jnp.float32)), 1.0)
 
     def mean(self, x: Array) -> Array:
-        """For every token, the mean of ``x`` over the valid tokens of its own sequence."""
+        """Mean of ``x`` over the valid tokens of a token's sequence, for every token."""
         return self.total(x) / self.lengths()
 
     def count(self, non_empty: bool = False) -> Array:
         """Number of sequences: rows, or packed segments that have at least one valid token (at least 1).
 
-        ``non_empty``: of the rows, too, only those that have one.
+        ``non_empty``: count only rows with a valid token.
         """
         if self.index is None:
             if not non_empty:
@@ -66,7 +66,7 @@ class Sequences:
 
 
 def sequences_of(mask: Array, segment_ids: Array | None) -> Sequences:
-    """Group tokens by row, or by (row, segment id). Equal ids in one row are one segment, contiguous or not."""
+    """Group tokens by row, or by (row, segment id). Equal ids in a row form a single segment, contiguous or not."""
     if segment_ids is None:
         return Sequences(mask, None)
     rows, width = segment_ids.shape
@@ -79,7 +79,7 @@ def sequences_of(mask: Array, segment_ids: Array | None) -> Sequences:
 
 
 def default_denominator(objective: Objective, sequences: Sequences) -> Array:
-    """The denominator of a batch that stands alone."""
+    """The denominator for a batch on its own."""
     if objective.aggregation in ("bnpo", "dapo"):
         return jnp.maximum(jnp.sum(sequences.mask, dtype=jnp.float32), 1.0)
     count = sequences.count(non_empty=objective.count_rows == "non_empty")

@@ -36,7 +36,7 @@ ALGORITHMS: dict[str, str] = {
     "rloo": "Objective.rloo()",
     "ppo": "Objective.ppo()",
 }
-"""Names of whole objectives, and how to write them."""
+"""Names of whole objectives, and the matching constructor."""
 
 THEIR_NAMES: dict[str, str] = {
     "loss_type": "It is TRL's and Liger's: Objective.from_trl(loss_type=...) takes it; here policy, level and "
@@ -77,7 +77,7 @@ HEAD_FIELDS = {
     "bias": "bias", "lora": "lora", "lora_scale": "lora_scale", "head_layout": "layout", "layout": "layout",
     "scale": "scale", "softcap": "softcap", "vocab_size": "vocab_size",
 }  # fmt: skip
-"""Keywords that describe a head, and the field of ``logitless.Head`` that each of them is."""
+"""Keywords for a head, and the matching field of ``logitless.Head``."""
 
 THEIR_ARGUMENTS: dict[str, str] = {
     "_input": "hidden",
@@ -145,7 +145,7 @@ def nearest(value: object, allowed: Collection[Any]) -> str | None:
 
 
 def same_name(value: object, allowed: Collection[str]) -> str | None:
-    """The one of ``allowed`` that ``value`` is but for case and separators, or by its initials."""
+    """The entry of ``allowed`` equal to ``value`` up to case and separators, or by initials."""
     given = _plain(value)
     for same in (_plain, _initials):
         found = [name for name in allowed if same(name) == given]
@@ -169,7 +169,7 @@ def did_you_mean(value: object, allowed: tuple[Any, ...]) -> str:
 
 
 def choice(name: str, value: object, allowed: tuple[Any, ...], owner: str = "Objective") -> None:
-    """``value`` is one of ``allowed``, those of the field ``name``."""
+    """Check that ``value`` is in ``allowed``, the choices for the field ``name``."""
     if getattr(value, "shape", None) or value not in allowed:
         options = ", ".join(repr(a) for a in allowed)
         hint = did_you_mean(value, allowed)
@@ -201,7 +201,7 @@ def _of_other_libraries(field: str, value: str) -> str:
 
 
 def argument_hint(name: str, arguments: tuple[str, ...]) -> str:
-    """What to give a public call in the place of ``name``, which is none of its ``arguments``."""
+    """Suggestion for a public call that was given ``name``, which is not among its ``arguments``."""
     from logitless.objectives.objective import Objective
 
     fields = tuple(f.name for f in dataclasses.fields(Objective))

@@ -1,11 +1,11 @@
 """Train/rollout correction: importance weights and masks for samples that an inference engine drew.
 
-With ``delta = old - rollout`` (0 where masked) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per
-sequence or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. None of this carries
-a gradient.
+With ``delta = old - rollout`` (0 where masked) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per sequence
+or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. Nothing here carries a
+gradient.
 
 A NaN in ``rollout`` is a value that the sampler did not give, and means "no correction for this token": its log weight
-is 0, here and in the off-policy mask. Any other NaN stays one: comparisons are written so that it is never dropped.
+is 0, here and in the off-policy mask. Any other NaN stays NaN: comparisons are written to keep NaN.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def off_policy_keep(
 @own_promotion
 def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None = None) -> Array:
     """What ``entropy_denominator=`` has to be where a batch is split: the number of tokens that the entropy bonus acts
-    on. These are the valid ones; with ``top_entropy``, those that it keeps of them, which follows from ``entropy``.
+    on. Valid tokens; with ``top_entropy``, the valid tokens kept by ``entropy``.
 
     With ``top_entropy`` every part of a batch takes its own quantile, so the counts of the parts are added up.
 

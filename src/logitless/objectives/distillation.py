@@ -70,7 +70,7 @@ divergence='reverse_kl' if that is meant.
     aggregation: Aggregation = static("bnpo")
     """How token losses become one number; veRL's and Tunix' names are accepted and mapped."""
     count_rows: CountRows = static("all")
-    """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all of them, or those with a valid token."""
+    """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all rows, or rows with a valid token."""
 
     # -- numbers (traced) -------------------------------------------------------------------------------------------
     mix: Number | None = None
@@ -162,7 +162,7 @@ hard_weight=0.25)
 
     @staticmethod
     def from_nemo(config: Any = None, **settings: Any) -> Distillation:
-        """NeMo-RL's loss from its ``loss_fn`` section, or from keywords, with ``topk_logits_k`` beside them.
+        """NeMo-RL's loss from its ``loss_fn`` section, or from keywords, with ``topk_logits_k`` alongside.
 
         NeMo-RL compares the teacher's top-k ids alone, and this loss the whole vocabulary, so ``topk_logits_k=None``
         has to say that the whole vocabulary is meant.

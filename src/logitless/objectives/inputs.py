@@ -32,7 +32,7 @@ class Counted:
 
     sequences: Sequences
     denominator: Array  # of the aggregation, as given or counted
-    own_denominator: Array  # the count of this batch: 0 where there is nothing to count
+    own_denominator: Array  # the batch's count: 0 if nothing is counted
     rollout_missing: Array | None  # number of live tokens without a rollout log-probability
     one_advantage: bool = static(False)  # [B]: a row's tokens share it
 
@@ -50,7 +50,7 @@ class LossInputs:
     ref: Array | None
     correction: Array | None  # train/rollout importance weight times the given token weights, as far as both are known
     entropy_weight: Array | None  # mask / number of valid tokens
-    logp_temperature: Array | None = None  # of a sweep, whose log-probabilities nobody divided yet: what divides them
+    logp_temperature: Array | None = None  # divisor for a sweep's log-probabilities, which are not divided yet
 
     rollout: Array | None = None
     sequences: Sequences | None = None
@@ -194,7 +194,7 @@ READ_WHEN: dict[str, tuple[Callable[[Objective], bool], str]] = {
         "there is no entropy bonus. Set Objective(entropy_coef=...)",
     ),
 }
-"""Arrays of a loss call that not every objective reads: when it does, and what to say where it does not."""
+"""Arrays of a loss call that some objectives ignore: condition for use, and message otherwise."""
 
 
 def warn_unused(call: str, objective: Objective, given: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ _ENTRIES = {
         "objectives.inputs",
     )
 }
-"""Modules of this package that stand between a user's call and :func:`warn_unused`."""
+"""Modules of this package between a user's call and :func:`warn_unused`."""
 
 
 def _callers_level() -> int | None:
@@ -271,7 +271,7 @@ def loss_inputs(
     call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]
 ) -> tuple[Objective, LossInputs]:
     """Check the mask and the arrays of a loss call, by their names among ``given``, and prepare the constants of the
-    loss. All of them are constants: they carry no gradient."""
+    loss. All are constants: no gradient flows."""
     # Whatever precision a number of the objective came in, the loss is float32.
     objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
     live = validation.mask_array(call, given.get("mask"), shape)

@@ -32,7 +32,7 @@ Metrics = dict[str, Metric]
 OF_A_SPARSE_BACKWARD = (
     "left_out_mass", "left_out_mass_max", "hard_rows", "active_columns", "backward_columns", "dense_chunks"
 )  # fmt: skip
-"""Names of the metrics that a sparse backward adds to those of a loss."""
+"""Names of metrics added by a sparse backward."""
 
 
 class LossAux(NamedTuple):
@@ -43,7 +43,7 @@ class LossAux(NamedTuple):
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
-    """One set of metrics from those of several devices or micro-batches.
+    """A single set of metrics, reduced over devices or micro-batches.
 
     A part may be a stack of sets, as ``lax.scan`` and ``jax.vmap`` return them: each array has a leading axis, and the
     result is that over all entries of the stack.
@@ -81,8 +81,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, Metric]]) -> Metrics:
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Plain numbers for a log: means, extremes, and the effective sample size as a fraction (``ess``).
 
-    A metric of which nothing was counted is 0: a batch that is masked throughout has no NaN to log. A stack of sets, as
-    ``lax.scan`` returns them, gives the numbers of all its entries together (:func:`reduce_metrics`).
+    A metric of which nothing was counted is 0: a batch that is masked throughout has no NaN to log. Metrics stacked by
+    ``lax.scan`` are reduced over all entries (:func:`reduce_metrics`).
     """
     values: dict[str, float] = {}
     if any(np.ndim(m.sum) for m in metrics.values()):
@@ -102,8 +102,8 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def _between(low: float, mean: float, high: float) -> float:
-    """``mean``, a float32 sum divided by its count, without the rounding of that sum where it leads out of
-    ``[low, high]``. A mean that lies further outside is an error, and stays visible."""
+    """``mean``, a float32 sum divided by its count, clamped to ``[low, high]`` against rounding. A mean that lies
+    further outside is an error, and stays visible."""
     nearest = min(max(mean, low), high)
     return nearest if abs(mean - nearest) <= 1e-6 * abs(mean) else mean
 
@@ -194,7 +194,7 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
         assert x.counted is not None
         rows = x.counted.sequences
         # As a sequence, a row without a token has a ratio, of one. At the token level a mean of every row would cost
-        # collectives where tokens are sharded: there are no extremes.
+        # collectives for sharded tokens: no extremes.
         counts = mask | (~jnp.any(mask, axis=1, keepdims=True) if _whole_rows(o, x) else False)
         number = jnp.sum(jnp.any(counts, axis=1), dtype=jnp.float32)
         low_mean, high_mean = (rows.mean(hit.astype(jnp.float32)) for hit in (low, high))
@@ -204,7 +204,7 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
 
 
 def _whole_rows(o: Objective, x: LossInputs) -> bool:
-    """Whether a value of a sequence is one value of its row: not so with packed rows, or an advantage per token."""
+    """Whether a sequence's value is constant over its row: not with packed rows, nor with an advantage per token."""
     assert x.counted is not None
     return x.counted.sequences.index is None and x.counted.one_advantage
 
@@ -212,9 +212,8 @@ def _whole_rows(o: Objective, x: LossInputs) -> bool:
 def _sequence_mean(o: Objective, value: Array, x: LossInputs, of_nothing: float = 0.0) -> Metric:
     """The mean over sequences of what is the same for all their tokens.
 
-    As TRL logs it: every row counts, those without a token with ``of_nothing``, the value at a ratio of one; and where
-    the advantages of a row differ, so that the value does, the mean is over tokens. Otherwise over sequences that have
-    a token.
+    TRL's mean: every row counts, rows without a token with ``of_nothing``, the value at a ratio of one. If advantages
+    differ within a row, the mean is over tokens. Otherwise over sequences that have a token.
     """
     assert x.counted is not None
     sequences, mask = x.counted.sequences, x.mask

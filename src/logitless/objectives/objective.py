@@ -62,8 +62,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 class Objective:
     """A GRPO-family objective. Frozen, hashable by structure, and a pytree.
 
-    Choices (strings and booleans) are static; numbers are leaves, so changing one never recompiles. A number that is
-    ``None`` means that its term does not exist, which is part of the structure.
+    Choices (strings and booleans) are static; numbers are leaves, so changing one never recompiles. ``None`` for a
+    number removes its term, and changes the pytree structure.
 
     >>> from logitless import Objective
     >>> o = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
@@ -102,7 +102,7 @@ class Objective:
     """Temperature divides the logits, or (``mllm-jax``) ``logp`` at temperature one, in the loss and in statistics
     taken with ``objective=``; entropy and the other statistics are then those of temperature one."""
     count_rows: CountRows = static("all")
-    """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all of them, or those with a valid token (Tunix)."""
+    """Rows that ``grpo``, ``dr_grpo`` and ``luspo`` divide by: all rows, or rows with a valid token (Tunix)."""
     off_policy_from: OffPolicyFrom = static("rollout")
     """The policy that ``off_policy_threshold`` measures from: the sampler's where it is given, or always ``old``."""
 
@@ -142,7 +142,7 @@ class Objective:
     off_policy_threshold: Number | None = None
     """Drop sequences with negative advantage whose mean ``rollout - logp`` exceeds this (see ``off_policy_from``)."""
     top_entropy: Number | None = None
-    """Keep the policy loss of this fraction of highest-entropy tokens only."""
+    """Keep the policy loss only for this fraction of tokens, highest entropy first."""
     entropy_coef: Number | None = None
     """Entropy bonus."""
     max_length: Number | None = None
@@ -292,7 +292,7 @@ class Objective:
 
     @staticmethod
     def ppo(**overrides: Any) -> Objective:
-        """PPO's policy loss: clipped token ratios, the mean over all tokens of the call. Its advantages are a critic's,
+        """PPO's policy loss: clipped token ratios, the mean over all tokens of the call. Advantages come from a critic,
         one per token: ``advantages [B, T]``."""
         return Objective.bnpo(**overrides)
 
@@ -303,8 +303,8 @@ class Objective:
 
     @staticmethod
     def rloo(**overrides: Any) -> Objective:
-        """RLOO: ``-A`` times the log-probability of the whole sequence, the mean over sequences. Its advantages leave
-        each reward out of its own baseline: ``group_advantages(..., baseline="leave_one_out", scale="none")``."""
+        """RLOO: ``-A`` times the log-probability of the whole sequence, the mean over sequences. Advantages use a
+        leave-one-out baseline: ``group_advantages(..., baseline="leave_one_out", scale="none")``."""
         return Objective.reinforce(**{"aggregation": "luspo", **overrides})
 
     def coupling(self, old_known: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""The public loss over statistics that are already there."""
+"""The public loss over given statistics."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def policy_loss(
 ) -> tuple[Array, Metrics]:
     """The loss over statistics that are already there, for users who compute or combine them on their own.
 
-    ``stats`` need ``logp``; the entropy only where the objective reads it, the other fields never. They are at the
-    objective's temperature already, as those of ``logprobs(..., objective=objective)``.
+    ``stats`` need ``logp``; the entropy only where the objective reads it, the other fields never. Statistics must have
+    the objective's temperature, as from ``logprobs(..., objective=objective)``.
 
     ``token_weights`` multiply each token's policy term, as a correction weight does (``vespo`` folds them in): an
     importance ratio that was computed before, per token, or ``[B]`` or ``[B, 1]`` for one a sequence.

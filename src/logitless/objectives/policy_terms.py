@@ -14,10 +14,10 @@
 Where ``A`` is zero the policy loss is zero, and so is its gradient, whatever the ratio. The log-ratio is clamped first
 where the objective says so (``log_ratio_clamp``, ``sequence_log_ratio_max``).
 
-All of it is made of a min, a max, a clip and an exp of its own. At a bound, and where two branches tie, the gradient
-passes in full: with ``eps = 0`` on-policy every ratio sits exactly on both bounds, and ``jnp.minimum`` and ``jnp.clip``
-would halve its gradient. Where an infinite ratio meets a zero cotangent (the branch that was not taken) the product is
-zero, not NaN. And a NaN on either side is the result: a bound never stands in for a number that is not known.
+Built from min, max, clip and exp with custom gradients. At a bound, and where two branches tie, the gradient passes in
+full: with ``eps = 0`` on-policy every ratio sits exactly on both bounds, and ``jnp.minimum`` and ``jnp.clip`` would
+halve its gradient. Where an infinite ratio meets a zero cotangent (the branch that was not taken) the product is zero,
+not NaN. And a NaN on either side is the result: a bound never stands in for a number that is not known.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def exp(x: Array) -> Array:
 @exp.defjvp
 def _exp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     y = jnp.exp(primals[0])
-    # Linear in the tangent (so that it transposes), with a factor that is never infinite.
+    # Linear in the tangent (hence transposable), with a factor that stays finite.
     return y, tangents[0] * jnp.where(jnp.isinf(y), jnp.finfo(y.dtype).max, y)
 
 

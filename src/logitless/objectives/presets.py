@@ -1,4 +1,4 @@
-"""Objectives as the peers define them (docs/losses.md lists where they disagree)."""
+"""Objectives as defined by the peers (docs/losses.md lists the disagreements)."""
 
 from __future__ import annotations
 

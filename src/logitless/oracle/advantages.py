@@ -24,9 +24,9 @@ def group_advantages(
     """``A = (r - mean) / (std + eps)`` with the mean of each run of ``group_size`` rewards.
 
     ``std`` (with ``n - 1`` in its denominator) is that of the group, or of the whole batch for ``scale="batch"``;
-    ``scale="none"`` divides by nothing. A group of one has mean 0, and a standard deviation over one reward is 1.
-    A group of equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is that of the
-    group's other rewards. The result has the shape of ``rewards``.
+    ``scale="none"`` divides by nothing. A group with a single reward has mean 0 and standard deviation 1. A group of
+    equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is that of the group's other
+    rewards. The result has the shape of ``rewards``.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")

@@ -3,8 +3,8 @@
     l_t  = soft_weight T_t^2 divergence_t - hard_weight logp_t        T_t^2 with ``temperature_squared`` alone
     loss = sum_t factor_t l_t
 
-The divergence is at temperature ``T_t``, ``logp`` of the target at temperature one. The policy losses'
-aggregation gives ``factor_t``: it is minus the gradient of REINFORCE with advantages of one.
+The divergence is at temperature ``T_t``, ``logp`` of the target at temperature one. The aggregation for policy losses
+gives ``factor_t``: minus the gradient of REINFORCE with unit advantages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _factors(
     segment_ids: ArrayLike | None,
     denominator: ArrayLike | None,
 ) -> Floats:
-    """What multiplies each token's loss, 0 where masked."""
+    """Factor of each token's loss, 0 if masked."""
     reinforce = Objective(
         policy="reinforce", aggregation=o.aggregation, count_rows=o.count_rows, max_length=o.max_length
     )

@@ -222,7 +222,7 @@ def _categories(log_p: Floats, log_rest: Floats, outside: Outside) -> Floats:
 def _given(
     student: Rows, ids: ArrayLike, teacher_logp: ArrayLike, log_rest: ArrayLike | None, outside: Outside
 ) -> tuple[Ints, Floats, Floats]:
-    """Ids ``[N, K]``, the teacher's log-probabilities at them, and the log of its mass outside them ``[N]``."""
+    """Ids ``[N, K]``, the teacher's log-probabilities at the ids, and the log of the remaining mass ``[N]``."""
     if outside not in ("tail", "renormalised"):
         raise ValueError(f"outside={outside!r} is not known; expected 'tail' or 'renormalised'.")
     chosen = distinct_ids(ids, student)
@@ -254,8 +254,8 @@ def sparse_divergence(
     with an id that the student does not have has NaN. ``temperature`` divides the student's logits; the teacher's
     log-probabilities are taken as they are. The masses are those of the whole vocabulary, whatever ``outside`` says.
 
-    The teacher's mass outside the ids is one minus their sum, and 0 where rounding makes that negative; a reverse KL
-    is infinite there. ``teacher_log_rest [...]`` is its logarithm where it is known (:func:`logitless.oracle.top_k`).
+    The teacher's mass outside the ids is one minus their sum, clamped at 0 against rounding; a reverse KL is infinite
+    at 0. ``teacher_log_rest [...]`` is the logarithm of that mass, if known (:func:`logitless.oracle.top_k`).
     """
     chosen, log_q, log_rest = _given(student, ids, teacher_logp, teacher_log_rest, outside)
     tau = student.temperatures(temperature)
@@ -298,7 +298,7 @@ def sparse_divergence_vjp(
     temperature: ArrayLike | None = None,
     mask: ArrayLike | None = None,
 ) -> Gradients:
-    """Gradients of what the student's rows are made of, for the cotangent of ``divergence [...]``."""
+    """Gradients for the inputs of the student's rows, given the cotangent of ``divergence [...]``."""
     chosen, log_q, log_rest = _given(student, ids, teacher_logp, teacher_log_rest, outside)
     tau, g = student.temperatures(temperature), per_token(g_divergence, student.shape, 0.0)
 

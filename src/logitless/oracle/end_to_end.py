@@ -24,7 +24,7 @@ def _temperature(o: Objective) -> ArrayLike:
 
 
 def _divisor(o: Objective) -> Floats:
-    """What divides the log-probabilities: the objective's temperature, if that is where it acts."""
+    """Divisor for log-probabilities: the objective's temperature, if it acts on logp."""
     return np.asarray(1.0 if o.temperature is None or o.temperature_on == "logits" else o.temperature, np.float64)
 
 

@@ -1,7 +1,7 @@
 """The policy loss over ``[B, T]`` statistics and its gradient, sequence by sequence and token by token.
 
 A sequence is a row, or with ``segment_ids`` all the tokens of a row that carry the same id. Only valid tokens are ever
-read, so nothing at a masked position can matter. For one sequence of ``n`` valid tokens:
+read, so nothing at a masked position can matter. For a sequence with ``n`` valid tokens:
 
     r_t = logp_t - old_t                    old = stop_gradient(logp) when none is given; within +-log_ratio_clamp
     w_t = r_t                               level "token"
@@ -117,7 +117,7 @@ def _vespo_log_weight(s: _Sequence, ratios: list[float], correction: list[float]
 
 
 def _sequence_loss(s: _Sequence, o: Objective) -> tuple[float, list[float]]:
-    """``sum_t (weight_t l_t + beta KL_t)`` of one sequence and its gradient by each token's logp."""
+    """``sum_t (weight_t l_t + beta KL_t)`` for a sequence, and the gradient by each token's logp."""
     n = len(s.logp)
     bound, most = number_or_none(o.log_ratio_clamp), number_or_none(o.sequence_log_ratio_max)
     unbounded = [logp - old for logp, old in zip(s.logp, s.old, strict=True)]

@@ -39,7 +39,7 @@ def number_or_none(value: object) -> float | None:
 
 
 def exp(x: float) -> float:
-    """``e^x``, infinite instead of an exception where it overflows."""
+    """``e^x``; overflow gives infinity instead of an exception."""
     with np.errstate(over="ignore"):
         return float(np.exp(x))
 
@@ -61,8 +61,8 @@ def within(x: float, low: float | None, high: float | None) -> float:
 def clip_term(w: float, advantage: float, o: Objective) -> Term:
     """``c2 = clip(c1, 1-eps_low, 1+eps_high)``, then ``c1 <- min(c1, delta)``; ``l = -min(c1 A, c2 A)``.
 
-    Dual clip: where ``A < 0``, ``l <- min(l, -c A)``. With ``dc1/dw = c1``, the derivative is ``-A c1`` where the side
-    that was taken is not held by one of its bounds.
+    Dual clip: where ``A < 0``, ``l <- min(l, -c A)``. With ``dc1/dw = c1``, the derivative is ``-A c1`` unless the
+    selected side is clipped.
     """
     ratio = exp(w)
     low, high, delta = 1.0 - number(o.eps_low), 1.0 + number(o.eps_high), number_or_none(o.delta)

@@ -147,7 +147,7 @@ def selected_logprobs_vjp(
         inside = np.zeros(p.shape, bool)
         inside[row, column] = True
         mass, rest = (np.where(x, p, 0.0).sum(axis=1)[:, None] for x in (inside, ~inside))
-        by_mass = np.where(inside, p * rest, -p * mass)  # 1 - mass without its cancellation
+        by_mass = np.where(inside, p * rest, -p * mass)  # 1 - mass without cancellation
         others = gl[i].sum(axis=1)[:, None] - at_ids  # the cotangents of all ids but the column's own
         top = np.argmax(p, axis=1)
         share = p.copy()
@@ -190,8 +190,8 @@ def support_token_stats(
 ) -> TokenStats:
     """Statistics at ``targets [...]`` of the softmax over ``support [..., K]``, ids that are ragged by -1.
 
-    A token without ids has the whole vocabulary. A live token whose target lies outside its support, or whose support
-    has an id that is not there, has NaN.
+    A token without ids has the whole vocabulary. A live token with a target outside its support, or with an invalid id
+    in its support, has NaN.
     """
     chosen, tau = distinct_ids(support, rows), rows.temperatures(temperature)
     y = np.asarray(targets).astype(np.int64).reshape(-1)

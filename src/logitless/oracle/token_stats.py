@@ -209,7 +209,7 @@ def token_stats_vjp(
             p = np.exp(soft.log_p)
             d_entropy = np.where(p == 0.0, 0.0, -p * (soft.log_p + soft.entropy[:, None]))
             dz = -gl[i, None] * p + gh[i, None] * d_entropy + gz[i, None] * p
-            at_target = -gl[i] * np.expm1(soft.log_p[row, column])  # 1 - p without its cancellation
+            at_target = -gl[i] * np.expm1(soft.log_p[row, column])  # 1 - p without cancellation
             dz[row, column] = at_target + gh[i] * d_entropy[row, column] + gz[i] * p[row, column]
             dz[~known] = np.nan
             dx[i, :columns] = dz * slope_of_rows(block, tau[i], softcap, scale)

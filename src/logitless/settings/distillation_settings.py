@@ -12,7 +12,7 @@
 | veRL ``loss_mode`` forward_kl_topk; kl, k1, k2, k3, ... | forward_kl; refused, for they look at the sampled token |
 | veRL ``distillation_loss_coef`` with ``use_task_rewards`` | ``soft_weight`` |
 
-The hard part is at temperature one in all of them (Liger, Tunix, MaxText).
+The hard part has temperature one in all libraries (Liger, Tunix, MaxText).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ POLICY_LOSS = Library(
     "veRL",
     CALL,
     loss={"loss_mode": "vanilla"},
-    other=frozenset(  # of loss modes that are refused
+    other=frozenset(  # options for refused loss modes
         {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "_target_"}
         | {"rollout_correction"}
     ),

@@ -22,7 +22,7 @@ _MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What a library calls the settings of its loss."""
+    """A library's names for loss settings."""
 
     name: str
     call: str

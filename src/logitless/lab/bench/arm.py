@@ -27,14 +27,14 @@ def _memory(key: str) -> int | None:
 
 
 class Bench:
-    """The arms of one case in this process."""
+    """A case's arms in the current process."""
 
     def __init__(self) -> None:
         self._data = case_arrays.Data()
         self._ready: dict[str, tuple[Any, case_arrays.Inputs]] = {}
 
     def prepare(self, case: dict[str, Any], name: str, arm: dict[str, Any]) -> dict[str, Any]:
-        """Compile the arm and run it once: what it computed, and the compiler's plan of its memory."""
+        """Compile the arm and run it once: results, and the compiler's plan for memory."""
         own = Arm(**arm)
         x, rest = self._data.of(case, own.batch)
         compiled, seconds = timing.compile_in_steps(arm_program.program(case, own), x, rest)
@@ -59,7 +59,7 @@ class Bench:
         )
 
     def turn(self, case: dict[str, Any], name: str) -> dict[str, Any]:
-        """One turn's times of an arm that is prepared."""
+        """Times of a single turn, by a prepared arm."""
         compiled, inputs = self._ready[name]
         return timing.turn(compiled, *inputs, repeats=case["repeats"], warmup=case["warmup"])
 

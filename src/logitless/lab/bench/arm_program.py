@@ -1,6 +1,6 @@
 """The program of an arm: ``f(x, rest)`` with the loss, its gradients, and what a sparse backward reports.
 
-Only names that users have are called, so that another tree's library can stand in for this one's.
+Only public names are called, so another checkout's library can replace this library.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One benchmark case: its configuration, and the arms that it makes.
+"""A benchmark case: configuration and arms.
 
-An arm is one program over the case's inputs. ``naive``, ``strong``, ... are dense (``strong/f32`` and ``strong/bf16``
-in a logits dtype that is not the case's own); ``default`` is the library's call as a user makes it who sets no option;
-``kernel`` is the call with the case's options, where it has any; ``kernel, sparse backward`` with that one on top.
-``arms`` declares more of them, each a change of another one, and ``peers`` asks for PyTorch's.
+An arm is a program over the case's inputs. ``naive`` and ``strong`` are dense (``strong/f32`` and ``strong/bf16``
+override the logits dtype); ``default`` is the library's call without options; ``kernel`` is the call with the case's
+options, if any; ``kernel, sparse backward`` adds the sparse backward. ``arms`` declares more arms as changes to an
+existing arm, and ``peers`` adds PyTorch's losses.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BenchConfig:
     seed: int = 0
     verify: bool = True
     check_rows: int = number(0, AT_LEAST_0)  # gradient rows at the true shape, compared with float64
-    peaks: bool = True  # the device's peak of each arm, in a process of its own
+    peaks: bool = True  # the device's peak for each arm, in a separate process
     warmup: int = number(1, AT_LEAST_0)  # calls before each turn
     repeats: int = number(3, AT_LEAST_1)  # calls of a turn
     rounds: int = number(7, AT_LEAST_1)  # turns of each arm
@@ -89,8 +89,8 @@ class BenchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One program. ``batch`` and ``objective`` are keys of the case, or of its objective (of its ``distillation`` where
-    it has one), that differ for it."""
+    """A program. ``batch`` and ``objective`` override keys of the case and its objective (or ``distillation``) for this
+    arm."""
 
     kind: str  # one of KINDS
     form: str = ""  # which baseline or peer
@@ -100,7 +100,7 @@ class Arm:
     frozen_head: bool = False
     batch: dict[str, Any] = dataclasses.field(default_factory=dict)
     objective: dict[str, Any] = dataclasses.field(default_factory=dict)
-    against: str = ""  # the arm that its time is a ratio to; empty: the dense form of its kind
+    against: str = ""  # the arm to compare times with; empty: the dense form of the same kind
     source: str = ""  # another tree's src, whose library runs
 
 
@@ -181,7 +181,7 @@ def _of_peer(c: BenchConfig, name: str) -> dict[str, Any]:
 
 
 def is_ours(arm: Arm) -> bool:
-    """Whether it is this tree's library that runs."""
+    """Whether this checkout's library runs the arm."""
     return arm.kind == "library" and not arm.source
 
 

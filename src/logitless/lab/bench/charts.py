@@ -38,12 +38,13 @@ STYLE: dict[str, Any] = {
     "axes.facecolor": "none", "grid.color": LIGHT["grid"],
 }  # fmt: skip
 WIDE, LINE, CHARACTER = 460.0, 20.0, 8.6
-"""A drawing's width, the height of a line of text and the width of a character, in points. A phone shows all of it."""
+"""A drawing's width, the height of a line of text and the width of a character, in points. A phone shows the full
+width."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """One bar, made of parts: ``(name, value)``. ``missing`` says why there is none."""
+    """A bar, stacked from parts ``(name, value)``; ``missing`` explains an absent bar."""
 
     label: str
     parts: tuple[tuple[str, float], ...] = ()
@@ -158,7 +159,7 @@ class Lines:
         columns = max(1, min(len(self.series), int(WIDE / (CHARACTER * legend + 60))))
         lines = -(-len(self.series) // columns)
         axes = _axes(figure, left=58, rows=11, bottom=2.6 + 1.2 * lines, top=1.6)
-        for s in sorted(self.series, key=lambda s: s.tone != "ours"):  # dashes over it, where two lines coincide
+        for s in sorted(self.series, key=lambda s: s.tone != "ours"):  # dashes on top, for lines that coincide
             marker = "o" if len(s.points) <= 24 else ""
             line = (0, DASHES[s.tone]) if DASHES[s.tone] else "-"
             axes.plot(*zip(*s.points, strict=True), color=LIGHT[s.tone], label=s.label, ls=line, marker=marker, ms=4)
@@ -198,7 +199,7 @@ def css(selector: str = ":root") -> str:
 
 
 def _shade(part: int, parts: int) -> float:
-    """The last part of a bar is what it is about; those before it are fainter."""
+    """The last part of a bar is the main part; earlier parts are fainter."""
     return round(0.25 + 0.75 * (part / (parts - 1)) ** 1.5, 2) if parts > 1 else 1.0
 
 
@@ -228,7 +229,7 @@ def _drawn(chart: Chart, form: str, titled: bool) -> bytes:
 
 
 def to_svg(chart: Chart, *, alone: bool = False) -> str:
-    """The chart as one ``<svg>``; ``alone`` makes it a file of its own, with the chart's title in it."""
+    """The chart as an ``<svg>``; ``alone`` makes a complete file, with the chart's title inside."""
     text = _drawn(chart, "svg", alone).decode()
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert size is not None

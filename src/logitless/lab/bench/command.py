@@ -97,7 +97,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def show_gates(record: dict[str, Any], numbers: bool = False) -> None:
-    """A gradcheck's gates, with its numbers where they are asked for."""
+    """Print the gates of a gradcheck, with numbers if asked."""
     print(f"{record['config/name']}: {record['device']}, jax {record['jax']}")
     for key, value in record.items():
         if numbers and isinstance(value, float):

@@ -213,7 +213,7 @@ def _logits_checks() -> list[Case]:
     out: list[Case] = []
     for name, (dtype, n, v, more) in checks.items():
         own = {**shared, **dict(dtype=dtype, tokens=n, vocab=v), **more}
-        # No token is clipped, so that every live one has a gradient.
+        # No token is clipped: every live token has a gradient.
         out.append(GradcheckConfig(name=name, old_logp_noise_scale=0.05, same_without_gradient=not more, **own))
         out.append(GradcheckConfig(name=f"{name}, statistics", call="logprobs", **{**own, "donate": False}))
     return out

@@ -2,8 +2,8 @@
 
 Deterministic. Compares a backend with ``reference`` on the same inputs, and both with the float64 oracle where that
 fits. Inputs are synthetic, or hidden states and head of a model's forward pass. With ``mesh`` the backend runs over
-several devices, and the reference on one; on a CPU they are virtual ones, in a process of its own. With
-``call: logprobs`` it is the statistics of ``logprobs`` and ``linear_logprobs``, under random cotangents.
+several devices, and the reference on one; on a CPU the devices are virtual, in a separate process. With ``call:
+logprobs`` it is the statistics of ``logprobs`` and ``linear_logprobs``, under random cotangents.
 
 Gates: the loss difference, the gradient difference relative to its norm, no gradient in masked tokens and padded
 columns, and (with the oracle) the backend's error at most ``contract`` times the reference's own, in norm and in the
@@ -36,14 +36,14 @@ from logitless.lab.tools.command_config import ConfigError
 __all__ = ["GradcheckConfig", "axes_of", "check", "objective_of", "run"]
 
 ORACLE_ELEMENTS = 100_000_000
-"""Of an array that the float64 oracle is asked for: it keeps a few of its size."""
+"""Largest array for the float64 oracle, which keeps a few copies."""
 Gates = dict[str, tuple[float, float]]
 SIZES: dict[str, Callable[[np.ndarray], Any]] = {
     "norm": np.linalg.norm,
     "max": lambda v: np.max(np.abs(v), initial=0.0),
     "row": lambda v: np.max(np.linalg.norm(v, axis=-1), initial=0.0),
 }
-"""Of a gradient, or of an error."""
+"""Relative differences and errors of a gradient."""
 
 
 def _differences(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
@@ -112,7 +112,7 @@ def run(c: GradcheckConfig, say: Callable[[str], None] = lambda _: None) -> dict
 
 
 def _exact_gates(c: GradcheckConfig, gates: Gates, kernel: runs.Found, mask: np.ndarray) -> None:
-    """What has to be so to the bit."""
+    """Gates that must hold bit by bit."""
     if not mask.all():
         gates["gradient of masked tokens"] = (float(np.abs(kernel.grads[0][~mask]).max()), 0.0)
     if c.vocab_size and c.vocab_size < c.vocab:
@@ -123,7 +123,8 @@ def _exact_gates(c: GradcheckConfig, gates: Gates, kernel: runs.Found, mask: np.
 
 
 def _on_virtual_devices(c: GradcheckConfig, devices: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The same in a fresh process with so many virtual CPU devices; JAX cannot add them to a running one."""
+    """The same in a fresh process with so many virtual CPU devices; JAX cannot add virtual devices to a running
+    process."""
     if jax.default_backend() != "cpu":
         raise ConfigError(f"mesh: {c.mesh} needs {devices} devices, there are {jax.device_count()}")
     say(f"a process with {devices} virtual CPU devices")
@@ -143,12 +144,12 @@ def _contract(
     dtype: Any,
     c: GradcheckConfig,
 ) -> None:
-    """The backend's error against float64 in units of the reference's: in norm, and the largest. Of an element, or,
-    with a sparse backward, of a row: what it leaves out is a row's, and may move an element by a unit in its last
-    place. ``values``: the truth, the reference's and the backend's.
+    """The backend's error against float64 in units of the reference's: in norm, and the largest. Error per element, or
+    per row with a sparse backward: the left-out mass belongs to a row, and may move an element by a unit in the last
+    place. ``values``: truth, reference and backend.
 
-    The reference may be lucky, so that its error has a floor: two units in the last place of float32 (a probability's
-    and its cotangent's), or a quarter of one in the gradient's own dtype.
+    The reference may be lucky, so its error has a floor: two units in the last place of float32 (for a probability and
+    for its cotangent), or a quarter of a unit in the gradient's dtype.
     """
     truth, ref, kernel = values
     floor = max(2 * float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(dtype).eps) / 4)
@@ -165,8 +166,8 @@ def _contract(
 def _statistics(
     record: dict[str, Any], gates: Gates, true: runs.Found, ref: runs.Found, kernel: runs.Found, limit: float
 ) -> None:
-    """The largest error of each statistic in units of the reference's, which is at least eight units in the last place
-    of the float32 number that all of them are made of (lse; of its own for those of a pair)."""
+    """The largest error per statistic, relative to the reference's error. The reference's error counts as at least
+    eight units in the last place of lse in float32 (for a pair, of the statistic)."""
     for name, truth in true.statistics.items():
         largest = max(float(np.abs(true.statistics.get("lse", truth)).max()), 1.0)
         floor = 8 * float(jnp.finfo(jnp.float32).eps) * largest

@@ -57,7 +57,7 @@ class GradcheckConfig:
     inputs: str = one_of(*inputs.KINDS, "realistic", "model")  # realistic: head level
     model: str = ""  # inputs=model: an architecture's name (random weights), a folder of weights, or a .gguf file
     layers: int = number(0, AT_LEAST_0)  # inputs=model: only so many layers; 0: all
-    mesh: str = ""  # data=2,fsdp=2,tensor=2: the backend over so many devices; empty: one
+    mesh: str = ""  # data=2,fsdp=2,tensor=2: the backend over several devices; empty: a single device
     spread: float = 3.0  # of ordinary logits
     temperature: float = 1.0
     softcap: float = 0.0  # 0: none

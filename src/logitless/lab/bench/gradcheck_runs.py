@@ -26,12 +26,12 @@ from logitless.objectives.objective import Objective
 
 STATISTICS = ("logp", "entropy", "lse")
 OF_A_PAIR = ("divergence", "entropy", "logp")
-"""Statistics that are compared: of one distribution, and of a student with its teacher."""
+"""Statistics to compare: for a single distribution, and for a student with a teacher."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What one of the three ways gives; ``loss`` is the weighted sum of the statistics where they are asked for."""
+    """Result of a run; ``loss`` is the weighted sum of the statistics if those are requested."""
 
     loss: float
     grads: list[np.ndarray]

@@ -1,8 +1,8 @@
 """``logitless bench``: the same loss with and without the kernels, arms in alternation, verified before timed.
 
-For each arm: its time by every clock there is (median, p10, p90 over all calls, and one number for each round), the
-ratio to its dense form with an interval (:mod:`.ratios`), achieved TFLOP/s and GB/s, the ratio to the roofline, and its
-memory: the compiler's plan, and beside it the device's peak as seen by a process that compiled nothing.
+Reported per arm: time by every available clock (median, p10, p90 over all calls, and a number per round), the ratio to
+the dense form with an interval (:mod:`.ratios`), achieved TFLOP/s and GB/s, the ratio to the roofline, and memory: the
+compiler's plan, and the device's peak in a process without compilation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOT_HERE = "not here: "
 class How:
     """What a command line adds to a configuration."""
 
-    only: tuple[str, ...] = ()  # arms of these names, or with one of these in them, and what they are compared with
+    only: tuple[str, ...] = ()  # arms with these names, or with a name part listed here, and their baselines
     against: str = ""  # another tree's src
     peers: str | None = None  # PyTorch's arms, too; a folder of unpacked wheels, or empty: as installed
     verified: Verified = dataclasses.field(default_factory=dict)  # by earlier cases
@@ -128,7 +128,7 @@ def _compare(c: BenchConfig, chosen: dict[str, Arm], record: dict[str, Any]) -> 
 
 
 def _no_worse(name: str) -> dict[str, tuple[str, str, str, float]]:
-    """The bars of an arm whose other tree's self runs beside it."""
+    """Bars for an arm whose twin from another checkout runs in the same case."""
     return {
         f"{name}: time / other tree": ("time", name, twin(name), NO_SLOWER),
         f"{name}: memory / other tree": ("memory", name, twin(name), 1.0),
@@ -174,7 +174,7 @@ def _summarise(c: BenchConfig, part: dict[str, Any]) -> dict[str, Any]:
     row["gb_per_s"] = moved / seconds / 1e9
     chip = chip_of_kind(part["environment"]["device"])
     row["roofline_ms"] = row["roofline_ratio"] = None
-    if chip is not None and c.dtype == "bfloat16":  # the table's FLOP/s are those of bfloat16
+    if chip is not None and c.dtype == "bfloat16":  # the table's FLOP/s are for bfloat16
         row["roofline_ms"] = roofline_seconds(chip, flops, moved) * 1e3
         row["roofline_ratio"] = row["median_ms"] / row["roofline_ms"]
     row["mem/compiler"] = part["compiler"]

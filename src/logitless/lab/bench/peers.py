@@ -65,7 +65,7 @@ def _liger_head(b: Batch) -> Callable[[], Any]:
 
 
 def _liger_logits(b: Batch, in_place: bool) -> Callable[[], Any]:
-    """Its kernel takes one position more than there are targets; of the package only this file is read."""
+    """The kernel takes one position more than targets; only the kernel's file is read."""
     found = importlib.util.find_spec("liger_kernel")
     places = [] if found is None else [Path(p) for p in found.submodule_search_locations or []]
     path = next((p / "ops" / "grpo_loss.py" for p in places if (p / "ops" / "grpo_loss.py").exists()), None)
@@ -80,12 +80,13 @@ def _liger_logits(b: Batch, in_place: bool) -> Callable[[], Any]:
 
 
 def _own_logits(b: Batch) -> Batch:
-    """The batch with logits of its own, for what writes its gradient over them."""
+    """The batch with a private copy of the logits, for losses that overwrite logits with gradients."""
     return b | dict(logits=b["logits"].detach().clone().requires_grad_())
 
 
 def _trl(beta: float) -> Callable[[Batch], Callable[[], Any]]:
-    """TRL's ``_chunked_divergence_loss`` of live rows; its module needs all of TRL, its function two files."""
+    """TRL's ``_chunked_divergence_loss`` on live rows; importing its module needs all of TRL, the function needs two
+    files."""
 
     def make(b: Batch) -> Callable[[], Any]:
         from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
@@ -155,7 +156,7 @@ def batch_of(level: str, inputs: case_arrays.Inputs) -> Batch:
 
 
 class Peers:
-    """Arms of one case, as :class:`logitless.lab.bench.arm.Bench` has them."""
+    """PyTorch arms of a case, with the interface of :class:`logitless.lab.bench.arm.Bench`."""
 
     def __init__(self) -> None:
         for name in ("liger_kernel", "cut_cross_entropy", "trl"):
@@ -188,7 +189,7 @@ class Peers:
             value.backward()
             return value
 
-        value = float(step())  # of the first step: one that works in place has spoilt its inputs then
+        value = float(step())  # from the first step: an in-place loss spoils the inputs
         for _ in range(2):
             step()
         torch.cuda.synchronize()

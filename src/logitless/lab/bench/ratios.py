@@ -1,9 +1,9 @@
 """How much faster, and is it? Ratios of arms that took turns, with 95 % intervals.
 
-The turns of one round stand next to each other in time, so that a drift of the machine (a chip at its power limit moves
-a matmul by 10 % between two runs) is in both and leaves their ratio alone. With ``d_i`` the logarithm of the ratio in
-round ``i``, the ratio is ``exp(mean d)`` and its interval ``exp(mean d +- t s / sqrt n)`` with Student's ``t``. Only an
-interval without one is a difference; :func:`verdict` has the words.
+The turns of a round are adjacent in time: a drift of the machine (a chip at its power limit moves a matmul by 10 %
+between two runs) affects both, and their ratio stays. With ``d_i`` the logarithm of the ratio in round ``i``, the ratio
+is ``exp(mean d)`` and its interval ``exp(mean d +- t s / sqrt n)`` with Student's ``t``. Only an interval without one
+is a difference; :func:`verdict` has the words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T_95 = (
 """Student's t at 97.5 % for 1, 2, ... degrees of freedom."""
 NONE, UNSURE, FASTER, SLOWER, ONE = "no difference", "cannot tell", "faster", "slower", "one round: no interval"
 SAME = 0.9, 1.1
-"""An interval around one is called no difference if it lies between these."""
+"""Bounds for an interval around 1 that counts as no difference."""
 
 
 def verdict(low: float | None, high: float | None) -> str:
@@ -56,7 +56,7 @@ def main_ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(r: dict[str, Any]) -> str:
-    """``0.912x [0.905, 0.919]``, and the verdict where the interval has one in it."""
+    """``0.912x [0.905, 0.919]``, and the verdict if the interval contains 1."""
     if r["low"] is None:
         return f"{r['ratio']:.3f}x (one round)"
     inside = f"{r['ratio']:.3f}x [{r['low']:.3f}, {r['high']:.3f}]"

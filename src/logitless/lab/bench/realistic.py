@@ -60,12 +60,12 @@ class Policy:
     level_sd: float = 3.0
     topic: float = 13.2  # of a topic's first column: mean
     topic_sd: float = 1.5
-    slope: float = 1.9  # by which a topic falls per e-fold of its columns
+    slope: float = 1.9  # decay of a topic per e-fold of columns
     members: int = 1100  # columns of a topic
     topics: int = 170
     topic_head: float = 1.3  # topic m is drawn in proportion to 1 / (m + topic_head)
     member_power: float = 1.2  # columns join a topic in proportion to exp(member_power * b)
-    common: float = 2.0  # length of the component that all rows of the head share
+    common: float = 2.0  # length of the component shared by all head rows
 
 
 POLICY = Policy()
@@ -75,8 +75,8 @@ ON_POLICY = Policy(level=24.6, level_sd=2.5)
 """A model on its own completions, as RL has them (:data:`MEASURED_ON_POLICY`): the leading token is surer of itself."""
 
 MEASURED_ON_POLICY = {"entropy": 0.21, "threshold": 3e-5, "active": 2444, "hard": 0.0078}
-"""Of the same model on its own completions, targets drawn from its own softmax (V=151936, 1024 tokens): mean entropy,
-columns in which a token has p > 3e-5, and the share of rows that leave more than 2^-8 outside of them."""
+"""The same model on its own completions, with targets drawn from its softmax (V=151936, 1024 tokens): mean entropy,
+columns with p > 3e-5 for a token, and the share of rows with more than 2^-8 outside these columns."""
 
 POLICIES = {"realistic": POLICY, "on_policy": ON_POLICY}
 """By the name that ``inputs`` has in benchmarks."""
@@ -128,7 +128,7 @@ def realistic_head(
     rng = np.random.default_rng(seed)
     width = max(min(1024, hidden - 2), 1)
     left, right = _logits_factors(tokens, vocab, width, rng, policy)
-    # rotated, so that no entry of either matrix is special
+    # rotated: no matrix entry is special
     basis = np.linalg.qr(rng.standard_normal((hidden, width + 2)))[0].T.astype(np.float32)
     head = np.empty((vocab, hidden), dtype)
     for i in range(0, vocab, 8192):  # in slices: the host need not hold it all in float32
@@ -137,7 +137,7 @@ def realistic_head(
 
 
 def _probabilities(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(p [T, V], entropy [T])`` of logits, which are written over."""
+    """``(p [T, V], entropy [T])`` from logits; overwrites the logits."""
     z -= z.max(1, keepdims=True)
     z -= np.log(np.exp(z).sum(1, keepdims=True))
     entropy = -np.einsum("tv,tv->t", np.exp(z), z)

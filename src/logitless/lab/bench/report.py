@@ -37,7 +37,7 @@ def _where(records: Iterable[Record]) -> list[str]:
 
 
 def _made(records: Iterable[Record]) -> list[str]:
-    """By which command, when, and from which code, of records that say so."""
+    """Command, date and commit of the records, where recorded."""
     found: dict[tuple[str, str], list[str]] = {}
     for m in filter(None, (r.get("made") for r in records)):
         code = f"logitless {m['version']}" + (f" ({m['commit']})" if m.get("commit") else "")
@@ -59,7 +59,7 @@ def _clean(value: Any) -> Any:
 
 
 def _read(path: Path) -> list[Record]:
-    """The records of a file; one that lacks what its kind must have is refused by file and key."""
+    """The records of a file; a record without a required key is refused by file and key."""
     found = read(path)
     for i, record in enumerate(found, 1):
         if wrong := report_schema.fault(record):
@@ -69,7 +69,7 @@ def _read(path: Path) -> list[Record]:
 
 
 def _named_apart(sections: Sequence[Section]) -> list[charts.Chart]:
-    """All charts; of several with one name, which is that of a file, the later ones get a number."""
+    """All charts; a chart's name is a file name, so repeated names get a number."""
     seen: dict[str, int] = {}
     for s in sections:
         for i, chart in enumerate(s.charts):

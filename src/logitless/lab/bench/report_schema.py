@@ -1,4 +1,4 @@
-"""What the report needs of each kind of record, and what a record lacks of it."""
+"""Required keys for each kind of record, and a check for missing keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from logitless.lab.tools.result_files import Record, kind_of
 
 TEXT, FLAG, NUMBER, ANY_NUMBER = "a text", "true or false", "a finite number", "a number"
 LARGEST = 1e30
-"""Numbers beyond it are no measurements, and charts cannot be drawn of them."""
+"""Larger numbers are no measurements and cannot be drawn."""
 DEEPEST = 40
 
 

@@ -89,7 +89,7 @@ def tone_of(arm: str, taken: Iterable[str] = ()) -> str:
 
 
 def _lines(points: Points) -> tuple[Series, ...]:
-    """A line for each arm that has points, each in a colour of its own."""
+    """A line for each arm with points, in different colours."""
     lines: list[Series] = []
     for arm, found in points.items():
         if found:
@@ -98,7 +98,7 @@ def _lines(points: Points) -> tuple[Series, ...]:
 
 
 def _bars(arms: dict[str, Record], value: Callable[[Record], dict[str, float] | None]) -> tuple[Bar, ...]:
-    """A bar for each arm; what failed has its error there."""
+    """A bar per arm; a failed arm shows its error instead."""
     bars: list[Bar] = []
     for arm, row in arms.items():
         parts = None if "error" in row else value(row)
@@ -255,7 +255,7 @@ SUMMARY = (
     ("steps", "steps", 1, ",.0f"), ("parameters", "parameters", 1, ",.0f"),
     ("compiling (s)", "time/compile_s", 1, ".1f"), ("in all (s)", "time/total_s", 1, ".0f"),
 )  # fmt: skip
-"""Rows of the summary beside those of ``logitless ab``'s own table."""
+"""Rows of the summary, in addition to the table of ``logitless ab``."""
 AGREEMENT = {
     "agree": "agree", "decided_by": "decided by", "test": "test", "loss_difference": "loss, largest difference",
     "largest_difference": "largest difference", "loss_tolerance": "limit of the loss",
@@ -394,7 +394,7 @@ def tpu(found: Found) -> Section:
 
 
 def gradchecks(found: Found) -> Section:
-    """Every gate's value in units of its limit."""
+    """Every gate's value, relative to its limit."""
     s = Section("Gradient checks", "A gate's value in units of its limit: below 1 it is met.")
     bars, rows = [], []
     for name, gate, g in ((r["config/name"], gate, g) for _, r in found for gate, g in r["gates"].items()):
@@ -410,13 +410,13 @@ def gradchecks(found: Found) -> Section:
 
 
 ROWS_SHOWN = 200
-"""Of a record that is shown as it is."""
+"""Maximum number of rows for a record without its own view."""
 UNITS = {"_bytes": ("MiB", 1 / MIB), "_ms": ("ms", 1), "_s": ("s", 1)}
 """How a key ends that has a unit, with the unit that is shown and what it is multiplied by."""
 
 
 def others(found: Found) -> Section:
-    """Records of other scripts, each as a table of what is in it."""
+    """Records of other scripts, each as a generic table."""
     s = Section("Other records", "Results of scripts that make no chart here: what is in each file.")
     for path, record in found:
         rows = [{"what": at, "value": value} for at, value in _leaves(record, (), 1, "") if value]
@@ -472,7 +472,7 @@ def _agreement(records: list[Record]) -> Iterator[Tile]:
     gates = [g["ok"] for r in records if kind_of(r) == "gradcheck" for g in r["gates"].values()]
     checks = [r["verify"]["passed"] for r in records if kind_of(r) == "bench" and r.get("verify")]
     if judged := [a for r in records if r.get("kind") == "ab" for a in _agreements(r).values()]:
-        # An arm that disagrees decides, then one that cannot be judged.
+        # Priority: an arm that disagrees, then an arm without verdict.
         first = min(judged, key=lambda a: (False, None, True).index(_agrees(a)))
         yield Tile(question, AGREES[_agrees(first)], str(first.get("test", "A/B training")), _agrees(first))
     elif passed := gates or checks:

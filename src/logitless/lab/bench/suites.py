@@ -1,7 +1,7 @@
 """``logitless bench --suite NAME``: the lot, into one JSON file.
 
-The file is written anew after every case, so that a suite which is stopped leaves what it had. A case that runs out of
-memory is recorded and ends nothing. No case needs a configuration file.
+The file is rewritten after every case, so a stopped suite keeps its finished cases. A case that runs out of memory is
+recorded and ends nothing. No case needs a configuration file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def overridden(case: Case, overrides: Sequence[str]) -> Case:
 
 
 def chosen(name: str, only: str, overrides: Sequence[str] = ()) -> list[Case]:
-    """The cases of a suite whose names have ``only`` in them, or else one of its comma-separated texts."""
+    """The cases of a suite whose names contain ``only``, or a text from its comma-separated list."""
     known = suites()
     if name not in known:
         raise ConfigError(f"suite {name!r} is not known; expected one of {', '.join(known)}")
@@ -153,7 +153,7 @@ def run(
 
 
 def _check(c: GradcheckConfig) -> dict[str, Any]:
-    """A gradcheck of a suite, in a process of its own: this one stays off the device."""
+    """A suite's gradcheck, in a separate process: this process stays off the device."""
     with turns.open_worker() as worker:
         found = worker.ask(dict(do="gradcheck", config=dataclasses.asdict(c)), c.timeout_s)
     if "error" in found:

@@ -25,7 +25,7 @@ def token_inputs(rows: int, width: int, vocab: int, rng: np.random.Generator, li
 
 
 def logits(kind: str, targets: np.ndarray, vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Float32 logits ``[B, T, V]`` of one of :data:`KINDS`."""
+    """Float32 logits ``[B, T, V]`` of a kind in :data:`KINDS`."""
     x = rng.standard_normal((*targets.shape, vocab), np.float32) * np.float32(3.0)
     if kind == "peaked":
         lead = rng.uniform(5.0, 40.0, targets.shape).astype(np.float32)

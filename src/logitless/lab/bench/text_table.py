@@ -56,7 +56,7 @@ def compare(a: Path, b: Path) -> str:
     """Ratios of two result files (JSON lines, or a suite's JSON), arm by arm: B over A.
 
     Two files are two runs: what a machine's state did in between is in these ratios and no interval tells it. Ratios
-    that decide something come from one run (``--against``).
+    for decisions come from a single run (``--against``).
     """
 
     def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The arms of a case in turn: A B C, A B C, ... with every process but the one whose turn it is standing still.
 
-All arms of this tree share one process; another tree's library and PyTorch have one each. An arm that finds no room
-there although the device has it gets a process of its own, and then every process is closed before the next one's turn
-and opened again in the next round, its programs out of the compilation cache.
+All arms of this checkout share a process; another checkout's library and PyTorch have a process each. An arm that does
+not fit there, although the device has room, gets a separate process. From then on every process is closed before the
+next process runs, and reopened in the next round with programs from the compilation cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
         self.apart: set[str] = set()
         self._open: dict[Any, tuple[Any, set[str]]] = {}
         groups = {self._group(name) for name in arms}
-        # Several processes on one device: none may take most of its memory for itself.
+        # Several processes share a device: none may preallocate most of its memory.
         self.environment = dict(environment, **({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if len(groups) > 1 else {}))
 
     def _group(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class Turns:
 
 
 def measure(turns: Turns, rounds: int, say: Say) -> dict[str, dict[str, Any]]:
-    """Every arm prepared, then ``rounds`` of turns: what each computed, with its ``turns``; or its ``error``."""
+    """Prepare every arm, then measure ``rounds`` of turns: each arm's result with ``turns``, or with ``error``."""
     found: dict[str, dict[str, Any]] = {}
     try:
         for name in turns.arms:

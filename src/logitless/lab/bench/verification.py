@@ -1,5 +1,5 @@
 """Is what is about to be timed right? Each way of calling the library, at a small shape, against the reference and
-float64 (:mod:`.gradcheck`), in one process of its own."""
+float64 (:mod:`.gradcheck`), in a separate process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from logitless.lab.bench.gradcheck import GradcheckConfig
 
 NO_LIMIT = 1e9  # a number, since JSON has no infinity
 Verified = dict[str, dict[str, Any]]
-"""Verifications of a suite, so that no two cases repeat the same one."""
+"""Verifications in a suite, shared by cases."""
 
 
 def check_of(c: BenchConfig, arm: Arm) -> GradcheckConfig:
@@ -21,7 +21,7 @@ def check_of(c: BenchConfig, arm: Arm) -> GradcheckConfig:
     options = dict(arm.options)
     sparse = options.pop("sparse_backward", "off")
     fields: dict[str, Any] = dict(batch=2, tokens=24, hidden=128, vocab=1024)
-    chunk = 10  # so that there is more than one
+    chunk = 10  # to have several chunks
     if sparse != "off":
         fields = dict(batch=2, tokens=64, hidden=128, vocab=4096, inputs="realistic", sparse_backward=sparse)
         chunk = 0  # as chosen: a chunk of few rows has few columns, and leaves out more of each row than true ones do

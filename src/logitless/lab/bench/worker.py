@@ -14,8 +14,8 @@ HERE = Path(__file__).parents[2]
 
 
 def graft(source: str) -> None:
-    """Make ``logitless`` the one in ``source``, with this tree's ``lab`` in it."""
-    own = str(HERE / "lab" / "bench")  # this file's folder, which Python has put there
+    """Import ``logitless`` from ``source``, but with the ``lab`` folder of this checkout."""
+    own = str(HERE / "lab" / "bench")  # this file's folder, added by Python
     sys.path[:] = [source, *(p for p in sys.path if p != own)]
     import logitless
 

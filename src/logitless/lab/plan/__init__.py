@@ -1,4 +1,4 @@
-"""What a call will need before it runs: ``logitless.plan`` and the command of that name.
+"""Memory and cost of a call before it runs: ``logitless.plan``, and the command ``logitless plan``.
 
 plan        the function: the route of the call, its memory, its FLOPs and a roofline time
 program     the real program of a call, compiled for a device that may not be there

@@ -72,7 +72,7 @@ def as_if_on(chip: Chip | None, like: AbstractMesh | Mesh | None = None) -> cont
 
 
 def mesh_on(chip: Chip, like: AbstractMesh | Mesh | None = None) -> AbstractMesh:
-    """A mesh of one chip, or with the axes of ``like``, whose devices need not be there."""
+    """A mesh of one chip, or with the axes of ``like``; devices may be absent."""
     device = jax.sharding.AbstractDevice(chip.device_kind, chip.cores, chip.platform)
     if like is None:
         return AbstractMesh((1,), ("chip",), abstract_device=device)

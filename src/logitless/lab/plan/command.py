@@ -108,7 +108,7 @@ def _loss(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _asked(args: argparse.Namespace) -> tuple[Callable[..., Plan], dict[str, Any]]:
-    """The plan of a number of tokens with these options, and what to write beside it."""
+    """The plan for a number of tokens with these options, and labels for the output."""
     width, vocab = head_sizes(args.model, args.hidden, args.vocab, args.tokens)
     if width is None:
         raise ValueError("give --model, or --hidden and --vocab")

@@ -1,6 +1,6 @@
 """A closed estimate of a call's memory and work, for a device whose compiler is not at hand.
 
-Inputs and gradients are exact. Beside them it counts the large buffers, and nothing that XLA adds for itself:
+Inputs and gradients are exact. In addition the estimate counts large buffers, and no buffers added by XLA:
 
     dense                logits [T, V] and dlogits (on a TPU in one buffer, where the dtype is the same)
     chunks of C tokens   logits [C, V] (of both models with a teacher) and dlogits; the float32 sum of dW, whose output
@@ -29,8 +29,8 @@ from logitless.mesh import head_pieces
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """One device's part of a head call: counts of elements, and bytes of an element (``item``, ``logit``, ``sum_item``
-    of dW while it is summed)."""
+    """A head call on a single device: element counts, and bytes per element (``item``, ``logit``, and ``sum_item`` for
+    dW during summation)."""
 
     tokens: int
     live: int
@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def dw(self) -> int:
-        """Bytes of dW while it is summed."""
+        """Bytes for dW during summation."""
         return self.vocab * self.width * self.sum_item if "lm_head" in self.wants else 0
 
     @property
@@ -90,7 +90,7 @@ class Work:
         return Work(self.matmuls + other.matmuls, self.flops + other.flops, self.moved + other.moved, most)
 
     def seconds(self, chip: Chip | None) -> float | None:
-        """The roofline's time: no kernel can take less for this way of doing it."""
+        """Roofline time: a lower bound for this number of matmuls."""
         return roofline_seconds(chip, self.flops, self.moved) if chip is not None and chip.flops else None
 
 
@@ -169,7 +169,7 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
 
 
 def _matmuls(s: Sizes, on_tpu: bool, later: bool, route: Route) -> float:
-    """Those of an exact backward, from the route's counts; a sparse one has none of its own."""
+    """Metrics of an exact backward, from the route's counts; a sparse backward reports its own."""
     if not s.wants:
         return s.sources
     more = (s.sources - 1) * (1 + later)

@@ -48,7 +48,7 @@ def plan_mesh(
     dtype: Any = "bfloat16",
     **options: Any,
 ) -> Plan:
-    """One device's part of a step of ``tokens`` tokens in all on a mesh; ``options`` are those of
+    """A single device's part of a step over ``tokens`` tokens in total on a mesh; ``options`` are arguments of
     :func:`logitless.plan`.
 
     >>> from logitless.lab.plan.mesh import parse_mesh, plan_mesh

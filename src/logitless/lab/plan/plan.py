@@ -35,8 +35,9 @@ _DIFFERENTIABLE = ("logits", "hidden", "lm_head", "bias", "lora")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call needs on one device. Bytes are the compiler's own if ``compiled``, else estimated (``source`` says
-    by whom); ``work`` and ``dense`` (the dense loss in its strong form, for calls from hidden states) are estimates.
+    """Requirements of a call on a single device. Bytes are the compiler's own if ``compiled``, else estimated
+    (``source`` says by whom); ``work`` and ``dense`` (the dense loss in its strong form, for calls from hidden states)
+    are estimates.
 
     ``shares`` is what the FLOPs of a sparse backward assume of the policy; ``collectives`` are those of a program that
     was compiled for a TPU mesh.
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """Number of devices of the mesh; 1 without one."""
+        """Number of devices in the mesh; 1 without a mesh."""
         return 1 if self.route.placement is None else self.route.placement.mesh.size
 
     @property
@@ -73,7 +74,7 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        """Of matmuls, two for each multiply-add."""
+        """FLOPs of the matmuls, two per multiply-add."""
         return self.work.flops
 
     @property
@@ -216,7 +217,7 @@ def plan(
 
 
 def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: tuple[str, ...], must: Any) -> Plan:
-    """The plan with the compiler's own numbers, where there is one."""
+    """The plan with the compiler's numbers, if a compiler is available."""
     place = p.route.placement
     devices, why = program.devices_for(p.chip, p.devices)
     if why:

@@ -1,4 +1,4 @@
-"""The real program of a call, compiled for a device that may not be there: what its compiler says of memory."""
+"""Compile the real program of a call, possibly for an absent device, and read the compiler's memory report."""
 
 from __future__ import annotations
 

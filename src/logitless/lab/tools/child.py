@@ -1,5 +1,5 @@
-"""Processes that answer in JSON: one line for a whole process (:func:`last_line`), or a line for each question, so
-that several of them can take turns.
+"""Child processes with JSON answers: a line for a whole process (:func:`last_line`), or a line per question, so several
+processes can alternate.
 
 The side that asks is :class:`Worker`; the side that answers calls :func:`serve`. A worker that is killed, runs out of
 memory or takes too long gives an ``error`` like any other answer.
@@ -24,11 +24,11 @@ OUT_OF_MEMORY = "out of memory"
 MARK = "@answer "
 """Before every answer: libraries print to stdout, too."""
 SOURCE = str(Path(__file__).parents[3])
-"""The folder that holds this package."""
+"""The folder above this package."""
 
 
 def environment(own: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, with this package on the path, and ``own`` variables over it."""
+    """This process's environment, with this package on the path, overridden by ``own``."""
     path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **(own or {})}
 
@@ -70,7 +70,7 @@ class Worker:
         self._answers.put(None)
 
     def ask(self, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to ``job``, whose ``do`` says what is asked; ``gone`` if that ended it."""
+        """The answer to ``job``, whose ``do`` names the handler; ``gone`` if the process ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job) + "\n")
@@ -97,7 +97,7 @@ class Worker:
         self._listener.join()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                with contextlib.suppress(BrokenPipeError):  # unread questions
                     stream.close()
         self._said.close()
 
@@ -116,7 +116,7 @@ def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
 
 
 def answer(handlers: Mapping[str, Callable[..., dict[str, Any]]], job: dict[str, Any]) -> dict[str, Any]:
-    """One answer; what a handler raises is an ``error``."""
+    """A single answer; an exception in a handler becomes an ``error``."""
     try:
         return handlers[job.pop("do")](**job)
     except Exception as error:

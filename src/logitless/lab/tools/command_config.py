@@ -110,7 +110,7 @@ def load(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
             raise ConfigError(
                 f"{path}: no such configuration file; `logitless configs` lists those that go by name"
             ) from None
-        except Exception as error:  # YAML's own errors: where and what
+        except Exception as error:  # YAML errors: location and cause
             raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
         if not OmegaConf.is_dict(loaded):
             raise ConfigError(f"{path}: expected keys and values, found a list or a single value")

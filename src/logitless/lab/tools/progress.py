@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def say_to_stderr(text: str) -> None:
-    """Where it does not mix with results."""
+    """Print to stderr, apart from results."""
     print(f"  ... {text}", file=sys.stderr, flush=True)
 
 
@@ -73,7 +73,8 @@ class Progress:
             self._bar.stop()
 
     def _remind(self) -> None:
-        """A phase can be one call into a compiler: only another thread can say that it still goes on."""
+        """A phase can be a single call into a compiler: only another thread can report that the phase is still
+        running."""
         while not self._over.wait(EVERY_S / 4):
             now = time.monotonic()
             if self._phase and now - self._last >= EVERY_S:
@@ -84,7 +85,7 @@ class Progress:
         self._say(text)
 
     def at(self, done: int, text: str | None = None) -> None:
-        """So many steps are done, which is not said on a line of its own."""
+        """Set the number of finished steps, without printing a line."""
         self.done = done
         if self._bar is not None:
             known = {} if text is None else {"description": text}
@@ -103,13 +104,13 @@ class Progress:
             self._line(name)
 
     def stage(self, name: str) -> None:
-        """A command whose steps are its phases: the one before is done, and the next one has begun."""
+        """A command whose steps are phases: start a new phase and finish the previous phase."""
         if self._phase:
             self.at(min(self.done + 1, self.total))
         self.announce(name)
 
     def step(self, text: str, seconds: float) -> None:
-        """One step is done; they take so many seconds each."""
+        """Finish a step that took ``seconds``."""
         self._phase = ""
         self.at(self.done + 1, text)
         if self._bar is None and time.monotonic() - self._last >= EVERY_S:
@@ -121,7 +122,7 @@ def of_step(record: dict[str, Any]) -> str:
     """A training step in a few words."""
 
     def number(key: str, form: str, otherwise: str = "-") -> str:
-        value = record.get(key)  # null where it was not finite
+        value = record.get(key)  # null if not finite
         return format(value, form) if isinstance(value, (int, float)) else otherwise
 
     said = f"reward {number('train/reward', '.3f')}  loss {number('train/loss', '.4f', 'skipped')}"

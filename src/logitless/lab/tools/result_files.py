@@ -61,7 +61,7 @@ def kind_of(record: Any) -> str | None:
         return "bench"  # from before these had a kind
     said = any(isinstance(record.get(key), dict) for key in ("environment", "versions"))
     if said or any(isinstance(record.get(key), str) for key in ("what", "device")):
-        return "record"  # of a script, or a run's summary: numbers that say where they come from
+        return "record"  # from a script, or a run's summary: numbers with their source
     if any(isinstance(k, str) and k.startswith(("train/", "time/train/")) for k in record):
         return "train"
     return None
@@ -106,15 +106,15 @@ def read(path: Path) -> list[Record]:
 
 
 def files_in(paths: Iterable[Path], left: list[Path] | None = None) -> list[Path]:
-    """Files as they are given; of a folder, those of its results that are of a known kind (``*.json``, ``*.jsonl``),
-    with the others put into ``left``."""
+    """Files as given; for a folder, its result files of a known kind (``*.json``, ``*.jsonl``), and all other files
+    into ``left``."""
     out: list[Path] = []
     for path in paths:
         if not path.is_dir():
             out.append(path)
             continue
         inside = []
-        arms = {p.parent for p in path.rglob("ab.json")}  # which holds the metrics of its arms
+        arms = {p.parent for p in path.rglob("ab.json")}  # contains the metrics of all arms
         for candidate in sorted([*path.rglob("*.json"), *path.rglob("*.jsonl")]):
             if candidate.name != "ab.json" and arms.intersection(candidate.parents):
                 continue

@@ -1,9 +1,9 @@
 """Clocks of a compiled function, and its memory by the compiler's plan.
 
-Three clocks, since they answer different questions. ``device``: the kernels alone, by the GPU's own profiler (CUPTI),
-where there is one. ``wall``: the host's clock around one call and the wait for it. ``back_to_back``: the host's clock
-around several calls that are dispatched one after the other with one wait at the end, over their number: what a trainer
-sees, which does not wait for its loss.
+Three clocks answer different questions. ``device``: kernels alone, by the GPU's profiler (CUPTI), if available.
+``wall``: the host's clock around a call and the wait for its result. ``back_to_back``: the host's clock around several
+calls, dispatched without waiting, divided by their number. A trainer sees ``back_to_back``, because it does not wait
+for its loss.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ device and the wait for the last one are no part of what a trainer sees, and wit
 
 
 def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[str, Any]:
-    """One turn of an arm: milliseconds of each call by every clock there is (``back_to_back_ms`` is one number), and
-    on a GPU the kernels of one call."""
+    """A turn of an arm: milliseconds per call by every available clock (``back_to_back_ms`` is a single number), and on
+    a GPU the kernels of a call."""
     for _ in range(warmup):
         jax.block_until_ready(f(*args))
     out: dict[str, Any] = dict(wall_ms=wall_times(f, *args, repeats=repeats))
@@ -36,8 +36,8 @@ def turn(f: Callable[..., Any], *args: Any, repeats: int, warmup: int) -> dict[s
 
 
 def profile(f: Callable[..., Any], *args: Any, repeats: int) -> dict[str, Any]:
-    """By CUPTI: ``device_ms`` of each call, and the ``kernels`` of the last one that took most of it, as
-    ``[name, launches, ms]``; nothing where CUPTI is silent or cannot tell one call from the next."""
+    """By CUPTI: ``device_ms`` per call, and the longest ``kernels`` of the last call, as ``[name, launches, ms]``;
+    empty if CUPTI reports nothing or cannot separate two calls."""
     from jax.experimental.mosaic.gpu import profiler
 
     try:

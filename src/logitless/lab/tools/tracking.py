@@ -48,7 +48,7 @@ class Tracker:
                 self._run = None
 
     def close(self) -> None:
-        """Finish the W&B run, if there is one."""
+        """Finish the W&B run, if open."""
         if self._run is not None:
             try:
                 self._run.finish()

@@ -1,4 +1,4 @@
-"""What a program needs on a TPU that is not there: ``logitless tpu compile | cycles``.
+"""Memory and cycles of a program on an absent TPU: ``logitless tpu compile | cycles``.
 
 aot         compiled ahead of time by libtpu, the real compiler: what it refuses, bytes per chip
 cycles      time by the compiler's own cycle simulator

@@ -1,7 +1,7 @@
 """Compile for TPUs ahead of time, on a machine without one.
 
-libtpu holds the real compiler: it refuses what a TPU would refuse and reports HBM per chip to the byte. It takes its
-settings from the environment when it is loaded, so :func:`topology` sets them before the first load.
+libtpu holds the real compiler: it refuses what a TPU would refuse and reports HBM per chip to the byte. libtpu reads
+its settings from the environment at load time, so :func:`topology` sets them before the first load.
 
     compiled = compile_for("v6e:2x4", f, jax.ShapeDtypeStruct((4096, 151936), jnp.bfloat16))
     compiled.peak_bytes
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 CHIPS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
-"""The names of generations that the compiler knows, as they stand before the colon of a slice."""
+"""Names of generations known to the compiler, as written before the colon of a slice."""
 
 
 class TpuCompilerMissing(RuntimeError):
@@ -45,7 +45,7 @@ class TpuCompilerMissing(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """An executable and its memory on one device, in bytes, as its compiler reports it."""
+    """An executable, and its memory on a single device in bytes, as the compiler reports."""
 
     executable: Any
     peak_bytes: int
@@ -90,7 +90,7 @@ def topology(name: str = "v6e:2x4") -> topologies.TopologyDescription:
     if why is not None:
         raise TpuCompilerMissing(why)
     for key, value in ENVIRONMENT.items():
-        if key != "JAX_PLATFORMS":  # JAX has read it; set here it would reach processes that the caller starts
+        if key != "JAX_PLATFORMS":  # JAX has read the variable; setting the variable here would affect child processes
             os.environ.setdefault(key, value)
     return topologies.get_topology_desc(platform="tpu", topology_name=name)
 

@@ -88,7 +88,7 @@ def _axes(text: str, topology: str, arguments: dict[str, Any]) -> dict[str, int]
 
 
 def _compile(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: libtpu reads its settings from the environment once, when it is loaded."""
+    """In a separate process: libtpu reads its settings from the environment only at load time."""
     command = ["-m", "logitless.lab.tpu.loss_program", topology, json.dumps(arguments)]
     return child.last_line(command, aot.ENVIRONMENT)
 

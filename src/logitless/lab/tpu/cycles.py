@@ -1,7 +1,8 @@
 """Estimated TPU time, from the compiler's own cycle simulator.
 
 libtpu writes a static profile of every operation it compiles, Mosaic kernels included. The estimate ranks variants
-well, and comes out within 5 to 35 % of published times (optimistic for small kernels). Its DMAs are too fast, so
+well, and comes out within 5 to 35 % of published times (optimistic for small kernels). The simulator's DMAs are too
+fast, so
 
     time = max(cycles / clock, bytes / bandwidth)
 
@@ -53,10 +54,10 @@ def simulate(
 ) -> dict[str, int]:
     """Estimated cycles of every operation in a program, by name.
 
-    ``target`` is ``module:function`` or ``path/to/file.py:function``; called with ``arguments`` (JSON) it returns
-    ``(f, args)`` or ``(f, args, donated argument numbers)``, which is compiled in a process of its own. ``partial``
-    accepts what was profiled before a failure: under the simulator the compiler itself occupies VMEM, so that a kernel
-    which asks for most of it compiles without the profile and is refused after it.
+    ``target`` is ``module:function`` or ``path/to/file.py:function``. Called with ``arguments`` (JSON), the function
+    returns ``(f, args)`` or ``(f, args, donated argument numbers)``, to be compiled in a separate process. ``partial``
+    accepts a profile made before a failure: the simulator occupies VMEM, so a kernel close to the VMEM limit compiles
+    without the profile and fails with it.
     """
     why = aot.missing()
     if why is not None:

@@ -43,7 +43,7 @@ class _Instruction:
 
 
 def _arrays(shape: str) -> list[tuple[int, str]]:
-    """``(bytes, dtype)`` of every array in ``bf16[8,128]{1,0}`` or a tuple of such."""
+    """``(bytes, dtype)`` for every array in ``bf16[8,128]{1,0}`` or in a tuple of arrays."""
     found = []
     for kind, dims in _ARRAY.findall(shape):
         count = 1
@@ -76,7 +76,7 @@ def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _trips(condition: list[_Instruction]) -> int:
-    """Trips of a loop that counts from zero to a constant; 1 where they depend on data."""
+    """Trip count for a loop from zero to a constant; 1 if it depends on data."""
     constants = {i.name: re.match(r"(-?\d+)\)", i.rest) for i in condition if i.operation == "constant"}
     for i in condition:
         if i.operation == "compare" and "direction=LT" in i.rest:
@@ -87,7 +87,7 @@ def _trips(condition: list[_Instruction]) -> int:
 
 
 def collectives_of(hlo: str) -> list[dict[str, Any]]:
-    """Every collective of a program, in the order of its text.
+    """Every collective of a program, in textual order.
 
     ``bytes`` is the size of the whole array once: after a gather, before a scatter; ``dtype`` what is summed or moved;
     ``times`` the trips of the loops around it, as far as they are constants.

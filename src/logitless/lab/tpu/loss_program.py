@@ -82,7 +82,7 @@ def has_logits(hlo: str, tokens: set[int], vocab: set[int]) -> bool:
 
 
 def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Compile one program and say what came out."""
+    """Compile a program and return the record."""
     from logitless.lab.tpu import aot
 
     arguments = dict(arguments)
@@ -104,7 +104,7 @@ def compile_record(topology: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """In a process of its own: ``python -m logitless.lab.tpu.loss_program TOPOLOGY '{...}'`` prints one JSON line."""
+    """In a separate process: ``python -m logitless.lab.tpu.loss_program TOPOLOGY '{...}'`` prints a JSON line."""
     try:
         result = compile_record(sys.argv[1], json.loads(sys.argv[2]))
     except Exception as error:  # the compiler's refusal is the result

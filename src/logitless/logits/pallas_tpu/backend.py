@@ -43,7 +43,7 @@ from logitless.objectives.token_program import TokenProgram
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One of the kernels: its body, the numbers it takes beside those of the problem, and what it writes."""
+    """A kernel: body, inputs in addition to the problem's, and outputs."""
 
     name: str
     body: Callable[[Block], None]

@@ -68,7 +68,7 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A kernel's view of its current block: refs, and how to get a group of its rows."""
+    """A kernel's view of its current block: refs, and access to a group of rows."""
 
     tiles: Tiles
     vocab_size: int
@@ -79,8 +79,8 @@ class Block:
     x: Any  # [rows, width]
     u: Any  # [group, width] float32
     stats: Any = None  # [rows, 8] float32, where the kernel writes statistics
-    out: Any = None  # [rows, width], where it writes dlogits
-    sums: Any = None  # [rows, 8] float32, the sums of the vocabulary tiles so far, where there are several
+    out: Any = None  # [rows, width], if the kernel writes dlogits
+    sums: Any = None  # [rows, 8] float32, sums over previous vocabulary tiles, if there are several
 
     def each_group(self, body: Callable[[Group, Numbers, Array], None]) -> None:
         """``body(group, numbers, any row is live)`` for the block's groups."""
@@ -120,7 +120,7 @@ class Block:
 
 
 def packed(sums: RowSums, size: int) -> Array:
-    """Sums ``[size, 1]`` as the columns of one ``[size, 8]``."""
+    """Sums ``[size, 1]`` as columns of a ``[size, 8]`` array."""
     column = jax.lax.broadcasted_iota(jnp.int32, (size, STAT_COLUMNS), 1)
     out = jnp.zeros((size, STAT_COLUMNS), jnp.float32)
     for i, field in enumerate(dataclasses.fields(RowSums)):
@@ -129,7 +129,7 @@ def packed(sums: RowSums, size: int) -> Array:
 
 
 def stats_body(block: Block, finished: bool = True) -> None:
-    """Statistics, or with ``finished=False`` the sums that they are made of."""
+    """Statistics, or with ``finished=False`` the underlying sums."""
     stats, sums = block.stats, block.sums
     tile, tiles = pl.program_id(1), block.tiles.tiles
 

@@ -36,7 +36,7 @@ STEP_TILES = (48, 80)
 time), longer ones gain little."""
 
 SHORT_STEP = 512
-"""Columns of a step in sweeps that are rare, so that they add little code."""
+"""Columns per step in rare sweeps: short, to keep the code small."""
 
 LOWEST = -1e20
 LEAD = 30.0
@@ -47,13 +47,13 @@ STAT_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One group of rows within the current block."""
+    """A group of rows within the current block."""
 
     x: Any  # ref [rows, width], logits
     u: Any  # ref [group, width] float32 scratch
     first: Array | int  # first row within the block
     size: int
-    limit: Array | int  # columns of this block that belong to the vocabulary; a Python int where it is static
+    limit: Array | int  # vocabulary columns in this block; a Python int if static
     starts: Sequence[Array]  # a scalar per row: first of the 128 columns with its target; any if it is not in the block
     label: Array  # [group, 1] target column within the block; anything outside it if it is elsewhere
     transform: LogitTransform  # scalars, and a temperature that may be [group, 1]
@@ -148,7 +148,7 @@ def at_targets(group: Group, ref: Any, rows: Any, value: Array | float | None) -
     """
     lane, row = (jax.lax.broadcasted_iota(jnp.int32, (group.size, LANES), d) for d in (1, 0))
     label = lanes(group.label, group.size)
-    # All loads before all stores, so that they overlap. Every tile gets the values of all its rows, so that the order
+    # Loads precede stores, and therefore overlap. Every tile gets the values for all its rows: the order
     # of the stores does not matter where two targets share a tile.
     tiles = [ref[rows, pl.ds(start, LANES)].astype(jnp.float32) for start in group.starts]
     found = jnp.zeros((group.size, LANES), jnp.float32)
@@ -162,7 +162,7 @@ def at_targets(group: Group, ref: Any, rows: Any, value: Array | float | None) -
 
 
 def raw_target(group: Group) -> Array | None:
-    """The raw logit ``[group, 1]`` of each row's target, where its slope depends on it."""
+    """The raw logit ``[group, 1]`` of each row's target, if the slope depends on the logit."""
     return None if group.transform.softcap is None else at_targets(group, group.x, group.rows, None)
 
 
@@ -197,7 +197,7 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
 
         return jnp.max(sweep(group, step, lowest, rare=True), axis=1, keepdims=True)
 
-    # From vector to scalar takes long, so there is one question for both.
+    # Vector to scalar is slow: a single reduction answers both.
     leads = times(factor(group.transform), centre - elsewhere) > LEAD
     odd = jnp.max(jnp.where(leads | (centre - centre != 0), 1.0, 0.0)) > 0
     centre = jax.lax.cond(odd, others_maximum, lambda: centre)
@@ -212,7 +212,7 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
 
     zero = jnp.zeros((group.size, LANES), jnp.float32)
     total, centred, squares = (jnp.sum(v, axis=1, keepdims=True) for v in sweep(group, sums, (zero, zero, zero)))
-    none = centre <= LOWEST  # false for a NaN, which must stay one
+    none = centre <= LOWEST  # false for a NaN, which must stay NaN
     zero = jnp.zeros_like(centre)
     found = S.RowSums(
         maximum=jnp.where(none, S.NEG_INF, centre),
@@ -275,7 +275,7 @@ def row_slope(transform: LogitTransform, value: Array) -> Array:
 
 
 def erase(group: Group, out: Any, rows_to_zero: Array) -> None:
-    """Zero these rows ``[group, 1]`` of the output."""
+    """Zero the rows ``[group, 1]`` in the output."""
     drop = lanes(rows_to_zero.astype(jnp.float32), group.size)
 
     def step(start: Any, columns: int, carry: Any) -> Any:

@@ -41,7 +41,7 @@ class Tiles:
 
     group: int  # rows that are worked on together
     groups: int  # groups in a block
-    width: int  # columns of a block, a multiple of 128
+    width: int  # columns per block, a multiple of 128
     tiles: int  # blocks across the vocabulary
 
     @property
