@@ -19,7 +19,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, vocab_size: int | None = None) -> ModelConfig:
-    """The shape of that name, with another vocabulary where one is given."""
+    """The preset with this name, with another vocabulary if given."""
     if name not in PRESETS:
         raise ModelError(f"no architecture {name!r}; there are {', '.join(PRESETS)}.{did_you_mean(name, PRESETS)}")
     config = PRESETS[name]
@@ -70,7 +70,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that ``transformers`` reads this model with."""
+    """The ``config.json`` for this model, as read by ``transformers``."""
     kind, name = ("qwen2", "Qwen2") if config.attention_bias else ("llama", "Llama")
     return {
         "architectures": [f"{name}ForCausalLM"],

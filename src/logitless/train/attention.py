@@ -35,10 +35,10 @@ def masked_attention(
     mask: Bool[Array, "B T T"],
     implementation: str = "auto",
 ) -> Float[Array, "B T N hd"]:
-    """Each token over itself and those before it that ``mask[b, t]`` names (packed rows).
+    """Attention of each token to itself and to the earlier tokens in ``mask[b, t]`` (packed rows).
 
-    cuDNN takes the mask as a bias of ``q``'s dtype; that a token sees nothing after itself is said beside it, since it
-    then leaves out the half of the scores that lies there.
+    cuDNN takes the mask as a bias in ``q``'s dtype. Causality is declared separately, so cuDNN skips the upper half of
+    the scores.
     """
     return _attended(q, k, v, mask, implementation)
 
@@ -76,7 +76,7 @@ def _cudnn_serves(q: Array) -> bool:
 
 
 def _blocked(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """Masked attention, block by block over the queries where there are many of them."""
+    """Masked attention, in blocks of queries if there are many queries."""
 
     def attend(q_and_mask: tuple[Array, Array]) -> Any:
         return jax.nn.dot_product_attention(q_and_mask[0], k, v, mask=q_and_mask[1], implementation="xla")

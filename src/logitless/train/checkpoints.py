@@ -4,8 +4,8 @@
                                          under ``about``: step, notes, and the CRC-32 of every array
 
 A file of that name is complete: everything is on disk before the rename. Restoring compares every array with its
-checksum, so that a truncated or altered file is found before training goes on from it. A tree with a NaN or an infinity
-in it is never written. Old checkpoints are deleted only after a newer one is in place.
+checksum, so a truncated or altered file is found before training continues. A tree with a NaN or an infinity in it is
+never written. Old checkpoints are deleted only after a newer one is in place.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is."""
+    """Path of the checkpoint for ``step``."""
     return folder / f"step_{step:08d}.safetensors"
 
 
@@ -122,8 +122,8 @@ def restore(
 ) -> tuple[int, Any, dict[str, Any]] | None:
     """The newest checkpoint that can be read: ``(step, tree, notes)``; ``None`` where there is none.
 
-    One that cannot be read, or whose notes lack one of ``counts``, is named through ``say`` and moved aside before an
-    older one is taken; if none can be, it is an error and all stay where they are.
+    A checkpoint that cannot be read, or lacks one of ``counts`` in its notes, is reported through ``say`` and moved
+    aside before an older checkpoint is tried; if none can be read, an error is raised and all files stay.
     """
     for path in folder.glob("step_*"):
         if not _NAME.fullmatch(path.name) and path.suffix != ".new":

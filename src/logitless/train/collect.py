@@ -29,7 +29,7 @@ _OTHER_PROBLEMS = 1_000_003  # what the seed of the problems moves by at every f
 
 
 def collect(t: Trainer, state: State, frozen: Policy, step: int) -> Rollouts:
-    """All draws of a step in one."""
+    """All draws of a step, merged."""
     params, lora = whole_policy(state.trained, frozen)
     if t.sampler is not None:
         with t.timed("sync"):
@@ -78,12 +78,12 @@ def _replace_groups(
     )
     completions = jax.tree.map(put, rolled.completions, more.completions)
     rewards = put(rolled.rewards, more.rewards)
-    # Parts of the reward are means over a draw: they stay those of the first one.
+    # Parts of the reward are means over a draw: keep the first draw's means.
     return Rollouts(prompts, completions, rewards, rolled.parts, texts)
 
 
 def _draw(t: Trainer, params: Any, lora: Any, step: int, attempt: int) -> Rollouts:
-    """One batch of problems with their completions."""
+    """A batch of problems with completions."""
     c, task = t.config, t.task
     problems = task.problems(c.seed + attempt * _OTHER_PROBLEMS, step, c.train.prompts_per_step)
     prompts = task.encode(problems)

@@ -50,7 +50,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 
 def _config(args: argparse.Namespace, saved: str) -> Any:
-    """The configuration that the arguments ask for; ``saved`` is where a run of this command keeps its own."""
+    """The configuration from the arguments; ``saved`` is the path of a run's own configuration."""
     from logitless.train.config import ConfigError, load
 
     if meant := shipped_configs.mistaken("train", args.overrides):

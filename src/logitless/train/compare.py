@@ -2,7 +2,7 @@
 
 1. **Replay** (:mod:`logitless.train.replay`): the arms update on the same completions. Where it is on, it decides.
 2. **Free runs.** Each arm samples for itself; rounding flips a token sooner or later, and two runs of *one* loss are
-   two runs from there on. So their curves of reward and KL are judged against what knows how far such runs drift:
+   two runs from there on. Curves of reward and KL are therefore compared with a known drift:
 
    ``ab.control``   a second baseline, free too, that differs in rounding alone. The distance of an arm's curve from the
                     baseline's, root mean square over ten block means, must be within ``ab.control_factor`` times the
@@ -101,7 +101,7 @@ def block_means(values: Sequence[float]) -> list[float]:
 
 
 def _differences(a: Records, b: Records, key: str) -> list[float] | None:
-    """Step by step; ``None`` where one run alone has measured it."""
+    """Differences by step; ``None`` if only one run has measured ``key``."""
     pairs = [(x.get(key), y.get(key)) for x, y in zip(steps_of(a), steps_of(b), strict=False)]
     if not pairs:
         raise ConfigError("ab: the arms have no step in common to compare")
@@ -120,7 +120,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def free_runs(config: TrainConfig, a: Records, b: Records, control: Records | None = None) -> dict[str, Any]:
-    """Differences of two free runs, and whether they are within the reach of a second baseline where there is one."""
+    """Differences between two free runs, and whether a second baseline, if given, drifts as far."""
     out: dict[str, Any] = {}
     for name, key in CURVES.items():
         found = _differences(a, b, key)
@@ -138,7 +138,7 @@ def free_runs(config: TrainConfig, a: Records, b: Records, control: Records | No
 
 
 def _interval(values: Sequence[float], confidence: float) -> tuple[float, float, float]:
-    """Mean of the values, its standard error, and half of its confidence interval by the t-distribution."""
+    """Mean of the values, standard error, and half of the confidence interval (t-distribution)."""
     from scipy.special import stdtrit
 
     n, centre = len(values), _mean(values)

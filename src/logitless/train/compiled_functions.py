@@ -1,4 +1,4 @@
-"""Jitted functions that are compiled before they run, so that compile time and memory are on record."""
+"""Jitted functions with explicit compilation, to record compile time and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from logitless.lab.tools.timing import compiled_memory
 
 _lowering = threading.Lock()
-"""Tracing is Python's work: programs take turns, so that the compiler has the first of them as early as it can."""
+"""Python traces a single program at a time: programs are traced in turn, and the compiler gets the first program early."""
 
 
 class Program:
@@ -26,7 +26,7 @@ class Program:
         self._compiled: dict[Any, Any] = {}
 
     def compile(self, *args: Any) -> Any:
-        """Compile for arguments of this kind (arrays or ``jax.ShapeDtypeStruct``), unless it is done already."""
+        """Compile for arguments like these (arrays or ``jax.ShapeDtypeStruct``), unless already compiled."""
         leaves, tree = jax.tree.flatten(args)
         kind = (tree, tuple((tuple(x.shape), str(x.dtype)) for x in leaves))
         if kind not in self._compiled:

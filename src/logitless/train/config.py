@@ -76,7 +76,7 @@ class Reward:
     # Tokens before max_completion_tokens over which a completion loses up to the penalty (DAPO).
     overlong_buffer: int = number(0, "[0, inf)")
     overlong_penalty: float = number(1.0, "[0, 1e9]")
-    timeout_s: float = number(60.0, "(0, inf)")  # of one completion; a reward that takes longer ends the run
+    timeout_s: float = number(60.0, "(0, inf)")  # per completion; a slower reward ends the run
 
 
 @dataclasses.dataclass
@@ -95,7 +95,7 @@ class Rollout:
     # Times that groups without a spread are drawn anew, with other problems (dynamic sampling, DAPO)
     redraw: int = number(0, "[0, inf)")
     sampler: str = ""  # package.module:make of a sampler from outside (train/sampler.py); empty: the trainer's own
-    # Steps whose completions are kept, with a trace of what the updates made of them
+    # Number of steps with recorded completions and a trace of their updates
     record: int = number(0, "[0, inf)")
     replay: str = ""  # a run's folder: update on the completions that it recorded, as long as there are any
 
@@ -113,7 +113,7 @@ class Loss:
     memory_budget: int = number(0, "[0, inf)")  # bytes, in place of chunk_size
 
     def __post_init__(self) -> None:
-        if self.sparse_backward is False:  # what YAML makes of a plain `off`
+        if self.sparse_backward is False:  # YAML's reading of a plain `off`
             self.sparse_backward = "off"
 
 
@@ -126,8 +126,8 @@ class Train:
     group_size: int = number(8, "[1, inf)")
     inner_epochs: int = number(2, "[1, inf)")  # passes over a step's completions
     minibatches: int = number(1, "[1, inf)")  # optimiser updates in one pass
-    microbatch: int = number(0, "[0, inf)")  # rows of one gradient; 0: all rows of an update. With packing: packed rows
-    # With packing: rows of the last ones, where a whole one would be partly empty; 0: as many
+    microbatch: int = number(0, "[0, inf)")  # rows per gradient; 0: all rows of an update. With packing: packed rows
+    # With packing: rows per gradient at the end, if a full gradient would be partly empty; 0: the same
     microbatch_tail: int = number(0, "[0, inf)")
     # Rows without padding; shared: a group's prompt once in a row
     packing: str = one_of("off", "sequences", "shared")
@@ -206,7 +206,7 @@ class AB:
 
     baseline: str = one_of(*BACKENDS, default="reference")
     kernel: str = one_of("", *BACKENDS)  # empty: train.loss.backend
-    # Name -> keys of train.loss that are its own; the first one is the baseline. Empty: the two arms above.
+    # Name -> own keys of train.loss; the first arm is the baseline. Empty: the two arms above.
     arms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     # Replay: all arms, and a second baseline that differs in rounding alone, update on the baseline's completions.
     replay: bool = True

@@ -1,7 +1,7 @@
 """Problems to train on: GSM8K from JSONL, built-in addition, and reasoning-gym's tasks.
 
-A dataset is a sequence of :class:`Problem`. Which of them a step sees is a function of the seed and the step alone
-(:func:`batch`), so that a run that is resumed at step n sees what it would have seen.
+A dataset is a sequence of :class:`Problem`. The seed and the step alone determine the problems of a step
+(:func:`batch`), so a run resumed at step n sees the same problems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from logitless.train.files import package
 SPLITS = ("train", "test")
 FORMS = ("bare", "chat")
 INSTRUCTION = "Reason step by step, and end with the answer as a number after ####."
-"""What is asked of a chat model by default; it is what ``reward.extract_answer`` looks for."""
+"""The default instruction for a chat model; ``reward.extract_answer`` parses the requested form."""
 
 
 class DataError(ValueError):
@@ -122,7 +122,7 @@ def reasoning_gym(
     module = reasoning_gym_module()
     try:
         entries = module.create_dataset(task, size=count, seed=2 * seed + SPLITS.index(split), **options)
-    except Exception as error:  # its own checks of names and options
+    except Exception as error:  # its checks for names and options
         raise DataError(f"reasoning_gym: task {task!r} with {options}: {error}") from None
     return [
         Problem(

@@ -4,15 +4,15 @@ A step of ``B`` rows reads every weight once, and of each layer's cache ``k, v [
 
     bytes = weights + 2 L B KV hd * filled slots      at 128 rows of Qwen2.5-1.5B, bfloat16: 3.1 GB + 3.7 MB a slot
 
-What else a step does is small, and there is little of it: each layer has buffers of its own, carried through the loop
-and written in one slot (nothing is copied), weights that read the same input are one matrix, and attention is over
-whole buffers, so that there is no inner loop. Layers are unrolled: compile time grows with depth.
+The rest of a step is small: each layer has its own buffers, carried through the loop and written in one slot without
+copies, weights with a common input are a single matrix, and attention covers whole buffers without an inner loop.
+Layers are unrolled: compile time grows with depth.
 
-Stages. Slots come in at most ``STAGES`` parts: when a part is full, the buffers are copied into longer ones and the
-next loop begins, which reads no more than what is filled or about to be. (A slice of a longer buffer would be as few
-bytes, but XLA reads it beside the write and copies the whole buffer in every step.) Rows that are done make room: as
-soon as a quarter of the rows is left, whatever the stage, these alone go on in buffers of all slots. Every stage, and
-the few rows' loop, is a copy of all layers to compile; the layer itself is traced once for each.
+Stages. Slots come in at most ``STAGES`` parts: when a part is full, the buffers are copied into longer buffers and the
+next loop begins, so attention reads only slots that are filled or about to be. (A slice of a longer buffer has as few
+bytes, but XLA then copies the whole buffer in every step.) Finished rows make room: when a quarter of the rows is left,
+in any stage, these rows continue alone in buffers with all slots. Every stage, and the few rows' loop, is a copy of all
+layers to compile; the layer itself is traced once for each.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Decoder:
 
 
 def make_decoder(params: Params, lora: LoRA | None, config: ModelConfig, dtype: Any) -> Decoder:
-    """The weights' layers one by one, in ``dtype``."""
+    """A decoder with the layers' weights split by layer, in ``dtype``."""
 
     def layer(tree: Any, i: int) -> Any:
         return layer_in_dtype(jax.tree.map(lambda x: x[i], tree), dtype)
@@ -94,7 +94,7 @@ class DecodeState:
     valid: Bool[Array, "B S"]
     caches: list[tuple[Float[Array, "B KV S hd"], Float[Array, "B KV S hd"]]]
     own: Any
-    """What the caller keeps of each row."""
+    """Per-row data of the caller."""
 
     def grown(self, slots: int) -> DecodeState:
         """With room for ``slots`` tokens."""
@@ -112,7 +112,7 @@ class DecodeState:
         return dataclasses.replace(jax.tree.map(lambda x: x[take], bare), step=self.step)
 
     def with_rows(self, take: Int[Array, "R"], some: DecodeState) -> DecodeState:
-        """The state with these rows as they are in ``some``."""
+        """The state with the rows ``take`` replaced from ``some``."""
         whole, part = (with_leaves(s, step=None) for s in (self, some))
         return dataclasses.replace(jax.tree.map(lambda x, y: x.at[take].set(y), whole, part), step=some.step)
 
@@ -139,7 +139,7 @@ def decode_step(d: Decoder, s: DecodeState, slot: Array) -> tuple[Float[Array, "
     return hidden, dataclasses.replace(s, valid=valid, caches=caches)
 
 
-@partial(jax.jit, static_argnums=0)  # for its trace, which all layers of a step share; the compiler puts it in line
+@partial(jax.jit, static_argnums=0)  # traced once for all layers of a step; the compiler inlines the function
 def _decode_layer(
     config: ModelConfig,
     weights: Params,
@@ -151,7 +151,7 @@ def _decode_layer(
     adapters: Params,
     lora: LoRA | None,
 ) -> tuple[Float[Array, "B 1 H"], tuple[Array, Array]]:
-    """``x`` after one layer, and the layer's cache with this token in its slot."""
+    """``x`` after a layer, and the layer's cache with this token stored."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal cache

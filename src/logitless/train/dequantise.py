@@ -1,4 +1,4 @@
-"""Quantised blocks to numbers, on the device: the bytes of a file go there as they are, an eighth of what they become.
+"""Dequantise blocks on the device: the file's bytes are transferred as stored, an eighth of the dequantised size.
 
     x = d q            Q4_0, Q5_0, Q8_0                      d, m: a float16 of the block
     x = d q + m        Q4_1, Q5_1
@@ -29,7 +29,7 @@ def _signed(x: Array) -> Array:
 
 
 def _bits(x: UInt8[Array, "N B"], group: int, shifts: Sequence[int], mask: int) -> Array:
-    """Of each ``group`` bytes the bits after the first shift, then those after the second, ...: ``[N, numbers]``."""
+    """For each ``group`` bytes, the bits after the first shift, then after the second, ...: ``[N, numbers]``."""
     by = jnp.asarray(shifts, jnp.uint8)[:, None]
     return ((x.reshape(len(x), -1, 1, group) >> by) & jnp.uint8(mask)).reshape(len(x), -1)
 
@@ -113,7 +113,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def known(kind: str) -> bool:
-    """Whether blocks of this ``gguf.GGMLQuantizationType`` are dequantised here."""
+    """Whether this ``gguf.GGMLQuantizationType`` is supported."""
     return kind in _KINDS
 
 

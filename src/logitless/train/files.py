@@ -53,7 +53,7 @@ def did_you_mean(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def package(name: str, error: Exception) -> Any:
-    """The module of an optional package. Raises ``error``, which names the extra, where it is not installed."""
+    """The module of an optional package. Raises ``error``, which names the extra, if the package is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, what may go on in it, and files that are there whole or not at all."""
+"""A run's folder: ownership, checks before a resume, and atomic writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep the folder, made where there is none, to this process. The system gives it back when the process ends."""
+    """Lock the folder for the current process; create a missing folder. The system gives it back when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
@@ -99,7 +99,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_same(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
-    """A continuation has the configuration of its run; else its metrics would be those of neither.
+    """Refuse a resume with another configuration: the metrics would mix two runs.
 
     It may have more steps, where the learning rate does not depend on how many there are.
     """
@@ -140,7 +140,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A line of a JSON-lines file, if it is an object with the number of its step."""
+    """A parsed line of a JSON-lines file, if an object with a step number."""
     record = _json_object(line)
     return record if type(record.get("step")) is int else None
 

@@ -50,7 +50,7 @@ class _Walk:
         self.data, self.bytes, self.at = data, memoryview(data), 0
 
     def skip(self, size: int) -> int:
-        """Go on by ``size`` bytes; where they began."""
+        """Skip ``size`` bytes; returns their offset."""
         start = self.at
         if size > len(self.bytes) - start:
             raise BadFile(f"at byte {start}: {size} bytes are announced, {len(self.bytes) - start} are left")

@@ -17,7 +17,7 @@ from logitless.train.files import in_a_line, package
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>{_PART}\.gguf))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
 WANTED = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.safetensors*")
-"""Of a repository's own folder: what :mod:`logitless.train.weights` and the tokenizer read."""
+"""Files to fetch from a repository's top folder, for :mod:`logitless.train.weights` and the tokenizer."""
 
 
 class FetchError(RuntimeError):
@@ -34,7 +34,7 @@ def by_name(name: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def local_source(source: str | Path, cache_dir: str | Path | None = None) -> Path:
-    """A model's path: ``source`` itself where it exists, what was fetched by that name, or what the hub has."""
+    """A model's path: an existing ``source`` itself, a fetched model with this name, or a download from the hub."""
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         raise FetchError(f"{source}: is a file; expected a folder of a hub's model, or a .gguf file.")
@@ -66,7 +66,7 @@ def is_id(source: str) -> bool:
 
 
 def cached(source: str) -> Path | None:
-    """Where the cache has all of it, without asking the hub; ``None`` where it does not."""
+    """Path in the cache if complete, without asking the hub; otherwise ``None``."""
     try:
         return _get(source, here=True)
     except Exception:  # the client has many kinds for "not there"
@@ -74,7 +74,7 @@ def cached(source: str) -> Path | None:
 
 
 def download(source: str) -> Path:
-    """The folder or file of a hub id, from the cache where it is complete there."""
+    """The folder or file for a hub id, from the cache if complete."""
     client(source)
     if (there := cached(source)) is not None:
         return there
@@ -93,7 +93,7 @@ def download(source: str) -> Path:
 
 
 def client(source: str) -> Any:
-    """huggingface_hub, which is asked for by name where it is missing."""
+    """huggingface_hub; if missing, an error names the extra."""
     advice = "pip install 'logitless[hub]'; or give a folder that holds config.json and *.safetensors"
     return package("huggingface_hub", _not_there(source, f"a hub id needs huggingface_hub: {advice}"))
 

@@ -1,4 +1,4 @@
-"""A run: its folder, its records, and how it stops and goes on.
+"""A run: folder, records, stopping and resuming.
 
     <run_dir>/config.yaml     the resolved configuration
     <run_dir>/metrics.jsonl   one record a step (docs/training.md explains every key)
@@ -150,7 +150,7 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
 
 
 class Run:
-    """The steps of a run in this process, and what they leave in its folder."""
+    """A run's steps in the current process, and the files written."""
 
     def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, tracker: Tracker, say: Say, steps: int):
         self.steps = steps
@@ -178,7 +178,7 @@ class Run:
                 raise Stopped(hold.received, self.last_saved)
 
     def step(self, state: State, frozen: Policy, step: int, progress: Progress) -> State:
-        """Make one step and record it."""
+        """Run a step and record it."""
         state, record, rolled = self.trainer.step(state, frozen, step)
         self._count_skipped(record, step)
         self.recent.append(record["time/train/step_s"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from logitless.train.lora import LoRA
 
 Params = dict[str, Any]
-"""``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` where it is not tied."""
+"""``{"embed": [V, H], "layers": {name: [L, ...]}, "norm": [H]}``, and ``"lm_head": [V, H]`` unless tied."""
 
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -46,7 +46,7 @@ class ModelError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model; hashable, so that it can be a static argument of ``jax.jit``."""
+    """The shape of a model; hashable, as a static argument for ``jax.jit``."""
 
     vocab_size: int
     hidden_size: int
@@ -80,7 +80,7 @@ class ModelConfig:
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each array of one layer; maps are ``[in, out]``, so that they apply as ``x @ w``."""
+    """Shape per array of a layer; maps are ``[in, out]`` and apply as ``x @ w``."""
     h, f = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     biases = {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)} if config.attention_bias else {}
@@ -133,7 +133,7 @@ def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Params:
 
 
 def positions_of(valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of each token among the real ones of its row (0 at left padding)."""
+    """Position of each token, counting real tokens only (0 at left padding)."""
     return jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
 
 
@@ -161,7 +161,7 @@ class Parts:
     tokens: Int[Array, "B T"]
     """As they are embedded."""
     valid: Bool[Array, "B T"]
-    """Which of them are real, in the same order."""
+    """Flags for real tokens, in the same order."""
     embedded: Callable[[Array], Array]
     """``x`` from the embedding ``[V, H]``."""
     read_layer: Callable[[Array, Params], tuple[Array, tuple[Array, Array]]]
@@ -186,7 +186,7 @@ class Parts:
         return self.finished(x, params["norm"])
 
     def then(self, last: Callable[[Array], Array]) -> Parts:
-        """With a function of the hidden states behind them."""
+        """These parts, followed by a function of the hidden states."""
         return dataclasses.replace(self, finished=lambda x, norm: last(self.finished(x, norm)))
 
 
@@ -204,10 +204,10 @@ def model_pass(
 ) -> Parts:
     """The parts of a pass in ``compute_dtype``; of ``lora`` only the scale is read.
 
-    A token sees itself and the valid tokens before it; its rotation is by ``positions``. Where ``valid`` is False the
-    token is padding, wherever it stands: no real token's result depends on it, and its own result means nothing. The
-    real tokens of each row are moved to its front for the time being. Causality then hides the padding by itself, and
-    no ``[B, T, T]`` mask exists.
+    A token sees itself and the valid tokens before it; its rotation is by ``positions``. ``valid`` is False at padding,
+    at any position: no real token depends on padding, and results at padding mean nothing. The real tokens of each row
+    are moved to its front for the time being. Causality then hides the padding by itself, and no ``[B, T, T]`` mask
+    exists.
 
     Packed rows say for themselves which of the tokens before it a token ``sees``
     (:meth:`logitless.Packed.attention_mask`).

@@ -53,13 +53,13 @@ class PackedBatch:
     """One update's rows, packed; see the module."""
 
     rows: Packed
-    """Its arrays are ``[N, S, L]``; ``slots`` are those of all rows in a row."""
+    """Arrays have shape ``[N, S, L]``; ``slots`` are flattened over all rows."""
     learning: Int[Array, ""]
     used: Int[Array, ""]
     mask: Bool[Array, "B C"]
-    """Of the whole batch, skipped sequences included."""
+    """Mask for the whole batch, including skipped sequences."""
     learned: Bool[Array, "B"]
-    """Sequences that the gradient is of."""
+    """Flags for sequences in the gradient."""
 
 
 def slots_of(config: TrainConfig) -> int:
@@ -157,7 +157,7 @@ def _micro_batch(rows: Packed, first: Array | int, count: int) -> Packed:
 
 
 def _written(slices: Array, part: Array, first: Array, count: int) -> Array:
-    """``slices`` with what came of such a micro-batch in its place."""
+    """``slices`` with the results of a micro-batch written in place."""
     back = part.reshape(-1, count, part.shape[-1]).swapaxes(0, 1)
     return jax.lax.dynamic_update_slice_in_dim(slices, back, first, axis=0)
 
@@ -227,7 +227,7 @@ def _nothing(name: str) -> Metric:
 
 
 def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch, metrics: Metrics) -> Metrics:
-    """What is known of skipped sequences without the model: they are live, and nothing of them was clipped or moved."""
+    """Statistics for skipped sequences without the model: tokens are live, and nothing was clipped or moved."""
     mask, rows = batch.mask, batch.rows
     out = dict(metrics)
     if not config.train.report_skipped:
@@ -239,7 +239,7 @@ def _of_the_whole(config: TrainConfig, objective: Objective, batch: PackedBatch,
         by_sequence = objective.level != "token" and objective.clip_metrics == "trl"
         for name in (k for k in out if k.startswith("clip_fraction")):
             found, more = out[name], sequences if by_sequence else tokens
-            if name.endswith(("_min", "_max")):  # of sequences: of a skipped one nothing is clipped
+            if name.endswith(("_min", "_max")):  # over sequences: a skipped sequence is never clipped
                 extreme = jnp.minimum if name.endswith("_min") else jnp.maximum
                 known, more = jnp.where(sequences > 0, extreme(found.sum, 0.0), found.sum), sequences
             else:

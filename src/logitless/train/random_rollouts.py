@@ -14,7 +14,8 @@ from logitless.train.task import Prompts
 def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
     """A step's completions, a function of seed and step alone.
 
-    Of the kind that RL makes (``bench.shapes.rl_batch``): lognormal lengths, and every third group's rewards equal.
+    Random rollouts with RL's statistics (``bench.shapes.rl_batch``): lognormal lengths, equal rewards in every third
+    group.
     """
     c, rng = config, np.random.default_rng((config.seed, step))
     rows, width = c.train.prompts_per_step * c.train.group_size, c.rollout.max_completion_tokens

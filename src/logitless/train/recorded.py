@@ -1,11 +1,11 @@
-"""What a run keeps of each step so that another loss can be held against it, and how it is read back.
+"""Record the steps of a run for a replay with another loss, and read the records back.
 
     <run_dir>/rollouts/step_00000001.npz   prompts, completions and rewards, for another run (rollout.replay)
     <run_dir>/trace/step_00000001.npz      losses and norms of the updates, log-probabilities of the tokens before them,
                                            weights after them
 
-Of the weights a fixed sample is kept, every n-th number of each array with n odd: a distance over it is that of all
-weights to about a percent, at 64 KiB a step.
+The weights are sampled, every n-th number of each array with n odd: a distance over the sample matches a distance over
+all weights to about a percent, at 64 KiB per step.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SAMPLE = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """One step of a run, as far as two losses can differ in it."""
+    """Results of a step that may differ between two losses."""
 
     losses: np.ndarray
-    """Of each update; NaN where it was not finite."""
+    """Of each update; NaN if not finite."""
     grad_norms: np.ndarray
     logp: np.ndarray
     """Of the live completion tokens, before the step's updates."""
     weights: np.ndarray
-    """The sample of the trained weights, after them."""
+    """Sample of the trained weights after the step's updates."""
 
 
 def sample_weights(trained: Any) -> Array:
@@ -68,7 +68,7 @@ _TRACE = dict(losses="fE", grad_norms="fE", logp="fT", weights="fW")
 
 
 def _read(file: Path, layout: dict[str, str]) -> dict[str, np.ndarray]:
-    """The arrays of a file, whose kinds and axes are those of ``layout``."""
+    """The arrays of a file, with kinds and axes from ``layout``."""
     try:
         with np.load(file, allow_pickle=False) as found:
             arrays = {name: found[name] for name in layout}
@@ -125,7 +125,7 @@ def load_rollouts(folder: Path, step: int, rows: int, widths: tuple[int, int], v
 
 
 def read_rollouts(folder: Path, step: int) -> Rollouts:
-    """A step's completions, of whatever shape they were."""
+    """A step's completions, with any shape."""
     file = _file(folder, "rollouts", step)
     found = _read(file, _ROLLOUTS)
     if not np.isfinite(found["rewards"]).all():

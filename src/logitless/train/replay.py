@@ -1,8 +1,8 @@
 """The sharp test of an A/B: do two losses make the same of the same completions, step by step?
 
-All arms update on the completions that the baseline sampled, so that no sampled token makes two runs of one. What is
-left is rounding, and how far rounding alone drives two runs apart is measured too: a *control*, the baseline with
-another micro-batch split, which is the same mathematics. Of step ``t`` and of each of
+All arms update on the completions sampled by the baseline, so no sampled token separates two runs. What is left is
+rounding, and how far rounding alone drives two runs apart is measured too: a *control*, the baseline with another
+micro-batch split, which is the same mathematics. For step ``t`` and for each of
 
     loss        the largest difference of the losses of the step's updates
     grad_norm   the same of the gradient's norms, before the clip
@@ -18,16 +18,16 @@ the deviation ``d`` of an arm from the baseline must be within
    live tokens: divided by the root of ``n_t``, at least float32's), ``scale_t`` its own size in the baseline (at least
    1 for loss and log-probabilities, at least the run's mean for the norm). A control that happens to differ in no bit
    does not make a last digit a difference.
-3. A clip is a decision: a ratio within rounding of its bound is held back in one run and not in the other, and then one
-   of ``n_t`` live tokens has a gradient or none. ``reach_t`` is the scale, and of the weights the way that they have
-   come. Before the first update all ratios are 1: no such allowance in step 1.
+3. A clip is a decision: a ratio within rounding distance of its bound is clipped in one run and not in the other, and
+then one of ``n_t`` live tokens has a gradient or none. ``reach_t`` is the scale; for weights, the distance travelled.
+Before the first update all ratios are 1: no such allowance in step 1.
 
 A loss that is wrong shows in step 1, where nothing but rounding is allowed for: in float32 a gradient 2 % too large is
 thousands of times over its limit there.
 
 A sparse backward leaves a little out of the gradients, and another precision of the head rounds elsewhere: such an arm
-is *approximate by design*. Its deviations are on record; what is judged is its forward, the log-probabilities of step
-1, where its logits have the baseline's precision.
+is *approximate by design*. Deviations are recorded; the verdict is on the forward pass, the log-probabilities of step
+1, if the logits have the baseline's precision.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _resolution(config: TrainConfig, tokens: int) -> dict[str, float]:
 
 
 def deviations(a: Trace, b: Trace) -> dict[str, float]:
-    """How far ``b`` is from ``a`` in one step; infinite where one of them alone is not finite, or they do not match."""
+    """Distance between ``b`` and ``a`` in a step; infinite if only one is finite, or if shapes differ."""
     return {
         "loss": _largest(a.losses, b.losses),
         "grad_norm": _largest(a.grad_norms, b.grad_norms),

@@ -33,7 +33,8 @@ _ANYWHERE = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 _FORMATTED = re.compile(rf"####[ ]?{_NUMBER}\Z")
 LARGEST = 1e9
-"""Of a reward and of its weight: their product, squared and summed over a group, is far from the end of float32."""
+"""Bound for a reward and for its weight: their product, squared and summed over a group, stays far below the float32
+maximum."""
 _LONGEST = 64  # characters of a number: a model can write any number of digits
 
 
@@ -78,7 +79,7 @@ def exact_text(completion: str, problem: Problem) -> float:
 
 
 def format_reward(completion: str, problem: Problem) -> float:
-    """1 where the completion ends with its only ``####`` and a number after it, else 0."""
+    """1 if the completion ends with its only ``####`` and a number, else 0."""
     text = completion.strip()
     return float(text.count("####") == 1 and _FORMATTED.search(text) is not None)
 

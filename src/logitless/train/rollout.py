@@ -15,7 +15,7 @@ importance ratio is not biased by the mass that was cut.
 
 Prompts are padded on the left, so that all rows continue in the same slot. Noise belongs to a row and a position: the
 amount of padding, the rows beside it and the number of rows sampled at a time change nothing about a row's completion.
-A row is done after an end token; the loop stops when all are. Its slots after that hold ``pad_id`` and are masked.
+A row is done after an end token; the loop stops when all are. Later slots hold ``pad_id`` and are masked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Completions:
     mask: Bool[Array, "B C"]
     """True up to and including the end token."""
     logp: Float[Array, "B C"]
-    """Log-probability of each token when it was sampled; 0 where masked."""
+    """Log-probability of each token at sampling time; 0 if masked."""
     support: Int[Array, "B C K"] | None = None
     """Ids that each token was drawn from, -1 for none; log-probabilities are over them."""
 
@@ -76,7 +76,7 @@ def nucleus(logp: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
 
 
 def sample(logits: Float[Array, "B V"], keys: Array, s: Sampling) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """One token a row and its recorded log-probability; ``keys`` are one a row."""
+    """A sampled token per row, with its log-probability; ``keys`` has a key per row."""
     if s.temperature == 0:
         return best_with_logp(logits, logits)
     z = logits / s.temperature

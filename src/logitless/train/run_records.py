@@ -1,4 +1,4 @@
-"""A step's completions with what they earned, the record that is kept of them, and what all records come to."""
+"""A step's completions with rewards, the step's record, and the summary over all records."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Rollouts:
     prompts: Prompts
     completions: Completions
     rewards: np.ndarray  # [B]
-    parts: dict[str, float]  # mean of each part of the reward
+    parts: dict[str, float]  # mean of each reward part
     texts: list[str]
     trainer_logp: np.ndarray | None = None  # [B, C], before the step's updates; only where the run is traced
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # numbers of how they were drawn, for the record
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # numbers about the draw, for the record
 
 
 def step_record(

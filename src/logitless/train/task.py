@@ -1,4 +1,4 @@
-"""What is trained on what: model, tokenizer, problems and reward of a configuration, behind one object."""
+"""A training task: model, tokenizer, problems and reward from a configuration, behind a single object."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Prompts:
 
 
 def pad_left(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
-    """Rows of at most ``width`` ids as one array."""
+    """Rows of at most ``width`` ids as an array, padded on the left."""
     tokens = np.full((len(rows), width), pad_id, np.int32)
     valid = np.zeros((len(rows), width), bool)
     for i, ids in enumerate(rows):
@@ -84,7 +84,7 @@ class Task:
         return [self.tokenizer.decode(row[live].tolist()) for row, live in pairs]
 
     def rewards(self, texts: Sequence[str], problems: Sequence[Problem]) -> tuple[np.ndarray, dict[str, float]]:
-        """The reward of each completion, and the mean of each of its parts."""
+        """The reward per completion, and the mean per reward part."""
         r = self.config.reward
         scored = (score(r.kind, self._reward, t, p, r.timeout_s) for t, p in zip(texts, problems, strict=True))
         main = np.fromiter(scored, np.float32, len(texts))

@@ -19,7 +19,7 @@ from logitless.train.model import ModelError
 
 NO_TOKENIZERS = ModelError("tokenizers need the tokenizers package: pip install 'logitless[train]'")
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 5.0, 256 << 20
-"""What rendering one chat may take."""
+"""Limits for rendering a chat: seconds and bytes."""
 Messages = Sequence[dict[str, str]]
 """A chat: ``{"role": "system" | "user" | "assistant", "content": text}`` each."""
 
@@ -74,7 +74,7 @@ class Tokenizer:
         return cls(*tokenizer_from_gguf(path), str(path))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json``, so that a folder of weights is complete."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, to complete a folder with weights."""
         folder = Path(folder)
         with replaced(folder / "tokenizer.json") as beside:
             self._backend.save(str(beside))

@@ -51,7 +51,7 @@ _LORA = 2  # what the seed's key is folded with; collect.py has 1
 
 
 class Trainer:
-    """Everything that a step needs, compiled once. It keeps no state of a run: that is in :class:`State`."""
+    """Everything that a step needs, compiled once. The trainer keeps no run state: :class:`State` does."""
 
     def __init__(self, config: TrainConfig, task: Task):
         self.config, self.task = config, task
@@ -165,7 +165,7 @@ class Trainer:
         jobs: list[tuple[Any, ...]] = []
         rows = t.prompts_per_step * t.group_size
 
-        rolled = random_rollouts(self.config, 1, 0)  # what is in it does not matter
+        rolled = random_rollouts(self.config, 1, 0)  # only shapes matter
 
         def batch(count: int, *logp: str) -> Any:
             given = self._host_batch(rolled, rolled.rewards).rows(0, count)
@@ -174,7 +174,7 @@ class Trainer:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty)
 
         def prompts(count: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-            """Arguments of a sampling program after its weights."""
+            """Arguments for a sampling program, after its weights."""
             shape, key = (count, r.max_prompt_tokens), self.key
             kinds = ((shape, jnp.int32), (shape, jnp.bool_), (key.shape, key.dtype), ((), jnp.int32))
             return tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds)
@@ -284,7 +284,7 @@ class Trainer:
         rows = t.prompts_per_step * t.group_size // t.minibatches
         updates = []
         with self.timed("update"):
-            # The reference policy, where there is one, is no part of the update.
+            # The reference policy, if any, is not updated.
             base = frozen if state.trained.params is None else Policy(None, None)
             for i in range(t.inner_epochs * t.minibatches):
                 part = batch if i == 0 else batch.with_logp(old_logp=old)
@@ -300,8 +300,8 @@ class Trainer:
     def completions(
         self, program: Program, params: Any, lora: Any, prompts: Prompts, key: Any, at_once: int, group_size: int
     ) -> Completions:
-        """A sampling program's completions of the prompts, on the host; so many prompts in a call. The last call takes
-        some of the first prompts again, so that one program does."""
+        """A sampling program's completions of the prompts, on the host; so many prompts in a call. The last call
+        repeats some first prompts, so a single program suffices."""
         count, parts = len(prompts.tokens), []
         for start in range(0, count, at_once):
             rows = np.arange(start, start + at_once) % count

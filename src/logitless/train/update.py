@@ -4,8 +4,8 @@
     loss   = sum over micro-batches of linear_grpo_loss(..., denominator = the whole update's)
     theta  = AdamW(clip(d loss / d theta))             unchanged where the loss or the gradient is not finite
 
-Every micro-batch is divided by the counts of the whole update, so that its split changes nothing. On the first update
-after a rollout ``old_logp`` is ``None``: the ratio is the policy over itself, 1 to the bit. Later ones compare with the
+Every micro-batch is divided by the counts of the whole update, so the split changes nothing. On the first update after
+a rollout ``old_logp`` is ``None``: the ratio is the policy over itself, 1 to the bit. Later ones compare with the
 log-probabilities that :func:`make_score` gave before the first update.
 """
 
@@ -149,7 +149,7 @@ def whole_batch_counts(objective: Objective, mask: Bool[Array, "B C"]) -> dict[s
 def apply_gradients(
     optimizer: optax.GradientTransformation, state: State, loss: Array, grads: Policy, metrics: Metrics
 ) -> tuple[State, dict[str, Any]]:
-    """One optimiser step, or none where loss or gradient is not finite; and what is to be known of it."""
+    """An optimiser step, skipped if loss or gradient is not finite; returns metrics."""
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     steps, moments = optimizer.update(grads, state.optimizer, state.trained)
@@ -183,8 +183,8 @@ def make_part_logp(
 def make_part_loss(
     config: TrainConfig, model: ModelConfig, objective: Objective, parts_of: Callable[..., Parts]
 ) -> tuple[Callable[..., tuple[Array, Metrics]], Callable[..., tuple[Array, Metrics, Policy]]]:
-    """Of one micro-batch, as :func:`make_part_logp`: ``loss(trained, frozen, part, counts)`` with its metrics, and
-    ``add(total, trained, frozen, part, counts)``, which adds its gradients to ``total``."""
+    """For a micro-batch, like :func:`make_part_logp`: ``loss(trained, frozen, part, counts)`` with metrics, and
+    ``add(total, trained, frozen, part, counts)``, which adds gradients to ``total``."""
     head_loss = make_head_loss(config, objective)
     dtype, layout = jnp.dtype(config.model.compute_dtype), train_mesh.rows_layout(config)
 

@@ -31,15 +31,15 @@ _STREAM = 7  # keeps this use of the seed apart from the others
 
 
 def check_warm_start(config: TrainConfig, task: Task, folder: Path) -> None:
-    """What would end it, seen before the programs of the run are compiled beside it."""
+    """Find errors early, before the programs of the run are compiled."""
     cache = _cache(config, folder)
-    if not cache.exists():  # one that is only read may stand where nobody can write
+    if not cache.exists():  # a read-only cache may be in a read-only folder
         check_folder(cache.parent)
     examples(config, task, 0)
 
 
 def warm_start(config: TrainConfig, task: Task, params: Params, folder: Path, say: Any) -> Params:
-    """The weights after the supervised steps, from the cache where it holds them."""
+    """The weights after the supervised steps, from the cache if present."""
     cache = _cache(config, folder)
     digest = _digest(config)
     if cache.exists():

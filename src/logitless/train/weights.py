@@ -46,10 +46,10 @@ class TensorNames:
     top: dict[str, str]
     layer: dict[str, str]
     prefix: str
-    """Of a layer's tensors, with ``{i}`` for its index."""
+    """Prefix of a layer's tensors, with ``{i}`` for its index."""
 
     def of_layer(self, name: str, i: int) -> str:
-        """The name of one tensor of layer ``i``."""
+        """The name of a tensor in layer ``i``."""
         return self.prefix.format(i=i) + self.layer[name]
 
 
@@ -242,7 +242,7 @@ def _check_names(source: str, wanted: Collection[str], available: Collection[str
 
 
 def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Files of weights that the folder should hold; and in which of them each tensor is, where an index says so."""
+    """Weight files expected in the folder, and each tensor's file if an index names it."""
     index = folder / _INDEX
     where = _weight_map(index) if index.exists() else None
     return ([_SINGLE] if where is None else sorted(set(where.values()))), where
@@ -277,7 +277,7 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor names and the files beside the index that hold them."""
+    """Tensor names, and files next to the index with these tensors."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise ModelError(f"{index}: weight_map is not an object of tensor names and file names.")
