@@ -16,7 +16,13 @@ from interpreted import by_numpy
 from logitless import Metric, Objective, metric_values, reduce_metrics
 from loss_cases import POLICY_LEVELS, evaluate, evaluate_each, half, metrics_of, objective_of, random_batch, token_stats
 
-EVERY_METRIC = {"beta": 0.1, "correction": "token", "off_policy_threshold": 0.1, "entropy_coef": 0.01}
+EVERY_METRIC = {
+    "beta": 0.1,
+    "correction": "token",
+    "off_policy_threshold": 0.1,
+    "entropy_coef": 0.01,
+    "parity_metrics": True,
+}
 
 
 def pair(metric: Metric) -> tuple[float, float]:
@@ -97,6 +103,30 @@ def test_clip_fractions_of_cispo_and_gmpo() -> None:
     assert fractions(policy="cispo", cispo_bound="interval", eps_high=0.5) == (1, 2)
     assert fractions(policy="gmpo", eps_low=0.05, eps_high=0.5) == (2, 2)  # log 0.5, log 0.9; log 2, log 6
     assert "clip_fraction_low" not in metrics_of(Objective(policy="sapo"), logp, logp, **inputs)
+
+
+def test_parity_of_trainer_and_sampler() -> None:
+    """By hand: ratios of each token, and of each sequence by its geometric mean; segments are sequences."""
+    ratio = np.array([[1.0, 1.0015, 0.9985, 1.04], [1.03, 0.97, 1.0, 0.5], [1.2, 1.0, 1.0, 1.0]])
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    logp = np.full((3, 4), -2.0, np.float32)
+    inputs = {"advantages": np.ones((3, 4), np.float32), "mask": mask, "old_logp": np.float32(logp - np.log(ratio))}
+    objective = Objective(parity_metrics=True)
+    got = {k: pair(v) for k, v in metrics_of(objective, logp, logp, **inputs).items() if k.startswith("parity")}
+    expected = {
+        "parity_tokens": (2, 5), "parity_tokens_1pct": (3, 5), "parity_tokens_5pct": (5, 5),
+        "parity_sequences": (2, 2), "parity_sequences_1pct": (2, 2), "parity_sequences_5pct": (2, 2),
+    }  # fmt: skip
+    assert got.keys() == expected.keys() and all(got[k] == pytest.approx(expected[k]) for k in expected)
+    segments = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+    packed = metrics_of(objective, logp, logp, **inputs, segment_ids=segments)
+    assert pair(packed["parity_sequences"]) == pytest.approx((1, 4))  # 1.00075; not 0.9985, 1.03, 0.97
+    assert pair(packed["parity_sequences_1pct"]) == pytest.approx((2, 4))
+    nan = metrics_of(objective, np.where(mask, np.nan, logp), logp, **inputs)
+    assert pair(nan["parity_tokens_5pct"]) == (0, 5) and pair(nan["parity_sequences_5pct"]) == (0, 2)
+    on_policy = metrics_of(objective, logp, logp, **{**inputs, "old_logp": None})
+    assert pair(on_policy["parity_tokens"]) == (5, 5)
+    assert not any(k.startswith("parity") for k in metrics_of(Objective(), logp, logp, **inputs))
 
 
 @pytest.mark.parametrize(

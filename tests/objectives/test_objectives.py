@@ -634,7 +634,7 @@ def test_changing_a_choice_recompiles() -> None:
     choices: dict[str, Any] = dict(
         policy="sapo", level="sequence", aggregation="bnpo", kl="k1", kl_bias_correction=True, correction="geometric",
         correction_mode="mask", cispo_bound="interval", clip_metrics="liger", temperature_on="logp",
-        count_rows="non_empty", off_policy_from="old", delta=2.0,  # a number that comes into being
+        count_rows="non_empty", off_policy_from="old", parity_metrics=True, delta=2.0,  # a number that comes into being
     )  # fmt: skip
     # The divergence belongs to kl="full", which log-probabilities alone do not have.
     assert choices.keys() >= {f.name for f in dataclasses.fields(Objective) if f.metadata} - {"divergence"}

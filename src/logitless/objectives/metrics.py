@@ -28,6 +28,9 @@ class Metric(NamedTuple):
 
 Metrics = dict[str, Metric]
 
+PARITY = {"": (0.999, 1.002), "_1pct": (0.99, 1.01), "_5pct": (0.95, 1.05)}
+"""Intervals of the ratio that ``parity_metrics`` counts, by the ending of the metric's name."""
+
 
 OF_A_SPARSE_BACKWARD = (
     "left_out_mass", "left_out_mass_max", "hard_rows", "active_columns", "backward_columns", "dense_chunks"
@@ -131,6 +134,8 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
         if getattr(stats, name) is not None:
             out[name] = over_tokens(getattr(stats, name))
     out.update(_clip_fractions(o, ratio, x))
+    if o.parity_metrics:
+        out.update(_parity(stats, x))
     if x.ref is not None:
         out["kl_k1"] = over_tokens(kl_estimate("k1", stats.logp, x.ref))
         out["kl_k3"] = over_tokens(kl_estimate("k3", stats.logp, x.ref))
@@ -200,6 +205,22 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
         low_mean, high_mean = (rows.mean(hit.astype(jnp.float32)) for hit in (low, high))
         out["clip_fraction_low_min"] = Metric(jnp.min(jnp.where(counts, low_mean, jnp.inf)), number)
         out["clip_fraction_high_max"] = Metric(jnp.max(jnp.where(counts, high_mean, -jnp.inf)), number)
+    return out
+
+
+def _parity(stats: TokenStats, x: LossInputs) -> Metrics:
+    """Shares of tokens, and of sequences by the geometric mean of their tokens, whose ratio ``exp(logp - old)`` lies
+    within each interval. A NaN lies in none."""
+    assert x.counted is not None
+    sequences = x.counted.sequences
+    log_ratio = stats.logp - (stats.logp if x.old is None else x.old)
+    per_token = (jnp.exp(log_ratio), x.mask.astype(jnp.float32))
+    per_sequence = (jnp.exp(sequences.mean(log_ratio)), jnp.where(x.mask, 1.0 / sequences.lengths(), 0.0))
+    out: Metrics = {}
+    for of, (ratio, share) in (("tokens", per_token), ("sequences", per_sequence)):
+        for ending, (low, high) in PARITY.items():
+            within = x.mask & (ratio >= low) & (ratio <= high)
+            out[f"parity_{of}{ending}"] = Metric(jnp.sum(jnp.where(within, share, 0.0)), jnp.sum(share))
     return out
 
 

@@ -50,6 +50,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "correction_mode": get_args(CorrectionMode),
     "cispo_bound": get_args(CispoBound),
     "clip_metrics": get_args(ClipMetrics),
+    "parity_metrics": (False, True),
     "temperature_on": get_args(TemperatureOn),
     "count_rows": get_args(CountRows),
     "off_policy_from": get_args(OffPolicyFrom),
@@ -98,6 +99,8 @@ class Objective:
     """``raw``: ``min(ratio, eps_high)`` (TRL, Liger); ``interval``: ``clip(ratio, 1-eps_low, 1+eps_high)`` (veRL)."""
     clip_metrics: ClipMetrics = static("trl")
     """Clip fractions after ``delta`` and per sequence at sequence level (trl), or before it and per token (liger)."""
+    parity_metrics: bool = static(False)
+    """Metrics of how far the ratio is from one: shares of tokens and sequences within three intervals around it."""
     temperature_on: TemperatureOn = static("logits")
     """Temperature divides the logits, or (``mllm-jax``) ``logp`` at temperature one, in the loss and in statistics
     taken with ``objective=``; entropy and the other statistics are then those of temperature one."""
