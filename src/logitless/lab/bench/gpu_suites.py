@@ -178,7 +178,7 @@ def gpu_distill() -> list[Case]:
             baselines=["strong", "strong/f32", "naive", "naive/f32"], **shared,
         ),
         BenchConfig(
-            "distill 8192x4096x151936, on-policy", distillation=dict(divergence="reverse_kl"), inputs="on_policy",
+            "distill on-policy 8192x4096x151936", distillation=dict(divergence="reverse_kl"), inputs="on_policy",
             arms=sparse, gates=near, baselines=["strong/f32"], **shared,
         ),
         BenchConfig("GRPO, KL to a reference", objective=full, baselines=[], arms=beside, gates=bars, **shared),
