@@ -63,13 +63,13 @@ class Options:
     Args:
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one here.
       chunk_size: tokens per chunk of a call from hidden states; ``None`` lets the library choose.
-      memory_budget: bytes that the chunk's logits and dlogits may take, in place of ``chunk_size``. Hopper's sparse
-        backward has no such logits, and spends them on a policy that is not sparse, by the exact path. The TPU kernels
-        have no chunks: there it is what exponentials may take that the forward pass keeps for the gradient of the head,
-        a matmul less for each token that fits; with a smaller one, those that fit where that gradient will stand.
+      memory_budget: bytes for a chunk's logits and dlogits, instead of ``chunk_size``. Hopper's sparse backward has no
+        such logits; a budget lets the exact path serve a policy without sparsity. The TPU kernels have no chunks: a
+        budget there allows kept exponentials for the gradient of the head. Each kept token saves a matmul; with a small
+        budget only tokens are kept whose exponentials fit into the memory of that gradient.
       logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
-      head_grad_dtype: dtype in which the head's gradient is summed over chunks: ``float32``, or that of the
-        parameter (``"param"``), which is smaller and less exact. It is returned in the parameter's dtype.
+      head_grad_dtype: dtype for sums of the head's gradient over chunks: ``float32``, or the parameter's dtype
+        (``"param"``), smaller and less exact. The gradient is returned in the parameter's dtype.
       sparse_backward: ``"off"``; or the probability mass that a token's gradient may leave out, for a backward pass
         over the vocabulary columns that matter (``"auto"``: 2^-8 for bfloat16, half an ulp of other dtypes). It holds
         for every token: those that would leave out more go through all columns, and so does everything where that is

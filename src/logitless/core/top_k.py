@@ -60,7 +60,7 @@ def largest(x: Array, k: int) -> Array:
     maxima = jnp.max(x[:, :whole].reshape(x.shape[0], -1, group), axis=2)
     if whole < width:
         maxima = jnp.concatenate([maxima, jnp.max(x[:, whole:], axis=1, keepdims=True)], axis=1)
-    groups = jnp.sort(largest(maxima, k), axis=1)  # sorted by column, so that ties are
+    groups = jnp.sort(largest(maxima, k), axis=1)  # sorted by column, and ties are
     columns = (groups[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)).reshape(x.shape[0], -1)
     values = jnp.where(columns < width, _pick(x, jnp.minimum(columns, width - 1)), NEG_INF)
     return _pick(columns, lax.top_k(values, k)[1])

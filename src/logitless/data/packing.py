@@ -113,17 +113,16 @@ def pack(
     ``entropy_denominator=completion_mask.sum()``. :func:`logitless.unpack` brings per-token results back.
 
     Args:
-      prompt, prompt_mask: token ids, and where they are; padding may be on either side.
-      completion, completion_mask: sampled tokens, and which of them are in the loss.
-      length: slots of a packed row; a sequence of ``p + c`` tokens takes ``p + c - 1`` of them.
-      rows: rows of the result, for shapes that do not change from step to step; the rest are empty. ``None``: as many
-        as are needed.
-      keep: sequences to pack (:func:`logitless.rows_with_gradient`); the others are left out. ``None``: all.
-      share_prompts: neighbours with the same prompt have it once in each row that they stand in.
-      completion_valid: tokens that the model reads, where that is more than the loss has (a tool's output inside a
-        completion); ``None``: those of ``completion_mask``.
-      advantages, old_logp, ref_logp, rollout_logp, token_weights: arrays of the loss call, in its shapes. What is given
-        per sequence is spread to its tokens; of ``vespo``, which multiplies token weights up, none may be per sequence.
+      prompt, prompt_mask: token ids and their mask; padding may be on either side.
+      completion, completion_mask: sampled tokens, and the mask of the loss.
+      length: slots of a packed row; a sequence of ``p + c`` tokens takes ``p + c - 1`` slots.
+      rows: rows of the result, for constant shapes over steps; unused rows are empty. ``None``: as many as needed.
+      keep: sequences to pack (:func:`logitless.rows_with_gradient`); others are left out. ``None``: all.
+      share_prompts: neighbours with an equal prompt share a copy per row.
+      completion_valid: tokens for the model to read, if more than the loss has (a tool's output inside a completion);
+        ``None``: ``completion_mask``.
+      advantages, old_logp, ref_logp, rollout_logp, token_weights: arrays of the loss call, in its shapes. Values per
+        sequence are spread to tokens; with ``vespo``, which multiplies token weights, none may be per sequence.
 
     >>> import numpy as np, logitless
     >>> prompt, completion = np.array([[5, 6], [5, 6], [0, 9]]), np.array([[1, 2], [3, 0], [4, 4]])

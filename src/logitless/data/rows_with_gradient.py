@@ -34,9 +34,9 @@ def rows_with_gradient(
     The arrays are those of the loss call, ``[B, T]`` with ``mask``; those that are not known yet may be left out. A row
     is ``False`` if its gradient is zero for any policy:
 
-    - nothing in it is unmasked, or
-    - there is no KL term, no entropy bonus and no ``top_entropy`` (a quantile over the whole batch, which every row is
-      a part of), and each of its tokens has an advantage of zero, a token weight of zero, or a correction weight of
+    - the row has no unmasked token, or
+    - the objective has no KL term, no entropy bonus and no ``top_entropy`` (a quantile over the whole batch), and each
+      token has an advantage of zero, a token weight of zero, or a correction weight of
       zero (``correction_mode="mask"``, with ``old_logp`` and ``rollout_logp``; ``vespo`` folds its weights in, and they
       are never zero there).
 

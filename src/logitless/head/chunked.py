@@ -127,8 +127,8 @@ class Chunked(PlainJax):
         )
         return Cost(words, matmuls, moved, {"chunk": call.chunk, "layout": head.layout}, counts)
 
-    # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, so that they compile
-    # to the same arithmetic, and give the same bits, with and without a gradient.
+    # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, and compile
+    # to the same arithmetic, with equal bits with and without a gradient.
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
         """Statistics of the chunk's rows; ``p.live`` marks rows that count."""

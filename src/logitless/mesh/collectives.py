@@ -1,9 +1,9 @@
 """What a device does with its own part inside ``shard_map``: gather a head, merge sums, reduce gradients.
 
-    gather_head     FSDP: all-gather of each of the head's arrays over the axes that it is gathered over
-    reduce_grads    reduce-scatter over those axes, all-reduce over the other axes that shard tokens
-    merge_sums      vocabulary-parallel: one all-reduce (max) of [N] and one (sum) of [4, N]
-    by_columns      vocabulary-parallel with padding: shards that hold fewer real columns than others, or none
+    gather_head     FSDP: all-gather the head's arrays over the FSDP axes
+    reduce_grads    reduce-scatter over the FSDP axes, all-reduce over all other token axes
+    merge_sums      vocabulary-parallel: an all-reduce (max) of [N] and an all-reduce (sum) of [4, N]
+    by_columns      vocabulary-parallel with padding: shards with fewer real columns than others, or none
 
 No collective stands in a loop or in a branch: devices may have different numbers of live tokens, and of chunks.
 """

@@ -12,7 +12,8 @@ import jax
 from logitless.lab.tools.timing import compiled_memory
 
 _lowering = threading.Lock()
-"""Python traces a single program at a time: programs are traced in turn, and the compiler gets the first program early."""
+"""Python traces a single program at a time: programs take turns, and the compiler gets the first
+program early."""
 
 
 class Program:

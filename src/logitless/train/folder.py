@@ -35,7 +35,8 @@ def run_folder(config: TrainConfig) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder for the current process; create a missing folder. The system gives it back when the process ends."""
+    """Lock the folder for the current process; create a missing folder. The system releases the
+    lock when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")

@@ -6,11 +6,11 @@ returns an object with two methods:
     sync(params, model, step)     the policy's weights, before the completions of a step are asked for
     sample(request)               one :class:`Sample` for each prompt and each of its ``group_size`` completions
 
-Its log-probabilities are what the losses call ``rollout_logp``: at the sampling temperature, over the whole vocabulary,
-of every token that it returns; with ``rollout.top_k`` over the ids of its ``support``, which vLLM and SGLang return. An
-engine computes them with other kernels than the trainer does, and often in another precision; ``train.objective`` has
-corrections for that (``correction``, ``off_policy_threshold``), and ``rollout/logp_gap_max`` is the largest difference.
-``None`` in place of a log-probability says that it is not known: no correction for that token.
+Log-probabilities follow the definition of ``rollout_logp``: at the sampling temperature, over the whole vocabulary, for
+every returned token; with ``rollout.top_k`` over the ids in ``support``, as vLLM and SGLang return. An engine computes
+them with other kernels than the trainer does, and often in another precision; ``train.objective`` has corrections for
+that (``correction``, ``off_policy_threshold``), and ``rollout/logp_gap_max`` is the largest difference. ``None`` in
+place of a log-probability says that it is not known: no correction for that token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion: at most ``max_new`` tokens, an end token last if there is one, and what each was drawn with."""
+    """A completion: at most ``max_new`` tokens, possibly ending with an end token, and each token's log-probability."""
 
     tokens: Sequence[int]
     logp: Sequence[float | None]
@@ -63,7 +63,7 @@ class Sampler(Protocol):
         """Take over the weights (LoRA merged into them); the arrays are the trainer's and must not be kept."""
 
     def sample(self, request: Request) -> Sequence[Sample]:
-        """``len(prompts) * group_size`` completions, those of one prompt side by side."""
+        """``len(prompts) * group_size`` completions, grouped by prompt."""
 
 
 class SamplerError(RewardError):

@@ -1,11 +1,11 @@
 """Which vocabulary columns carry the gradient, on TPU: the forward sweep's column maxima and 128 rows decide.
 
-    b_t    what the logsumexp of a row is at least: its target's logit, or what the sampler or an earlier pass has said
+    b_t    lower bound for a row's logsumexp: the target's logit, or a value from the sampler or an earlier pass
            (``head/sparse/lse_guess.py``); then the sweep's running logsumexp
-    m_v    max over the tokens that count of z_tv - b_t, an upper bound of the column's largest log-probability
-    a column is active at threshold e if m_v > log e, or if it is the target of a token that counts
-    u_tj   mass outside the columns active at threshold e_j, for 128 rows, from their logits in ``SAMPLE`` columns
-    the threshold that costs least is taken: columns for all rows, and rows whose u_tj misses the tolerance
+    m_v    max of z_tv - b_t over counting tokens, an upper bound for the column's largest log-probability
+    a column is active at threshold e if m_v > log e, or if a counting token has the column as target
+    u_tj   mass outside the columns active at threshold e_j, for 128 rows, from logits in ``SAMPLE`` columns
+    the cheapest threshold is taken: it costs columns for all rows, and rows with u_tj above the tolerance
 
 A bound that is too low makes the active set larger, never wrong; what a set leaves out is computed for every row
 (``sparse_backward.py``). Before the sweep the 128 rows tell whether it is worth it at all (:func:`exact_is_cheaper`).

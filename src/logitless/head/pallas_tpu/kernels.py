@@ -4,12 +4,12 @@ The problem's tokens stand as they are swept, live ones first (``n_live``, trace
 are skipped and fetch nothing):
 
     token_stats                one matmul      statistics
-    token_stats_and_maxima     one matmul      statistics, bit-identical to those, and columns' largest probabilities
-    token_stats_and_terms      two matmuls     statistics, bit-identical to those, and what d logp / d hidden is made of
+    token_stats_and_maxima     one matmul      bit-identical statistics, and columns' largest probabilities
+    token_stats_and_terms      two matmuls     bit-identical statistics, and the terms for d logp / d hidden
     token_stats_and_direction  two matmuls     the same, and d logp / d hidden itself
     dhidden                    two matmuls     dH for any cotangents of logp, entropy and lse
-    dhead                      two matmuls     dW in its final dtype, dbias; one for tokens whose exponentials were kept
-                               one matmul      where the weight is frozen: dbias, or LoRA's outer factor (lora.py)
+    dhead                      two matmuls     dW in the final dtype, dbias; one for tokens with kept exponentials
+                               one matmul      for a frozen weight: dbias, or LoRA's outer factor (lora.py)
 
 An objective of ``logp`` alone costs four matmuls for loss, dH and dW, three for tokens whose exponentials the forward
 sweep keeps (``kept_exponentials.py``): with ``p`` the softmax, ``y`` the target and ``E`` the sweep's accumulator,

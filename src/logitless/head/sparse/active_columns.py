@@ -32,8 +32,8 @@ HARD_ROW_COST = 1.25
 """A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""
 
 ROWS_THAT_CHOOSE = 128
-"""Rows of a chunk on which the thresholds are tried. Which one is taken is a matter of cost; what it leaves out is then
-computed for every row."""
+"""Rows of a chunk on which the thresholds are tried. The choice affects cost alone; the left-out mass is then computed
+for every row."""
 
 _MASS_COLUMNS = 32768
 """Most columns whose probabilities stand in memory while the thresholds are tried."""
@@ -90,8 +90,8 @@ def most_columns(vocab: int, slab: int) -> int:
 
 
 def chunk_rule(vocab: int, backward: int = 2, sources: int = 1) -> Rule:
-    """For a chunk whose logits stand in memory; ``backward``: matmuls of a dense backward (2, or 1 with a frozen
-    head). A hard row has its logits made again, those of ``sources`` models."""
+    """For a chunk whose logits stand in memory; ``backward``: matmuls of a dense backward (2, or 1 with a frozen head).
+    Logits of a hard row are computed again, by ``sources`` models."""
     slab = slab_width(vocab)
     return Rule(
         thresholds=(2.0**-5, 2.0**-6, 2.0**-7, 2.0**-8, 2.0**-9, 2.0**-10, 2.0**-12),
@@ -133,8 +133,8 @@ def column_maxima(x: Array, p: Problem, stats: TokenStats, rows: Array) -> Array
 
 
 def masses_of(rule: Rule, weights: Callable[[Array | int, int], Array], shape: tuple[int, ...], level: Array) -> Array:
-    """``[J, C]``: for every threshold j the sum of each row's ``weights(first column, how many) [C, size]`` in columns
-    of ``level [V] > j``, of rows of this ``shape [C, V]``."""
+    """``[J, C]``: for every threshold j and row, the sum of ``weights(first column, how many) [C, size]`` over columns
+    with ``level [V] > j``, for rows with this ``shape [C, V]``."""
     last = len(rule.thresholds)
 
     def step(start: Array | int, size: int, sums: Array) -> Array:

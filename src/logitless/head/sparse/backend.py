@@ -211,7 +211,7 @@ class Sparse:
         return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))
 
     def _beside_a_teacher(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
-        """:meth:`gradients_in_forward` of a call with a teacher: dx of all columns, matmuls over those that carry it
+        """:meth:`gradients_in_forward` for a call with a teacher: dx for all columns, matmuls over the active columns
         (``dx_columns.py``)."""
         rule = chunk_rule(p.head.vocab, want.matmuls, p.stages)
         moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)

@@ -1,8 +1,8 @@
 """Which columns carry the gradient of rows with a teacher, found from dx itself.
 
 With a teacher the gradient of a column is no simple function of its probability: ``p - q`` is large where either
-distribution has mass, ``p (d - sum p d)`` vanishes where both agree. So a chunk's ``dx [C, V]`` is made for all columns
-(one pass over both logits, no matmul), and the columns are chosen by what stands there:
+distribution has mass, ``p (d - sum p d)`` vanishes where both agree. A chunk's ``dx [C, V]`` is therefore made for all
+columns (a pass over both logits, no matmul), and its entries choose the columns:
 
     L_t     = sum_v |dx_tv|
     scale_t = max(L_t, 4 R)                            R: root mean square of L_t over the chunk's rows with a gradient
@@ -11,12 +11,12 @@ distribution has mass, ``p (d - sum p d)`` vanishes where both agree. So a chunk
 
     sum of |dx_tv| over its inactive columns <= tolerance * scale_t
 
-``4 R`` is for rows that hardly have a gradient, such as those that one column dominates on both sides: their rest is
-small beside the errors that all rows' rounding makes. The root mean square over rows of what is left out is at most
-``sqrt(17) tolerance R``. On rows of a trained policy's kind that is below the rounding of dx to bfloat16, for a teacher
-that is near as for one that is far; a scale of 1, the probability mass of a row, is not (docs/logbook.md). Rows that
-would leave out more go through all columns. What a row leaves out is replaced by its signed sum times the
-head's mean row, as without a teacher (``backend.py``).
+``4 R`` serves rows with hardly any gradient, such as rows with the same dominating column on both sides: their
+remainder is small compared with rounding errors of all rows. The root mean square over rows of what is left out is at
+most ``sqrt(17) tolerance R``. On rows of a trained policy's kind that is below the rounding of dx to bfloat16, for a
+teacher that is near as for one that is far; a scale of 1, the probability mass of a row, is not (docs/logbook.md). Rows
+that would leave out more go through all columns. What a row leaves out is replaced by its signed sum times the head's
+mean row, as without a teacher (``backend.py``).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Sizes:
 
     @property
     def teacher_bytes(self) -> int:
-        """Of the second model's head and hidden states, as one matmul reads them."""
+        """Bytes of the second model's head and hidden states, read once per matmul."""
         return (self.vocab + self.tokens) * self.teacher * self.item
 
     @property
@@ -161,7 +161,7 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
         moved += s.live * s.vocab * (2 * s.logit * again * s.sources + s.item * (1 + s.wide) * bool(s.wants))
     beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route, screened)
     flops = 2 * s.live * (s.width + s.rank) * s.vocab * matmuls
-    if s.teacher:  # so many of the matmuls are of the teacher's width
+    if s.teacher:  # number of matmuls with the teacher's width
         theirs = 2 if later and s.wants else 1
         flops += 2 * s.live * s.vocab * (s.teacher - s.width - s.rank) * theirs
         moved += sweeps * theirs * (s.vocab * (s.teacher - s.width) * s.item)

@@ -284,7 +284,7 @@ def _loss_of(options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _one_call(call: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a distillation loss as those of the one sweep that it runs; others as they are."""
+    """The arguments of a distillation loss, rewritten for its single sweep; other arguments unchanged."""
     if "distillation" not in given:
         return given
     name = call.__name__
@@ -333,7 +333,7 @@ def _work(
 
     rank = 0 if given["lora"] is None else given["lora"][1].shape[0]
     s = sizes(given["hidden"], given["lm_head"], wanted, rank)
-    if route.reference is None:  # with one of its own, a reference's states serve an estimate of the KL
+    if route.reference is None:  # otherwise a reference's states serve an estimate of the KL
         theirs = next((given[k] for k in ("teacher_hidden", "ref_hidden") if given.get(k) is not None), None)
         s = s if theirs is None else dataclasses.replace(s, teacher=theirs.shape[-1])
     work, dense = estimate.fused(s, route, shares), estimate.dense(s)

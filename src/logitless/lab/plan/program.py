@@ -113,8 +113,7 @@ def compiled(
 ) -> aot.Compiled:
     """The call with the gradients that are ``wanted``, compiled for ``devices``.
 
-    The gradient of a call for statistics is that of its log-probabilities, or of its divergences, for given
-    cotangents.
+    A call for statistics is differentiated through its log-probabilities, or its divergences, with given cotangents.
     """
     arrays = arrays_of(given)
     mesh: Mesh | None = None

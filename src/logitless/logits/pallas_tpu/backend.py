@@ -54,7 +54,7 @@ class Kernel:
 
 
 def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> dict[str, Array]:
-    """Run a kernel over the blocks of ``logits [N, V]``; what it writes of ``stats [N, 8]`` and ``out [N, V]``."""
+    """Run a kernel over the blocks of ``logits [N, V]``; returns the written ``stats [N, 8]`` and ``out [N, V]``."""
     n, v = p.logits.shape
     check(n, v, p.logits.dtype)
     t = tiles or tiles_for(n, v, p.logits.dtype)
