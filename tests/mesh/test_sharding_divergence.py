@@ -178,9 +178,10 @@ def test_full_kl_to_a_reference(level: str, layout: str) -> None:
     assert_same(got, jax.device_get(jax.jit(by_student(f))(*split(a))))
 
 
-@pytest.mark.parametrize("layout", ["one device", "data and sequence, head replicated"])
+@pytest.mark.parametrize("layout", ["one device", "data and sequence, head replicated", "vocabulary-parallel"])
 def test_dead_tokens_cost_nothing(layout: str) -> None:
-    """Matmuls that are run: four for each live token, two of them for the teacher's width and ours."""
+    """Matmuls that are run: four for each live token, one of them of the teacher's width. Eight over a cut vocabulary,
+    three of them the teacher's, as ``explain`` says."""
     a = arrays()
     tokens = np.arange(math.prod(SHAPE)).reshape(SHAPE)
 
@@ -195,6 +196,13 @@ def test_dead_tokens_cost_nothing(layout: str) -> None:
     if layout == "one device":
         per_token = 2 * VOCAB * (3 * HIDDEN + WIDTH)
         assert flops(0) == 0 and flops(6) == 6 * per_token and flops(12) == 12 * per_token
+    elif layout == "vocabulary-parallel":
+        per_token = 2 * VOCAB // 8 * (5 * HIDDEN + 3 * WIDTH)
+        assert flops(0) == 0 and flops(6) == 6 * per_token
+        (student, teacher), where = heads(a), LAYOUTS[layout].sharding()
+        given = a["hidden"], student, a["teacher_hidden"], teacher
+        route = L.explain(L.linear_distillation_loss, *given, options=OPTIONS, sharding=where)
+        assert route.described.counts == (8, 7, 4)
     else:
         assert flops(0) == 0 and flops(math.prod(SHAPE)) > 0
 

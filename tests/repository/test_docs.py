@@ -139,6 +139,11 @@ def test_every_picture_is_on_a_page() -> None:
         assert f"{picture.parent.name}/{picture.name}" in text, f"{picture.name} is on no page"
 
 
+def test_the_picture_of_divergences_is_what_its_script_draws() -> None:
+    script = loaded(ROOT / "scripts" / "divergence_picture.py")
+    assert script.OUT.read_text() == script.svg(), "run `python scripts/divergence_picture.py`"
+
+
 def test_conformance_page_is_what_the_record_says() -> None:
     page = loaded(ROOT / "tests" / "conformance" / "conformance_page.py").page()
     assert (ROOT / "docs" / "conformance.md").read_text() == page, "run `make conformance`"

@@ -116,8 +116,10 @@ class Chunked(PlainJax):
             words, counts = f"by recompute: {way.reason if way.loss else 'cotangents arrive later'}", (4, 3, 1)
             where = "1 where the cotangent is zero"
         if p.teacher is not None:  # teacher logits, in every sweep that makes the policy's logits
-            more = 1 if way.in_forward else 2
-            counts, where = (counts[0] + more, counts[1] + more, 2), where.replace("1", "2", 1)
+            more, alone = (1 if way.in_forward else 2), 2
+            if way.shards > 1:  # the sums of either side first, then a sweep over both heads
+                more, alone = 4, 4
+            counts, where = (counts[0] + more, counts[1] + more, alone), where.replace("1", str(alone), 1)
         frozen, none = f"{counts[1]} with a frozen head", f"{counts[2]} without a gradient"
         matmuls = f"{counts[0]} ({frozen}, {none}) per live token; {where}"
         sweeps, item = -(-p.n // call.chunk), jnp.dtype(call.logits_dtype).itemsize
