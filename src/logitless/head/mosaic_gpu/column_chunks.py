@@ -12,10 +12,10 @@ which columns go at once:
 A policy that is not sparse costs four matmuls, with that of the statistics, where the exact path, which keeps logits,
 takes three.
 
-Where dx stands in the place of dW, the rows of dW that are finished stand in front, and dx in what is left behind them.
-That shrinks, and with it the chunks; for the last tiles of columns there would be no room. So they have the first turn,
-when all is free, and their dW waits in memory of its own. Rows of active columns stand side by side at first; they are
-moved to where they belong from behind: none of them moves forward, so none is written over before it has been moved.
+If dx shares memory with dW, finished rows of dW fill the front, and dx the remaining space behind. The remaining space
+shrinks, and the chunks shrink with it; for the last column tiles no space would be left. These tiles therefore come
+first, while all space is free, and their dW waits in a buffer. Rows for active columns are adjacent at first and then
+moved to their final places, last row first: no row moves forward, so no row is overwritten before its move.
 
     bytes   what dH lacks (64 MiB at T = 8192, H = 4096), and at a time the chunk's part of the head and h, or half of
             its dH, or h and its dW (68 + 76): 208 MiB. h is gathered for each matmul
@@ -47,7 +47,7 @@ from logitless.head.sparse.token_order import Ordered
 @register
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The gradients so far, in the order of the call. Where dx stands in the place of dW, ``weight`` is ``None``."""
+    """The gradients so far, in the order of the call. If dx shares memory with dW, ``weight`` is ``None``."""
 
     hidden: Array | None
     weight: Array | None
@@ -91,7 +91,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Which columns have which turn, in tiles of ``columns`` that stand side by side."""
+    """The order of columns, in tiles of ``columns`` adjacent columns."""
 
     held: Room
     width: int
@@ -109,12 +109,12 @@ class _Plan:
 
     @property
     def end(self) -> Array:
-        """Of the tiles that have a turn in their order."""
+        """Number of tiles in the regular order."""
         return jnp.maximum(self.tiles - self.last, 0)
 
     def turn(self, begin: Array) -> tuple[Array, Array, Array]:
-        """``(first tile, how many, first slot of dx)`` where the tiles before ``begin`` are finished; the last ones
-        where it is negative."""
+        """``(first tile, count, first slot of dx)`` with the tiles before ``begin`` finished; the last tiles if
+        negative."""
         slots, most = self.held.in_dw, jnp.int32(self.held.across)
         if not self.in_place:
             return begin, jnp.minimum(most, self.end - begin), jnp.int32(0)

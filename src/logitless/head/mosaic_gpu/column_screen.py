@@ -1,11 +1,11 @@
 """Which columns carry the gradient, found inside the forward matmul: a screen that no logits have to be kept for.
 
 The fused matmul (``kernels/stats_matmul.py``) sees every logit once, before the row's logsumexp is known. With a guess
-``b_t`` of it,
+``b_t`` for it,
 
     z_tv > b_t + log e        the column v passes the screen of row t, at the threshold e on its probability
 
-is one comparison, and its result one bit. The active columns are those that pass for a row with a gradient, and the
+is a comparison with a one-bit result. The active columns are those that pass for a row with a gradient, and the
 targets. A guess that is too low lets more columns pass, one that is too high fewer: what each row then leaves out is
 computed from the logits of the active columns, so a bad guess costs time, never truth.
 
@@ -48,18 +48,18 @@ _LIMITS = (8, 32, 128)
 """A row that lets more than ``Rule.most / limit`` columns through may be left apart."""
 
 MOST_APART = 5 / 8
-"""Of the tokens, that choose no columns: beyond it, a policy is not sparse."""
+"""Share of tokens that choose no columns: with more, a policy is not sparse."""
 
 UNLIKELY = -6.0
-"""A log-probability that samples of a sparse policy hardly have: of its own completions fewer than one in a hundred."""
+"""Samples from a sparse policy rarely have a lower log-probability: fewer than 1 token in 100."""
 
 _FEW = 4096
 _LOW_IDS = 1024
 
 
 def slab_rule(vocab: int, backward: int = 2) -> Rule:
-    """What columns and hard rows cost here, since logits of both are made again. Slabs of columns are three quarters of
-    the ordinary ones: they meet more tokens than a chunk has."""
+    """What columns and hard rows cost here, since logits of both are made again. Slabs are three quarters as wide as
+    ordinary slabs: they meet more tokens than a chunk has."""
     rule = chunk_rule(vocab, backward)
     slab = 3 * rule.slab // 4 if rule.slab % 1024 == 0 else rule.slab
     return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
@@ -71,7 +71,7 @@ class Screened:
     """What the forward pass found, for the backward pass."""
 
     columns: Columns  # of all tokens
-    spans: Spans  # of the active columns; none where it is dense
+    spans: Spans  # for the active columns; empty if dense
 
 
 def few_columns(p: Problem, rows: Array) -> Array:
@@ -140,9 +140,9 @@ def passed(words: Array, vocab: int, tile: int) -> Array:
 
 
 def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Spans, Array]:
-    """Which columns pass (``words [vocab tiles, N, 8]``) for one of ``rows [N]`` that chooses columns, or are the
-    target of any of them, and in which tiles of tokens. Of the limits on what a row may let through, the one that costs
-    least. And how many rows choose none, since they let more through."""
+    """Columns that pass (``words [vocab tiles, N, 8]``) for any row of ``rows [N]`` that chooses columns, or are a
+    target, and the token tiles in which they pass. The cheapest limit on the number of columns that a row lets through.
+    Also the number of rows above the limit, which choose none."""
     width = jnp.sum(lax.population_count(words), axis=(0, 2))
     tiles = -(-p.n // TOKENS)
     whole = jnp.pad(words, ((0, 0), (0, tiles * TOKENS - p.n), (0, 0)))

@@ -1,8 +1,8 @@
-"""How much of the sparse backward goes at a time on a Hopper GPU, and where its arrays stand.
+"""Sizes of the parts of the sparse backward on a Hopper GPU, and the location of its arrays.
 
-dx stands in slots (``dx_tiles.py``): in the place of dW, as long as that is not written, or in memory of its own. The
-matmuls over it are the same kernels whether all active columns go at once (``sparse_backward.py``) or a chunk of
-columns at a time (``column_chunks.py``): they are here.
+dx is stored in slots (``dx_tiles.py``): in the dW buffer until dW is written, or in separate memory. The matmuls over
+it are the same kernels whether all active columns go at once (``sparse_backward.py``) or a chunk of columns at a time
+(``column_chunks.py``): they are here.
 
     dH      dx [tokens and hard rows, K] times a part of the head
     dW_K    dx transposed times the hidden states of its rows
@@ -28,7 +28,7 @@ from logitless.head.sparse.active_columns import Rule
 from logitless.head.sparse.token_order import Ordered
 
 MOST_COLUMNS = 11264
-"""That go at a time; fewer where their part of the head would take more than :data:`PART` bytes."""
+"""Columns per part; fewer if their part of the head exceeds :data:`PART` bytes."""
 
 PART = 68 << 20
 
@@ -37,10 +37,10 @@ PART = 68 << 20
 class Room:
     """How much goes at a time."""
 
-    columns: int  # in whole tiles. At once, the first of them is the mean row's
+    columns: int  # in whole tiles. in one part, the first row is the mean row's
     hard: int  # rows
     tokens: int  # in whole tiles
-    in_dw: int  # slots of dx in the place of dW; 0 where it may not stand there
+    in_dw: int  # slots of dx inside the dW buffer; 0 if dx may not use it
 
     def holds(self, columns: Array) -> Array:
         return columns < self.columns
@@ -51,7 +51,7 @@ class Room:
 
     @property
     def rows(self) -> int:
-        """Of dx: tokens, and hard ones once more, in whole tiles."""
+        """Rows of dx: tokens, and hard rows a second time, in whole tiles."""
         return self.tokens + tile_count(self.hard, TOKENS) * TOKENS
 
     @property
@@ -63,7 +63,7 @@ class Room:
         return bool(want.weight and self.in_dw)
 
     def dx(self, head: HeadArrays, want: Wanted) -> tuple[int, int]:
-        """The shape of dx: that of dW's numbers, or as small as it may be."""
+        """The shape of dx: the size of dW, or as small as possible."""
         return (head.weight.size // COLUMNS if self.in_place(want) else self.rows * self.across), COLUMNS
 
 
@@ -76,7 +76,7 @@ def no_room_because(p: Any) -> str | None:
 
 
 def room(p: Any, rule: Rule) -> Room:
-    """For a problem that these kernels serve."""
+    """The sizes for a supported problem."""
     width, vocab = p.h.shape[1], p.head.vocab
     most = min(MOST_COLUMNS, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
     columns, tokens = max(most // COLUMNS, 1) * COLUMNS, tile_count(p.n, TOKENS) * TOKENS
@@ -88,7 +88,7 @@ def room(p: Any, rule: Rule) -> Room:
 
 
 def last_tiles(held: Room, width: int) -> int:
-    """Of columns, in place of whose dW there is no room for the dx of one tile and all tokens."""
+    """Number of trailing column tiles without space in the dW buffer for the dx of one tile and all tokens."""
     return -(-(held.token_tiles + 2) * TOKENS // width)
 
 
@@ -113,7 +113,7 @@ class Live:
         return tile_mask.all_of(held.rows - held.tokens, held.columns, self.hard, self.columns)
 
     def with_hard(self, held: Room, visits: Visits) -> Visits:
-        """Those of the tokens, and of hard rows behind them."""
+        """Visits for the tokens, followed by visits for the hard rows."""
         return Visits(jnp.concatenate([visits.tiles, self.visits_of_hard(held).tiles]))
 
 
@@ -138,8 +138,8 @@ def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, h
 
 
 def _of_tokens(listed: Array, live: Live, held: Room, begin: Array | int, tiles: int) -> dynamic_matmul.Lists:
-    """What dH of each tile of tokens sums over, of so many tiles from ``begin`` on; hard rows, which are all in the
-    second half, first, since that is most of all."""
+    """Depth lists of dH for each token tile, over the given number of tiles from ``begin`` on; hard rows, all in the
+    second half, come first, since they have the most work."""
     tokens, hard = (tile_count(x, TOKENS) for x in (live.tokens, live.hard))
     hard = jnp.where(jnp.asarray(begin) > 0, hard, 0)
     place = jnp.arange(tiles, dtype=jnp.int32)
@@ -149,7 +149,7 @@ def _of_tokens(listed: Array, live: Live, held: Room, begin: Array | int, tiles:
 
 
 def of_columns(live: Live, both: Visits) -> tuple[Array, Array]:
-    """What dW of each block of columns sums over, and how many blocks there are."""
+    """Depth lists of dW for each column block, and the number of blocks."""
     return both.by_columns(), jnp.where(live.tokens > 0, tile_count(live.columns, COLUMNS), 0)
 
 
@@ -173,7 +173,8 @@ def dhead(
 
 
 def places_of(f: Ordered, held: Room, hard: Hard | None = None, is_hard: Array | None = None) -> Array:
-    """int32 ``[rows of dx]``: the token of each; hard ones have their second place only. ``n`` where there is none."""
+    """int32 ``[rows of dx]``: the token of each row; hard rows keep only their second place. ``n`` marks an empty
+    row."""
     n = f.p.n
     first = jnp.arange(n, dtype=jnp.int32)
     if is_hard is not None:

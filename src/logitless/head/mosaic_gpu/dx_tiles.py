@@ -1,8 +1,8 @@
-"""Where dx stands in the sparse backward on a Hopper GPU: each tile of 128 tokens and 256 columns in a slot of its own.
+"""Layout of dx in the sparse backward on a Hopper GPU: each tile of 128 tokens and 256 columns has a slot.
 
 A slot is 128 rows of an array ``[rows, 256]``, which may be any memory that is free, dW's own before it is written. The
-tiles of a row of them lie side by side, ``across`` slots; so a dx of few columns takes little room, wherever it begins,
-and one kernel serves dx of every size. Whoever reads or writes dx asks for a piece that lies within a tile.
+tiles of a row are adjacent, ``across`` slots; dx with few columns needs little memory, at any offset, and a single
+kernel serves every size. Whoever reads or writes dx asks for a piece that lies within a tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Slots:
 
     array: Any  # [rows, 256], or a reference to it
     first: Any  # the slot of the first tile
-    across: Any  # slots of a row of tiles
+    across: Any  # slots per row of tiles
 
     def at(self, row: Any, rows: int, column: Any, columns: int) -> Any:
         """A kernel's reference to so many rows and columns from there on."""
@@ -42,7 +42,7 @@ class Slots:
         return dataclasses.replace(self, array=array)
 
     def tiles(self, rows: int, columns: int) -> Array:
-        """``[row tiles, column tiles, 128, 256]``; anything in columns that there are not."""
+        """``[row tiles, column tiles, 128, 256]``; undefined in missing columns."""
         row, column = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)
         slot = self.first + row * self.across + jnp.minimum(column, self.across - 1)
         at = slot[:, :, None] * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
@@ -55,5 +55,5 @@ def count(size: int) -> int:
 
 
 def tile_count(size: Any, tile: int) -> Any:
-    """Tiles that so many tokens or columns take."""
+    """Number of tiles for ``size`` tokens or columns."""
     return (size + (tile - 1)) // tile

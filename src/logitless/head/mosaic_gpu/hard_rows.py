@@ -34,21 +34,21 @@ GROUP = 384
 largest array of a call."""
 
 GROUPS = 4
-"""And how many groups there may be; each rounds what it adds to dW."""
+"""Maximum number of groups; each group rounds its addition to dW."""
 
 
 def group_size(n: int) -> int:
-    """Rows of a group, for so many tokens."""
+    """Rows per group, for ``n`` tokens."""
     return min(GROUP * -(-n // 8192), -(-n // 8) * 8)
 
 
 def can_add(head: Any) -> bool:
-    """Whether a product can be added to dW: it reads whole pieces of it."""
+    """Whether the kernel can add a product to dW: it reads whole pieces."""
     return head.weight.shape[0] % TILE_K == 0
 
 
 def most_rows(n: int, head: Any) -> int:
-    """Of all groups that there may be."""
+    """Maximum number of rows in all groups."""
     size = group_size(n)
     return size * max(min(GROUPS, n // size) if can_add(head) else 1, 1)
 
@@ -62,19 +62,19 @@ class Hard:
     count: Array
 
     def visit(self, first: Array | int, size: int, n: int) -> Visit:
-        """``size`` of them, of ``n`` tokens."""
+        """A visit to ``size`` hard rows, out of ``n`` tokens."""
         at = first + jnp.arange(size, dtype=jnp.int32)
         rows = lax.dynamic_slice_in_dim(self.rows, first, size)
         return Visit(rows, jnp.where(at < self.count, rows, n))
 
 
 def hard_rows(hard: Array, most: int) -> Hard:
-    """Those where ``hard [N]`` is true, of which no more than ``most`` will be asked for."""
+    """Rows with ``hard [N]``; callers use no more than ``most`` rows."""
     return Hard(order_by_rank(hard, ~hard)[:most], jnp.sum(hard, dtype=jnp.int32))
 
 
 def judged(p: Problem, known: Known, kept: Array) -> tuple[Array, Array]:
-    """``(mass that each row leaves out [N], whether that is too much [N])``, of the mass that it keeps."""
+    """``(left-out mass of each row [N], whether the row is hard [N])``, computed from the kept mass."""
     moving = known.g.any_nonzero()
     left_out = jnp.where(moving, mass_beside(kept), 0.0)
     return left_out, moving & misses(p.tolerance, known.stats, known.g, p.call.vocab_size)(left_out)
@@ -86,7 +86,7 @@ def stand_ins(p: Problem, known: Known, left_out: Array, hard: Array) -> Array:
 
 
 def group_of(f: Ordered, visit: Visit, rows: Rows) -> tuple[Array, Rows]:
-    """Hidden states of some tokens, zeros in the padding; and what dx takes of them."""
+    """Hidden states of some tokens, zeros in the padding, and the per-row inputs of dx."""
     inside = visit.inside(f.p.n)[:, None]
     return jnp.where(inside, f.hidden_of(visit.read), jnp.zeros((), f.p.h.dtype)), rows.of(visit, f.p.n)
 
@@ -103,8 +103,8 @@ def _dx(p: Problem, h: Array, rows: Rows, active: Array, here: Array) -> Slots:
 
 
 def dweight(p: Problem, dx: Slots, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
-    """dW of so many ``columns``, or ``into`` an array that is there: of dx and the hidden states of its rows, of which
-    these columns and rows are ``live``."""
+    """dW for ``columns`` columns, new or written ``into`` an existing array: from dx and hidden states; ``live`` bounds
+    columns and rows."""
     pair, extent, size = (dx, h), (live[0], h.shape[1]), (columns or 0, h.shape[1])
     if p.head.axis == 1:
         pair, extent, size = pair[::-1], extent[::-1], size[::-1]  # type: ignore[assignment]
@@ -114,7 +114,7 @@ def dweight(p: Problem, dx: Slots, h: Array, live: tuple[Any, Any], columns: int
 
 
 def dbias(dx: Array, there: Array) -> Array:
-    """The bias' gradient, of dx ``[row tiles, column tiles, 128, 256]`` where it is ``there``, one for each row."""
+    """The bias' gradient, from dx ``[row tiles, column tiles, 128, 256]`` where ``there`` is set, a flag per row."""
     sums = jnp.sum(jnp.where(there[..., None], dx, jnp.zeros((), dx.dtype)), axis=(0, 2), dtype=jnp.float32)
     return sums.reshape(-1)
 
@@ -123,8 +123,8 @@ def apart(count: Array) -> Array:
     """``count``, which is not negative, through a loop of two turns that change nothing.
 
     XLA makes one CUDA graph of all that lies between two loops, and the host prepares a graph as a whole before it
-    starts: 0.65 ms, for which the device would wait after a question. So the rest is several of them, and while the
-    device works on one the host prepares the next.
+    starts: 0.65 ms, for which the device would wait after a question. The remainder is therefore split: while the
+    device works on a part, the host prepares the next part.
     """
     return lax.fori_loop(0, 2, lambda i, n: jnp.maximum(n, i - 1), count)
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from logitless.core.compat import mosaic_gpu_reason
 
-TILE_K = 64  # 128 bytes of a 16-bit row: one swizzle atom
+TILE_K = 64  # 128 bytes per 16-bit row: a swizzle atom
 _DTYPES = ("bfloat16", "float16")
 _LANES = 128
 
 
 def visit_of(p: Any) -> int:
-    """Tokens of one visit of a slab: about four chunks, since no logits of a whole chunk stand in memory here.
+    """Tokens per visit of a slab: about four chunks, since no full chunk of logits is in memory here.
 
     All tokens rounded up to a multiple of 8, which tiled copies need, or equal parts in multiples of 128: a call is
     filled up to whole visits, and a group of hard rows, in multiples of 8, is never more than these.

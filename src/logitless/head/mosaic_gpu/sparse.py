@@ -9,8 +9,8 @@ With M one ``N x H x V`` matmul over the live tokens and K active columns for al
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
-What the easy rows leave out of dH is replaced by its mass times a mean row of the head, as in
-``head/sparse/backend.py``, which serves where this cannot (:func:`not_screened_because`).
+A mean row of the head, times the left-out mass, replaces the missing part of dH for easy rows, as in
+``head/sparse/backend.py``, which serves all other calls (:func:`not_screened_because`).
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
     bytes      the bits of ``column_screen.py``; h in that order; then those of the two ways
@@ -124,16 +124,16 @@ class ScreenedSparse(Sparse):
     ) -> tuple[TokenStats, SparseReport, Gradients]:
         f = in_order(p, moving, visit_of(p), by=before)
         stats, found = _screen(f, want, before)
-        # Apart: XLA would compute the loss, its sums and what is gathered from it in one block of threads.
+        # Apart: XLA would otherwise fuse the loss, its sums and gathers into a single thread block.
         out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
         g = lax.optimization_barrier(loss.cotangents(out))
         total, columns, width = _gradients(f, want, Known(stats, jax.tree.map(f.take, g)), found)
-        # Metrics last: they would stand between the one question to the host and the first matmul after it.
+        # Metrics last: earlier they would delay the first matmul after the host synchronisation.
         out, g, columns, width, total = lax.optimization_barrier((out, g, columns, width, total))
         return out, _report(p, want, out, g, columns, g.any_nonzero(), width), total
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
-        """Statistics and columns by one matmul, and what each row leaves out (K / V of one more)."""
+        """Statistics and columns from one matmul, and each row's left-out mass (K / V of another matmul)."""
         if not_screened_because(p) is not None:
             return super().forward(p, want)
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
@@ -217,7 +217,7 @@ def _report(
     rows: Array,
     width: Array | None = None,
 ) -> SparseReport:
-    """All in the order of the call. ``width``: columns that a token met; of the active ones all, unless it is said."""
+    """Everything is in the order of the call. ``width``: columns met by a token; by default all active columns."""
     hard = rows & misses(p.tolerance, out, g, p.call.vocab_size)(c.left_out) & ~c.dense
     report = chunk_report(rule_of(p, want), p.head, c, rows, hard)
     met = jnp.where(c.dense, p.head.vocab, c.count if width is None else width)

@@ -12,11 +12,11 @@ Where the active columns fit the memory meant for them, with the tokens first th
     hard    in the columns that are not active (``hard_rows.py``). Their dW there is *written*, not added to zeros
     dW      dW_K in its place
 
-Every matmul here is a kernel that takes its extents from the device (``kernels/dynamic_matmul.py``). So none of them
-waits for the host, and none is larger than it must be. What does not fit (more columns, more hard rows, a policy that
-is not sparse) goes a chunk of columns at a time, by the same kernels (``column_chunks.py``). This is the only host
-synchronisation; it happens when the hard rows are known. It is a zero-or-one-trip loop over the gradients as they stand
-in memory, because a conditional would copy them. After it, the extents of dW_K are zero where the loop has run, and the
+Every matmul here is a kernel that takes its extents from the device (``kernels/dynamic_matmul.py``). None of them waits
+for the host, and none exceeds its necessary size. What does not fit (more columns, more hard rows, a policy that is not
+sparse) goes a chunk of columns at a time, by the same kernels (``column_chunks.py``). This is the only host
+synchronisation; it happens when the hard rows are known. It is a zero-or-one-trip loop over the gradients in memory,
+because a conditional would copy the gradients. After it, the extents of dW_K are zero where the loop has run, and the
 hard rows are those that the loop has left.
 
     bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
@@ -109,7 +109,7 @@ def _with_mean(part: HeadArrays, rule: Rule, p: Problem) -> HeadArrays:
     row = mean_row(rule, p).astype(part.weight.dtype)
     row = row if p.head.axis == 0 else row.T
     weight = lax.dynamic_update_slice_in_dim(part.weight, row, 0, p.head.axis)
-    return dataclasses.replace(part, weight=lax.optimization_barrier(weight))  # one array, not one with and one without
+    return dataclasses.replace(part, weight=lax.optimization_barrier(weight))  # a single array, instead of two variants
 
 
 def _columns_dx(
@@ -126,7 +126,7 @@ def _with_hard(
 ) -> Array:
     """``dx`` with hard rows once more, behind the tokens: in all active columns, whatever their tile has visited."""
     some, own = group_of(f, hard.visit(0, held.hard, f.p.n), rows)
-    h = lax.dynamic_update_slice(f.p.h, some, (0, 0))  # of the same shape: so it is the same kernel
+    h = lax.dynamic_update_slice(f.p.h, some, (0, 0))  # of equal shape: the same kernel serves
     visits = tile_mask.all_of(held.tokens, held.columns, live.hard, live.columns)
     behind = dataclasses.replace(dx, first=held.token_tiles * held.across)
     return _columns_dx(f.p, behind, h, own, index, part, live, visits)[0]

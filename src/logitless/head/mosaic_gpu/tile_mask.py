@@ -1,4 +1,4 @@
-"""Which tiles of tokens and active columns the sparse backward on a Hopper GPU visits: those in which they met.
+"""Tiles of tokens and active columns visited by the sparse backward on a Hopper GPU: tiles in which both met.
 
 Most active columns are rare tokens, of which only a few rows know; a few thousand common ones are active nearly
 everywhere. With the columns in an order of their own (:func:`in_order`),
@@ -65,7 +65,7 @@ def in_order(s: Spans, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """What is visited: bool ``[token tiles, column tiles]``. Of every row and column that has a tile there is one."""
+    """What is visited: bool ``[token tiles, column tiles]``. Every row and column with a tile has an entry."""
 
     tiles: Array
 
@@ -87,8 +87,8 @@ class Visits:
         return _with_numbers(tile, jnp.sum(flags, dtype=jnp.int32), *slots)
 
     def by_tokens(self) -> Array:
-        """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: of each token tile which it is, how many
-        column tiles it visits, and which."""
+        """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: per token tile its index, the number of
+        visited column tiles, and their indices."""
         return _lists(self.tiles)
 
     def by_columns(self) -> Array:
@@ -101,7 +101,7 @@ def _with_numbers(tiles: Array, *numbers: Any) -> Array:
 
 
 def _lists(visited: Array) -> Array:
-    """int32 ``[R, 2 + C]``: which row, how many of its tiles are visited, and which."""
+    """int32 ``[R, 2 + C]``: row index, number of visited tiles, and their indices."""
     rows, columns = visited.shape
     which = jnp.where(visited, jnp.arange(columns, dtype=jnp.int32), columns)
     count = jnp.sum(visited, axis=1, dtype=jnp.int32)
@@ -124,7 +124,7 @@ class All(Visits):
 
 
 def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> All:
-    """All tiles of so many rows and columns, of which the first are live."""
+    """All tiles for the given rows and columns; the leading rows and columns are live."""
     sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
     row, column = (jnp.arange(tile_count(size, tile)) * tile < live for size, live, tile in sizes)
     live = tuple(tile_count(jnp.int32(live), tile) for _, live, tile in sizes)
@@ -132,8 +132,8 @@ def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array 
 
 
 def met(s: Spans, index: Array, everything: Visits) -> Visits:
-    """Of ``everything`` those tiles of which a column is active for a token; ``index [K]`` are the columns, the first
-    of them none. That one's tiles are all visited, and one of each column's."""
+    """The tiles of ``everything`` with a column that is active for a token; ``index [K]`` are the columns, with no
+    column first. The mean row visits all tiles, and every column has a tile."""
     tokens, across = everything.tiles.shape
     first = s.first.at[index].get(mode="fill", fill_value=tokens)
     last = s.last.at[index].get(mode="fill", fill_value=-1)

@@ -1,1 +1,1 @@
-"""The Hopper head kernels: one pipelined matmul and its epilogues."""
+"""The Hopper head kernels: a pipelined matmul with several epilogues."""

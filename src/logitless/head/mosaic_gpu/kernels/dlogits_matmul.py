@@ -1,6 +1,6 @@
 """dx of some tokens and columns on a Hopper GPU, from hidden states and known statistics: one matmul, no logits.
 
-The matmul is that of ``pipeline.py``. With numbers of a row alone (``stats.dz_line``),
+``pipeline.py`` has the matmul. With numbers of a row alone (``stats.dz_line``),
 
     t = k (u - peak)       e = 2^t       dx = e (a - b t), and at the row's target a number of its own
 
@@ -44,7 +44,7 @@ from logitless.head.sparse.column_gather import Known
 
 _ROW_NUMBERS = 6
 _NONE = -(2.0**14)
-"""The power of a probability that is 0. Finite, and no larger than that: it is multiplied by a number of the row."""
+"""Exponent for a probability of 0. Finite, and no larger than that: it is multiplied by a number of the row."""
 
 
 @register
@@ -60,7 +60,7 @@ class Rows:
         return self.numbers[5].astype(jnp.int32)
 
     def of(self, visit: Visit, n: int) -> Rows:
-        """Those of some of the ``n`` tokens; zeros in the padding."""
+        """The rows of a visit to some of the ``n`` tokens; zeros in the padding."""
         some = self.numbers.at[:, visit.read].get(mode="promise_in_bounds")
         return Rows(jnp.where(visit.inside(n), some, 0.0))
 
@@ -85,17 +85,17 @@ class _Refs:
     """References of the kernel beside the matmul's: global memory, then shared memory."""
 
     rows: Any  # float32 [6, padded N]: Rows.at
-    columns: Any  # float32 [padded K]: a column's own number where it counts, -2 where it does not
+    columns: Any  # float32 [padded K]: a column's number if it counts, else -2
     transform: LogitTransform  # of references [1]; no temperature
     bias: Any | None  # float32 [padded K]
     out: Slots
     mass: Any  # float32 [column tiles, padded N]
     piece: Any  # the way out
-    sums: Any  # float32 [2, the bytes of a warpgroup's piece]: M of them, in its place
+    sums: Any  # float32 [2, the bytes of a warpgroup's piece]: M values, in the memory of the piece
 
 
 def _compute(m: Running, refs: _Refs) -> None:
-    """A computing warpgroup: its half of the block's rows."""
+    """A computing warpgroup: half of the block's rows."""
     wg, t = lax.axis_index("wg"), m.static.tiles
     numbers = jax.tree.map(lambda ref: ref[0], refs.transform)
     width = refs.piece.shape[-1]
@@ -141,7 +141,7 @@ def columns_dx(
 ) -> tuple[Array, Array]:
     """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of the tokens of ``rows``,
     whose hidden states are the first of ``h``, in the columns of ``part`` that ``counts [K]`` (bool); zero in the
-    others. What is the same for all tokens is that of ``p``.
+    others. ``p`` holds the values shared by all tokens.
 
     ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. Only ``visits``
     are computed: the mass is that of the columns that a row's tile visits. However many tokens they are, it is one
@@ -159,7 +159,8 @@ def columns_dx(
 def columns_dx_of(
     p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: HeadArrays, counts: Array, visits: Visits
 ) -> tuple[Array, Array]:
-    """:func:`columns_dx` where ``part`` are the columns ``index [K]`` of the head; those beyond it may not count."""
+    """:func:`columns_dx` for a ``part`` with the head's columns ``index [K]``; columns beyond the head must not
+    count."""
     at = jnp.arange(index.size, dtype=jnp.int32)
     where = jnp.full((p.head.vocab,), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
     target = where.at[rows.targets].get(mode="fill", fill_value=-1)
@@ -172,14 +173,14 @@ def tiles_of(p: Problem, part: HeadArrays) -> Tiles:
 
 
 def ways_out(t: Tiles, dtype: Any, narrow: bool) -> tuple[Any, Any]:
-    """Shared memory for a piece of dx and for sums, one in the place of the other. They have as many bytes, so that a
-    warpgroup's sums lie in its own piece."""
+    """Shared memory for a piece of dx and for sums, one in the place of the other. Both have equal sizes in bytes, so a
+    warpgroup's sums stay within its piece."""
     piece = pipeline.way_out(t, dtype, narrow)
     numbers = t.rows * piece.shape[-1] * jnp.dtype(dtype).itemsize // 4
     return piece, plgpu.SMEM((COMPUTE, numbers), jnp.float32)
 
 
-# A function of its own: one that is called for the same shapes in several branches is lowered once.
+# A separate function: called for equal shapes in several branches, it is lowered once.
 @functools.partial(jax.jit, static_argnames=("tiles",))
 def _columns_dx(
     p: Problem,

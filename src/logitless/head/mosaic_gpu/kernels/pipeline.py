@@ -1,9 +1,9 @@
 """The matmul that the Hopper head kernels share: a ring of tiles in shared memory, filled by one warpgroup and
 multiplied by two, over the tiles that a walk (``schedule.py``) gives each block.
 
-Block = two computing warpgroups and one that copies. For each tile the copying warpgroup streams ``left [2 M, 64]``
-and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
-registers is for a kernel's own epilogue. Either operand may lie with its depth first, and one of them in slots
+Block = two computing warpgroups and one copying warpgroup. For each tile the copying warpgroup streams ``left [2 M,
+64]`` and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
+registers is for a kernel's own epilogue. Either operand may be stored depth-first, and one operand in slots
 (``dx_tiles.py``).
 
     HBM       the left one once per group of row tiles, the right one once per *group* (blocks that share a column tile
@@ -47,13 +47,13 @@ def way_out(t: Tiles, dtype: Any, narrow: bool = False) -> Any:
 
 
 def in_whole_tiles(shape: tuple[int, ...]) -> bool:
-    """Of 16-bit numbers: what a tiled copy needs."""
+    """Whether a tiled copy can serve this array of 16-bit numbers."""
     return shape[0] % 8 == 0 and shape[1] % TILE_K == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The static side: tiles, operands (or their shapes), which of them has its depth first."""
+    """The static side: tiles, operands (or shapes), and flags for depth-first operands."""
 
     tiles: Tiles
     left: Any  # [rows, depth], or [depth, rows]; or an array of slots
@@ -81,7 +81,7 @@ class Pipeline:
         return bool(self.interpret) or in_whole_tiles(operand.shape)
 
     def _ring(self, size: int, operand: Any, deep: bool) -> Any:
-        """Slots of the ring, as the matmul reads them and, where it must differ, as the copies write them."""
+        """Slots of the ring, as seen by the matmul and, if different, by the copies."""
         t, shape = self.tiles, (TILE_K, size) if deep else (size, TILE_K)
         tiled = plgpu.SMEM((t.stages, *shape), operand.dtype, transforms=atoms(operand.dtype))
         if self._in_whole_tiles(operand):
@@ -239,7 +239,7 @@ class Running:
         plgpu.copy_smem_to_gmem(own, out)
 
     def first_row(self, tile: Array) -> Array:
-        """Of a warpgroup's rows of a tile."""
+        """First row of a warpgroup within a tile."""
         t = self.static.tiles
         return tile * t.tokens + lax.axis_index("wg") * t.rows
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 COMPUTE = 2
-"""Warpgroups of a block that multiply."""
+"""Computing warpgroups per block."""
 
 _BLOCKS = 132  # streaming multiprocessors of an H100 or H200
 _L2_BYTES = 20 << 20  # of hidden states that a group of token tiles may keep in L2
@@ -65,10 +65,10 @@ class Schedule:
 def schedule(t: Tiles, token_tiles: int, vocab_tiles: int, live: Array | int) -> Schedule:
     """Equal work for every block, for ``live`` token tiles (traced).
 
-    Groups of about ``t.group`` token tiles follow one another. In a group of ``g``, block ``b`` takes token tile
-    ``b % g`` and run ``b // g`` of ``R = blocks // g``: the ``g`` blocks that share a run read the same ``W`` tiles at
-    the same time. The ``E`` blocks left over take what the runs leave of the vocabulary, a tail as long as a run when
-    summed over the token tiles a left-over block has.
+    Order: groups of about ``t.group`` token tiles. In a group of ``g``, block ``b`` takes token tile ``b % g`` and run
+    ``b // g`` of ``R = blocks // g``: the ``g`` blocks that share a run read the same ``W`` tiles at the same time. The
+    ``E`` blocks left over take what the runs leave of the vocabulary, a tail as long as a run when summed over the
+    token tiles a left-over block has.
     """
     xp: Any = np if isinstance(live, int) else jnp  # eager jnp would compile each operation
     groups = -(-token_tiles // t.group)
@@ -115,10 +115,10 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
 
 
 class _Walk:
-    """Of a block over tiles, the depth of which is whole."""
+    """A block's walk over tiles with whole depth."""
 
     def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
-        """The steps along the depth of the matmul that a part of it has."""
+        """Steps along the depth for a part of the matmul."""
         return 0, steps
 
     def at(self, part: Array, step: Array) -> Array:
@@ -128,7 +128,7 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Runs(_Walk):
-    """The walk of a block through its runs of :func:`schedule`."""
+    """A block's walk through the runs of :func:`schedule`."""
 
     tasks: Any  # int32 [5, blocks, groups], a reference
 
@@ -159,7 +159,7 @@ def extents(
 ) -> Array:
     """int32 ``[8]``: how many tiles of rows and columns a product has, in how many parts its depth is cut, how many
     steps that has in all, whether it is added to what is there, the numbers of the operand that lies in slots, and
-    which row tile is the first of the result. Numbers that only the device knows: it does no more than they say."""
+    which row tile is the first of the result. Sizes known only to the device, which bound the work."""
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows, columns, parts, depth, add, *slots, behind)])
 
 
@@ -189,7 +189,7 @@ class TileByTile(_Walk):
         return lax.div(part * whole, parts), lax.div((part + 1) * whole, parts)
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """``per_tile(row tile, column tile, part, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, part, c)`` for all tiles of this block."""
         rows, columns = self.extents[0], self.extents[1]
 
         def step(i: Array, c: Any) -> Any:
@@ -199,7 +199,7 @@ class TileByTile(_Walk):
 
 
 def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
-    """``step(i, c)`` for those of ``count`` that are this block's."""
+    """``step(i, c)`` for this block's share of ``count``."""
     block, blocks = lax.axis_index("block"), jnp.int32(t.blocks)
     trips = lax.div(count - block + (blocks - 1), blocks)
     return lax.fori_loop(0, trips, lambda j, c: step(block + j * blocks, c), carry)
@@ -218,7 +218,7 @@ class Listed(_Walk):
         return self.listed[1], self.listed[2]
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, 0, c)`` for all tiles of this block."""
 
         def step(i: Array, c: Any) -> Any:
             tile = self.listed[3 + i]
@@ -247,7 +247,7 @@ class ByLists(_Walk):
         return self.lists[part, 2 + lax.div(step, size)] * size + lax.rem(step, size)
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """``per_tile(row tile, column tile, list, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, list, c)`` for all tiles of this block."""
         rows, columns, share = self.extents[0], self.extents[1], jnp.int32(self.share)
 
         def step(i: Array, c: Any) -> Any:

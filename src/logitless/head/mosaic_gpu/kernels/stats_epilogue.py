@@ -34,8 +34,8 @@ FIELDS = 5  # maximum, total, centred, squares, target: stats.RowSums
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Of a run of tiles, ``[M]`` float32 each: the maximum as swept, S, A in units of ln 2, Q, and the target's ``u``
-    (0 where it was not seen). A row of which nothing was seen has the maximum ``LOW``."""
+    """Sums for a run of tiles, ``[M]`` float32 each: the swept maximum, S, A in units of ln 2, Q, and the target's
+    ``u`` (0 if not seen). A row of which nothing was seen has the maximum ``LOW``."""
 
     m: Array
     total: Array
@@ -113,7 +113,7 @@ def above(u: Array, screen: Array) -> Array:
 
 
 def bit_of(column: Any, columns: int) -> Any:
-    """The bit of :func:`above` that stands for a column of a tile of so many."""
+    """The bit in :func:`above` for a column, in tiles with this many columns."""
     width = min(PIECE, columns)
     parts = columns // width
     return columns // LANES - 1 - (column % width // LANES * parts + column // width)

@@ -1,7 +1,7 @@
 """Forward statistics of the head on a Hopper GPU: one matmul whose logits never leave the registers.
 
-The matmul is that of ``pipeline.py``. Its epilogue turns the accumulator into per-lane sums (``stats_epilogue.py``); at
-the end of a run its ``RowSums`` are written, and ``stats.merge`` adds up a row's runs.
+``pipeline.py`` has the matmul. Its epilogue turns the accumulator into per-lane sums (``stats_epilogue.py``); at the
+end of a run its ``RowSums`` are written, and ``stats.merge`` adds up a row's runs.
 
     matmuls   one, N x H x V (only tokens before ``n_live``)
     HBM       what the matmul reads; 20 bytes per token and run written
@@ -47,11 +47,11 @@ class _Refs:
     out: Any  # float32 [5, slots, padded N]
     words: Any | None  # int32 [vocab tiles, padded N, 8]
     sums: Any  # [2, 5, M]: the way out
-    bits: Any | None  # int32 [2, M, 8]: that of the words
+    bits: Any | None  # int32 [2, M, 8]: staging for the words
 
 
 def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> None:
-    """A computing warpgroup: its half of the block's rows."""
+    """A computing warpgroup: half of the block's rows."""
     wg, t = lax.axis_index("wg"), m.static.tiles
     per_row = plgpu.Layout.WGMMA.reduce(1)
     temperature: Any = refs.transform.temperature
@@ -119,7 +119,7 @@ def _partial_sums(
     line = Pipeline(t, p.h, p.head.weight, False, p.head.layout == "hv", p.call.interpret)
     live = n if n_live is None else n_live
     plan = schedule(t, token_tiles, vocab_tiles, (live + t.tokens - 1) // t.tokens)
-    # The tiles in which some column is masked, per warpgroup: those of its targets, and a last one that hangs over.
+    # Tiles with masked columns, per warpgroup: the tiles of its targets, and a partial last tile.
     row = jnp.arange(n) // t.rows
     special = jnp.zeros((token_tiles * COMPUTE, vocab_tiles), jnp.int32)
     special = special.at[row, jnp.where(targets < 0, vocab_tiles, targets // t.columns)].set(1, mode="drop")
