@@ -1,6 +1,7 @@
 """Builds wheel and sdist into dist/, installs each into an empty environment, and tries it there: ``make dist``.
 
-What is tried is what a user does first: import, the command line, the configurations that come with the package, a
+What is tried is what a user does first: ``pip install logitless`` from an index and the README's example, which is to
+take less than a minute; import, the command line, the configurations that come with the package, a
 loss with its gradients, and the examples (from the sdist, which carries them). Nothing of the checkout is on the path.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
+from venv import EnvBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | {"JAX_PLATFORMS": "cpu"}
@@ -37,6 +41,8 @@ value, grads = jax.value_and_grad(loss, (0, 1))(h, w)
 assert bool(jnp.isfinite(value)) and all(bool(jnp.isfinite(g).all()) for g in grads)
 """
 
+MINUTE = 60.0
+"""Seconds of a processor for an empty environment, ``pip install logitless`` and the README's example."""
 EXAMPLES = ("grpo_optax", "grpo_nnx", "grpo_linen", "grpo_equinox", "gspo_packed", "grpo_lora")
 
 
@@ -59,6 +65,28 @@ def installed(folder: Path, what: str) -> Path:
     """The Python of an empty environment with ``what`` in it."""
     run(sys.executable, ROOT / "scripts" / "install.py", folder, what, cwd=folder.parent)
     return folder / "bin" / "python"
+
+
+def try_index(wheel: Path, folder: Path) -> tuple[float, float]:
+    """Seconds, and those of a processor, that a newcomer waits: ``pip install logitless`` from an index that has the
+    wheel, and the README's code."""
+    (project := folder / "index" / "logitless").mkdir(parents=True)
+    shutil.copy(wheel, project)
+    (project / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    begin, spent = time.perf_counter(), _children_s()
+    EnvBuilder(with_pip=True).create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    index = f"--extra-index-url={project.parent.as_uri()}"
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", index, "logitless", cwd=folder)
+    run(python, "-c", example, cwd=folder)
+    return time.perf_counter() - begin, _children_s() - spent
+
+
+def _children_s() -> float:
+    """Processor seconds of commands that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def try_core(python: Path, folder: Path) -> None:
@@ -95,6 +123,11 @@ def main() -> None:
             python = installed(folder / "venv", f"{file}{extras}")
             try_extras(python, folder, sdist) if extras else try_core(python, folder)
         print(f"{file.name}{extras}: installed and tried, {time.perf_counter() - begin:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="logitless-dist-") as name:
+        seconds, busy = try_index(wheel, Path(name))
+    print(f"pip install logitless and the README's example: {seconds:.0f} s, {busy:.0f} s of a processor", flush=True)
+    if busy > MINUTE:
+        sys.exit(f"dist: a newcomer waits for more than {MINUTE:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from install import install
 from record_green import counts
 
 ROOT = Path(__file__).resolve().parents[1]
-MATRIX = (("3.11", "0.10"), ("3.12", "0.11"), ("3.12", "0.12"))
+MATRIX = (("3.11", "0.10"), ("3.12", "0.11"), ("3.12", "0.12"), ("3.13", "0.12"))
 """Python and jax; jax 0.11 and later need Python 3.12."""
 EVERYTHING = ("-n", "2", "--dist", "worksteal", "-m", "not slow and not gpu")
 VERSIONS = """

@@ -75,6 +75,15 @@ def test_extras_that_the_docs_name_exist() -> None:
             assert set(named.split(",")) <= extras, f"{page.name} names logitless[{named}]"
 
 
+def test_every_supported_python_is_in_the_matrix_and_on_the_install_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # which import each other
+    named = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python")}
+    assert named == {python for python, _ in loaded(ROOT / "scripts" / "matrix.py").MATRIX}
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = "".join(re.findall(r"^\| (3\.[\d., ]+) \|", page, re.MULTILINE))
+    assert all(python in rows for python in named)
+
+
 def test_the_gpu_extra_brings_a_jax_with_the_kernels() -> None:
     """``compat.mosaic_gpu_reason`` asks for 0.11."""
     for extra in ("gpu", "gpu-cuda12"):
