@@ -29,7 +29,7 @@ from logitless.core.transform import times
 from logitless.objectives.objective import Divergence
 
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-_HALF, _DOMINATED = -0.6931472, -0.5108256
+HALF, _DOMINATED = -0.6931472, -0.5108256
 """``log 0.5`` and ``log 0.6``. A row whose largest probability is above 0.6 is dominated, and its peak is the column
 above 0.5. The gap between the two is for logits that are made again, on other shards or in another loop, with other
 rounding: a row keeps exactly one peak."""
@@ -120,19 +120,35 @@ def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: A
     return PairSums(total(_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak)
 
 
+def is_dominated(s: TokenStats) -> Array:
+    """Rows of the student that one column dominates."""
+    return s.max_logp > _DOMINATED
+
+
 def dominating(log_p: Array, s: TokenStats) -> Array:
     """The column that dominates the student's row: exactly one of a dominated row, none of any other. ``s`` broadcasts
     against ``log_p``."""
-    return (log_p > _HALF) & (s.max_logp > _DOMINATED)
+    return (log_p > HALF) & is_dominated(s)
+
+
+def rounded_alike(stats: TokenStats, teacher: TokenStats) -> TokenStats:
+    """``teacher`` with the student's numbers in rows where the two differ by the rounding of a sum.
+
+    Two compiled loops may round the sums of equal rows differently, and then their divergence is not exactly 0. Where
+    the rows are not equal, ``log q`` moves by no more than its own rounding.
+    """
+    apart = jnp.abs(stats.max_logp - teacher.max_logp) > 5e-7 * jnp.minimum(jnp.abs(stats.max_logp), 1.0)
+    alike = (stats.peak == teacher.peak) & ~apart
+    return dataclasses.replace(teacher, max_logp=jnp.where(alike, stats.max_logp, teacher.max_logp))
 
 
 def finish_pair(
     kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None
 ) -> TokenStats:
     """The student's statistics, with the pair's statistics filled in."""
-    dominated = stats.max_logp > _DOMINATED
+    dominated = is_dominated(stats)
     rest = jnp.where(dominated, sums.rest, 0.0)
-    shared = dominated & (sums.log_q_at_peak > _HALF)
+    shared = dominated & (sums.log_q_at_peak > HALF)
     log_p = jnp.log1p(-rest)
     log_q = jnp.where(shared, jnp.log1p(-jnp.where(shared, sums.teacher_rest, 0.0)), sums.log_q_at_peak)
     d = _difference(kind, log_p, log_q, mix)

@@ -33,6 +33,7 @@ from logitless.core.divergences import (
     merge_pairs,
     pair_dz,
     pair_sums,
+    rounded_alike,
     teacher_stats,
 )
 from logitless.core.problem import Given, Linear, Loss, Problem, Teacher
@@ -142,7 +143,7 @@ def statistics(x: Array, p: Rows) -> TokenStats:
     stats = finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), p.transform)
     if p.teacher is None:
         return stats
-    teacher = teacher_statistics(p)
+    teacher = rounded_alike(stats, teacher_statistics(p))
     found = sums_of_pair(x, p, stats, teacher)
     return finish_pair(p.teacher.divergence, stats, teacher, found, p.teacher.mix)
 
