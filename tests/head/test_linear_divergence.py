@@ -295,7 +295,7 @@ def refused(**changes: Any) -> Any:
         (refused(mix=0.4), "mix=0.4 belongs to divergence='jsd'"),
         (refused(teacher_lm_head=np.zeros((100, H2), np.float32)), "the teacher has 100 token ids and the policy 211"),
         (refused(teacher_hidden=np.zeros((3, H2), np.float32)), "the teacher: .*shape"),
-        (refused(options=L.Options(backend="mosaic_gpu", interpret=True)), "no kernel for a second distribution"),
+        (refused(options=L.Options(backend="pallas_tpu", interpret=True)), "no kernel for a second distribution"),
         (lambda: L.Objective(divergence="jsd"), "divergence belongs to kl='full'"),
         (lambda: L.Objective(kl="full", beta=1.0, kl_bias_correction=True), "kl_bias_correction acts on an estimate"),
         (

@@ -233,8 +233,8 @@ def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
 
     def refusal(kernel: str) -> str | None:
         needs = RUNS_ON[kernel]
-        if p.teacher is not None:
-            return f"{name}: backend={kernel!r} has no kernel for a second distribution"
+        if p.teacher is not None and named is None:
+            return f"{name}: the kernels of backend={kernel!r} for two distributions have to be asked for by its name"
         if p.more_ids is not None:
             return f"{name}: backend={kernel!r} has no kernel for {p.more_ids}, more than one id for each token"
         if here != needs and not p.call.interpret:

@@ -2,6 +2,8 @@
 
     chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them,
                or, 16-bit dx of float32 logits, beside them
+    pair       with a teacher: two matmuls, then the row kernels for two distributions (forward and reverse KL; JSD by
+               the passes of ``chunked``)
     fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
 
 The fused matmul adds up in another order than the platform's, which recomputes the logits for the gradient. For float32
@@ -26,6 +28,7 @@ from logitless.head.chunked import Chunked
 from logitless.head.mosaic_gpu import limits
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
+from logitless.logits.mosaic_gpu import pair_rows
 from logitless.objectives.token_program import token_program
 
 
@@ -35,6 +38,8 @@ def not_fused_because(p: Any) -> str | None:
         return "rounded logits must be the same in both passes"
     if p.head.lora_a is not None:
         return "it has no LoRA"
+    if p.teacher is not None:
+        return "it has no second distribution"
     try:
         limits.check(p)
     except NotImplementedError as error:
@@ -46,6 +51,11 @@ def _rows(x: Array, p: Problem, live: Array | None) -> Problem[Given]:
     """The chunk's rows for the row kernel, which may write over them."""
     rows = Problem(Given(lax.optimization_barrier(x)), p.targets, p.transform, live, call=p.call)
     return rows.calling(donate=True)
+
+
+def _by_pair_kernels(x: Array, p: Problem) -> bool:
+    """Whether the kernels for two distributions serve a chunk; elsewhere XLA fuses the passes of ``chunked``."""
+    return pair_rows.not_served_because(p, x.dtype) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +79,25 @@ class MosaicGpu(Chunked):
         return dataclasses.replace(cost, bytes_moved=moved, fused_statistics=True)
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
-        return row_kernel.token_stats(_rows(x, p, p.live))
+        if p.teacher is None:
+            return row_kernel.token_stats(_rows(x, p, p.live))
+        if not _by_pair_kernels(x, p):
+            return super().row_statistics(x, p)
+        return lax.optimization_barrier(pair_rows.statistics(x, p))
 
     def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
+        if p.teacher is not None:
+            stats = self.row_statistics(x, p)
+            return stats, self.row_dx(x, p, stats, loss.cotangents(stats), dtype)
         program = token_program(loss.objective, loss.inputs)
         return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype)
 
     def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
-        return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype)
+        if p.teacher is None:
+            return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype)
+        if not _by_pair_kernels(x, p):
+            return super().row_dx(x, p, stats, g, dtype)
+        return pair_rows.dlogits(x, p, stats, g, dtype)
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """By the fused matmul where it can serve."""

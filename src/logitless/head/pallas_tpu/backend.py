@@ -119,6 +119,8 @@ class PallasTpu:
 
     def check(self, p: Problem, columns_apart: bool) -> None:
         """bfloat16 or float32 alike in hidden states and head, a hidden size of whole lanes."""
+        if p.teacher is not None:
+            raise NotImplementedError("it has no kernel for a second distribution")
         operands.check(p)
 
     def describe(self, p: Problem, way: Way) -> Cost:

@@ -149,8 +149,8 @@ def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: Any) -> Tiles:
 
 
 def _semantics(shape: Shape) -> plgpu.LoweringSemantics:
-    """Lane semantics lowers a kernel in a third of the time, since no layouts have to be inferred, but copies only whole
-    128-byte lines."""
+    """Lane semantics, which lower a kernel in a third of the time, since no layouts have to be inferred, where rows are
+    whole 128-byte lines: they copy nothing else."""
     whole_lines = shape.width % (8 * shape.unit) == 0
     return plgpu.LoweringSemantics.Lane if whole_lines else plgpu.LoweringSemantics.Warpgroup
 
@@ -265,6 +265,8 @@ class MosaicGpu(Chunked):
     def check(self, p: Any, columns_apart: bool) -> None:
         if columns_apart:
             raise NotImplementedError("it has no vocabulary-parallel form yet")
+        if p.teacher is not None:
+            raise NotImplementedError("it has no kernel for a second distribution")
         check(p.n, p.logits.shape[-1], p.logits.dtype)
 
     def tiles(self, p: Any) -> dict[str, Any]:

@@ -196,6 +196,8 @@ class PallasTpu(Chunked):
     kernels: ClassVar[str | None] = "tpu"
 
     def check(self, p: Any, columns_apart: bool) -> None:
+        if p.teacher is not None:
+            raise NotImplementedError("it has no kernel for a second distribution")
         check(p.n, p.logits.shape[-1], p.logits.dtype)
 
     def tiles(self, p: Any) -> dict[str, Any]:
