@@ -128,7 +128,7 @@ def correctness(n: int = 96, width: int = 128, vocab: int = 5003) -> dict[str, f
     h = (4 * rng.standard_normal((n, width)) / np.sqrt(width)).astype(np.float32)
     w, y = rng.standard_normal((vocab, width)).astype(np.float32), rng.integers(0, vocab, n).astype(np.int32)
     ids = np.stack([rng.permutation(vocab)[:64] for _ in y]).astype(np.int32)
-    ids[::2, 0] = y[::2]
+    ids[::2, 0] = np.where((ids[::2] == y[::2, None]).any(1), ids[::2, 0], y[::2])
     ids[:, 50:] = np.where(rng.random((n, 14)) < 0.5, -1, ids[:, 50:])
     support = np.concatenate([y[:, None], np.where(ids == y[:, None], -1, ids)], axis=1)
     g = rng.standard_normal(ids.shape).astype(np.float32)

@@ -382,10 +382,11 @@ def linear_divergence(
 def linear_distillation_loss(
     hidden: Float[Array, "B T H"],
     lm_head: Head | Float[Array, "V H"] | Float[Array, "H V"],
-    teacher_hidden: Float[Array, "B T H2"],
-    teacher_lm_head: Head | Float[Array, "V2 H2"] | Float[Array, "H2 V2"],
+    teacher_hidden: Float[Array, "B T H2"] | None = None,
+    teacher_lm_head: Head | Float[Array, "V2 H2"] | Float[Array, "H2 V2"] | None = None,
     targets: Int[Array, "B T"] | None = None,
     *,
+    teacher: TopK | None = None,
     mask: Array | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     distillation: Distillation = Distillation(),  # noqa: B008  (frozen)
@@ -397,11 +398,16 @@ def linear_distillation_loss(
     either: ``(loss, metrics)``.
 
     Four matmuls per live token, three with a frozen head. A hard part with a temperature other than one needs a softmax
-    in addition: three more matmuls. Masked tokens cost nothing.
+    in addition: three more matmuls. Masked tokens cost nothing. A ``teacher`` that is given at K
+    ids of each token takes four as well.
 
     Args:
       hidden, lm_head, teacher_hidden, teacher_lm_head: as for :func:`linear_divergence`.
       targets: token ids; needed for a hard part (``distillation.hard_weight``), else only for the metric ``logp``.
+      teacher: a teacher's likeliest ids ``[B, T, K]``, -1 for none, with its log-probabilities over the whole
+        vocabulary at the temperature of the loss, instead of its hidden states and head: a server's answer, or what
+        :func:`linear_top_k` gave. ``distillation.outside`` says what becomes of all other ids; ``teacher.log_rest``
+        is their mass to all digits.
       mask, segment_ids, denominator: as for :func:`linear_grpo_loss`.
       distillation: the loss and its numbers; ``Distillation.from_trl`` and its like take other libraries' names.
       sharding, options: as for :func:`linear_logprobs`.
@@ -420,7 +426,7 @@ def linear_distillation_loss(
     name, given = "linear_distillation_loss", locals()
     call, apart = distillation_calls(name, given)
     loss, metrics = run(name, call)
-    kept = ("entropy", "teacher_entropy", "live_token_share", *OF_A_SPARSE_BACKWARD)
+    kept = ("entropy", "teacher_entropy", "student_mass", "teacher_mass", "live_token_share", *OF_A_SPARSE_BACKWARD)
     out = {k: metrics[k] for k in kept if k in metrics}
     out["divergence"] = metrics["kl_loss"]
     if apart is not None:
@@ -472,7 +478,10 @@ def _run(b: Bound, with_stats: bool) -> Any:
         return vjp.only_three_differentiable(stats)
     if not b.route.in_forward:
         stats, report = _statistics(b)
+        top = b.top_teacher
+        stats = stats if top is None else top.with_divergence(stats, b.loss.inputs.mask)
         loss, metrics = loss_of_stats(b.loss.objective, stats, b.loss.inputs)
+        metrics = metrics if top is None else metrics | top.metrics(stats, b.loss.inputs.mask)
         stats = jax.lax.stop_gradient(stats)
     else:
         on_mesh = b.route.placement is not None

@@ -341,8 +341,9 @@ def test_memory_grows_by_the_ids_alone() -> None:
     own = compiled.memory_analysis()
     assert own is not None
     temporary, rows = own.temp_size_in_bytes, 4 * chunk * v
-    assert temporary < min(4 * n * v, 4 * n * k * h) / 1.4
-    assert temporary < 4 * rows + 10 * 4 * n * k + 4 * v * h
+    assert temporary < min(4 * n * v, 4 * n * k * h) / 2
+    # dW in float32, one chunk's logits in whose place the dlogits are, and a few arrays of the ids.
+    assert temporary < 4 * v * h + 1.5 * rows + 10 * 4 * n * k
 
 
 def test_one_matmul_forwards_and_three_backwards() -> None:

@@ -20,6 +20,8 @@ from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
 from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem, Source, Teacher
 from logitless.core.route import Route, decide
 from logitless.core.stats import TokenStats
+from logitless.core.top_k import TopK
+from logitless.core.top_teacher import TopTeacher
 from logitless.core.transform import LogitTransform, transform_of
 from logitless.objectives.checks import did_you_mean, mixture, shown
 from logitless.objectives.distillation import Distillation
@@ -77,6 +79,7 @@ class Bound:
     route: Route
     shape: tuple[int, ...]  # of the tokens
     logp_temperature: Array | None  # what divides the statistics' log-probabilities
+    top_teacher: TopTeacher | None = None  # known at a few ids; its divergence is taken of the statistics
 
 
 def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
@@ -93,10 +96,15 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     problem = _head_problem if "hidden" in given else _logits_problem
     p = problem(name, given, is_loss)
     p = p.calling(top_k=given.get("k", 0))
-    if given.get("divergence") is not None:
+    top = None
+    if given.get("teacher") is not None:
+        top = _top_teacher(name, given, p)
+        p = dataclasses.replace(p, ids=top.top.ids)
+    elif given.get("divergence") is not None:
         p = dataclasses.replace(p, teacher=_teacher(name, given, p, is_loss))
-    ids, support = _more_ids(name, given, p)
-    p = dataclasses.replace(p, ids=ids, support=support)
+    if top is None:
+        ids, support = _more_ids(name, given, p)
+        p = dataclasses.replace(p, ids=ids, support=support)
     shape = p.targets.shape
     divisor = None if objective is None else logp_temperature(name, objective, shape, p.live)
     loss = None
@@ -115,7 +123,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
         raise ValueError(
             f"{name}: donate_logits=True is for the kernel backends; {route.backend!r} leaves buffers to XLA."
         )
-    return Bound(_placed(p, loss, route), loss, route, shape, divisor)
+    return Bound(_placed(p, loss, route), loss, route, shape, divisor, top)
 
 
 def bind_top_k(name: str, given: dict[str, Any]) -> Bound:
@@ -175,6 +183,23 @@ def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Arr
     return (array, None) if what == "ids" else (None, array)
 
 
+def _top_teacher(name: str, given: dict[str, Any], p: Problem[Source]) -> TopTeacher:
+    """A teacher that is given by ids and log-probabilities of each token."""
+    top, kind, mix, shape = given["teacher"], given["divergence"], given["mix"], p.targets.shape
+    if not isinstance(top, TopK):
+        raise TypeError(f"{name}: teacher is {type(top).__name__}, expected logitless.TopK(ids, logp).")
+    if any(given.get(k) is not None for k in ("teacher_hidden", "teacher_lm_head")):
+        raise ValueError(f"{name}: teacher and teacher_hidden were both given; leave one of them out.")
+    ids = validation.id_array(name, "teacher.ids", top.ids, shape)
+    logp = validation.token_array(name, "teacher.logp", top.logp, ids.shape, "teacher.ids")
+    rest = None if top.log_rest is None else validation.token_array(name, "teacher.log_rest", top.log_rest, shape, "it")
+    if given["validate"]:
+        validation.validate_ids(name, "teacher.ids", top.ids, p.call.vocab_size, given["mask"])
+    logp, rest = jax.lax.stop_gradient((logp.astype(jnp.float32), None if rest is None else rest.astype(jnp.float32)))
+    share = jnp.asarray(0.5 if mix is None else mix, jnp.float32) if kind == "jsd" else None
+    return TopTeacher(TopK(ids, logp, None, rest), share, kind, given["outside"])
+
+
 def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The arguments of a distillation loss, rewritten for a loss call with a divergence, and for a second call if the
     hard part has another temperature."""
@@ -183,13 +208,17 @@ def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any]
         raise TypeError(f"{name}: distillation is {type(d).__name__}, expected logitless.Distillation.")
     if d.hard_weight is not None and targets is None:
         raise ValueError(f"{name}: distillation.hard_weight={shown(d.hard_weight)} needs targets, the token ids.")
+    if given["teacher"] is None and (given["teacher_hidden"] is None or given["teacher_lm_head"] is None):
+        raise ValueError(f"{name}: give teacher_hidden and teacher_lm_head, or teacher, a logitless.TopK.")
+    if given["teacher"] is None and d.outside != "tail":
+        raise ValueError(f"{name}: distillation.outside={d.outside!r} is for teacher=, ids and log-probabilities.")
     soft, hard = d.objectives()
     weights = jnp.full(jnp.shape(given["hidden"])[:-1], 0.0 if d.hard_weight is None else d.hard_weight, jnp.float32)
     rest = {k: v for k, v in given.items() if k != "distillation"} | _NO_POLICY
-    call = rest | dict(objective=soft, divergence=soft.divergence, mix=soft.mix, advantages=weights)
+    call = rest | dict(objective=soft, divergence=soft.divergence, mix=soft.mix, advantages=weights, outside=d.outside)
     if hard is None:
         return call, None
-    apart = {k: v for k, v in rest.items() if not k.startswith("teacher_")} | dict(objective=hard, advantages=weights)
+    apart = {k: v for k, v in rest.items() if not k.startswith("teacher")} | dict(objective=hard, advantages=weights)
     return call | dict(advantages=jnp.zeros_like(weights)), apart
 
 

@@ -95,7 +95,7 @@ def _difference(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None)
     return jnp.where(jnp.exp(log_p) > 0, -x, 0.0)
 
 
-def _terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> Array:
+def divergence_terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> Array:
     """Terms of the divergence at each column."""
     p, q, x = jnp.exp(log_p), jnp.exp(log_q), _log_ratio(log_p, log_q)
     if kind == "forward_kl":
@@ -117,7 +117,9 @@ def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: A
     p = jnp.exp(log_p)
     moved = p * _difference(kind, log_p, log_q, mix)
     at_peak = jnp.sum(jnp.where(apart, log_q, 0.0), axis=-1)
-    return PairSums(total(_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak)
+    return PairSums(
+        total(divergence_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak
+    )
 
 
 def is_dominated(s: TokenStats) -> Array:
@@ -152,7 +154,7 @@ def finish_pair(
     log_p = jnp.log1p(-rest)
     log_q = jnp.where(shared, jnp.log1p(-jnp.where(shared, sums.teacher_rest, 0.0)), sums.log_q_at_peak)
     d = _difference(kind, log_p, log_q, mix)
-    value = sums.value + jnp.where(dominated, _terms(kind, log_p, log_q, mix), 0.0)
+    value = sums.value + jnp.where(dominated, divergence_terms(kind, log_p, log_q, mix), 0.0)
     p = jnp.exp(log_p)
     mean = sums.moved + jnp.where(dominated, p * d, 0.0)
     if kind == "forward_kl":

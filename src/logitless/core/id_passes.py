@@ -136,9 +136,11 @@ def _selected_statistics(x: Array, p: Rows, ids: Array) -> TokenStats:
     own = p.targets[:, None]
     x, transform = _uncapped(x, p)
     k, t = factor(transform), transform.column()
-    u_ids = swept(at.gather(x), t)
     has_target = valid_targets(p.targets, vocab_size)
-    u_y = swept(jnp.take_along_axis(x, jnp.where(has_target[:, None], own, 0), axis=1), t)[:, 0]
+    x_ids, x_y = at.gather(x), jnp.take_along_axis(x, jnp.where(has_target[:, None], own, 0), axis=1)
+    # Read before the columns are overwritten, so that the rows need no copy.
+    x, x_ids, x_y = lax.optimization_barrier((x, x_ids, x_y))
+    u_ids, u_y = swept(x_ids, t), swept(x_y, t)[:, 0]
     apart = row_ids(jnp.concatenate([ids, own], axis=1), vocab_size).put(x, NEG_INF)
     swept_rows = dataclasses.replace(p, transform=transform, targets=jnp.full_like(p.targets, -1))
     outside = row_passes.sums(apart, swept_rows)  # of neither the ids nor the target
@@ -200,15 +202,18 @@ def _selected_dx(
     # p_v / R, as a softmax over the other columns alone.
     weight = jnp.where(own.rest_peak != NEG_INF, gs.log_rest * own.mass / own.rest_total, 0.0)[:, None]
     a, b = dz_line(centre, wide, _column(outside), k)
-    u_y = swept(jnp.take_along_axis(x, jnp.clip(p.targets, 0, x.shape[1] - 1)[:, None], axis=1), t)
-    of_target = jnp.exp(jnp.minimum(times(k, u_y - centre), 0.0))
+    x_y = jnp.take_along_axis(x, jnp.clip(p.targets, 0, x.shape[1] - 1)[:, None], axis=1)
+    x, x_ids, x_y = lax.optimization_barrier((x, at.gather(x), x_y))  # dx is written over x
+    of_target = jnp.exp(jnp.minimum(times(k, swept(x_y, t) - centre), 0.0))
     a, at_target = a + weight, dz_at_target(wide, _column(outside)) + weight * of_target
     line = Line(centre, jnp.where(moves, a, 0.0), jnp.where(moves, b, 0.0), jnp.where(moves, at_target, 0.0), moves)
     # At the ids.
-    x_ids = at.gather(x)
     of_id = at.total(g_ids)
     of_row = g.lse + gs.mass * jnp.exp(own.log_rest) - gs.log_rest
-    shared = (of_id - total[:, None]) + of_row[:, None]
+    # Minus the cotangents of all other ids; a sum that leaves the leading id out where a difference would cancel.
+    leads = at.there & (own.logp > _HALF)
+    others = jnp.sum(jnp.where(leads, 0.0, g_ids), axis=1)[:, None]
+    shared = jnp.where(leads, -others, of_id - total[:, None]) + of_row[:, None]
     inside = dataclasses.replace(_column(dataclasses.replace(g, selected=None)), lse=shared)
     d = dz(swept(x_ids, t), ids == p.targets[:, None], wide, inside, k) + of_id * -jnp.expm1(own.logp)
     d = pull_back(jnp.where(moves, d, 0.0), x_ids, t).astype(dtype)
@@ -246,7 +251,8 @@ def _support_dx(
 ) -> Array:
     """Zeros in a row with a support, and its ids' own columns over them."""
     at, t = row_ids(support, p.call.vocab_size), p.transform.column()
-    limited, x_ids = jnp.any(support != -1, axis=1), at.gather(x)
+    limited = jnp.any(support != -1, axis=1)
+    x, x_ids = lax.optimization_barrier((x, at.gather(x)))  # dx is written over x
     d = dz(swept(x_ids, t), support == p.targets[:, None], _column(stats), _column(g), factor(t))
     d = pull_back(d, x_ids, t).astype(dtype)
     unlimited = jax.tree.map(lambda a: jnp.where(limited, 0.0, a), g)

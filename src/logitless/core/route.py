@@ -164,6 +164,8 @@ def _later_because(loss: Loss, p: Any, columns_apart: bool) -> str | None:
     coupled = loss.objective.coupling(old_known=loss.inputs.old is not None)
     if coupled is not None:
         return coupled
+    if p.ids is not None:
+        return "the divergence is of log-probabilities at given ids"
     if columns_apart:
         return "a device has a part of the vocabulary only"
     if p.policy.dtype == jnp.float16:

@@ -70,7 +70,7 @@ def top_of_rows(x: Array, p: Rows, k: int) -> TopK:
     """The likeliest ids of the rows ``x [C, V]``; every row is live."""
     vocab_size, t = p.call.vocab_size, p.transform.column()
     real = column_ids(x.shape[1]) < vocab_size
-    raw = jnp.where(real, x, jnp.asarray(NEG_INF, x.dtype))
+    raw = x if vocab_size >= x.shape[1] else jnp.where(real, x, jnp.asarray(NEG_INF, x.dtype))
     # Compare raw logits: the transform keeps their order, but may round two logits to equal values.
     # If available, take an additional id: the largest remaining logit.
     more = largest(raw, min(k + 1, vocab_size))

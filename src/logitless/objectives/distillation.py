@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
@@ -11,8 +11,10 @@ from logitless.core.pytree import register, static
 from logitless.objectives import checks
 from logitless.objectives.objective import AGGREGATION_ALIASES, Aggregation, CountRows, Divergence, Number, Objective
 
+Outside = Literal["tail", "renormalised"]
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "divergence": get_args(Divergence),
+    "outside": get_args(Outside),
     "temperature_squared": (False, True),
     "aggregation": get_args(Aggregation),
     "count_rows": get_args(CountRows),
@@ -65,6 +67,9 @@ divergence='reverse_kl' if that is meant.
     # -- choices (static) -------------------------------------------------------------------------------------------
     divergence: Divergence = static("reverse_kl")
     """``forward_kl``: KL(q || p); ``reverse_kl``: KL(p || q); ``jsd``: ``mix KL(q || m) + (1 - mix) KL(p || m)``."""
+    outside: Outside = static("tail")
+    """What becomes of the other ids of a teacher that is given at its likeliest ids alone. ``tail``: all their mass
+    together is one more outcome; ``renormalised``: both sides are normalised over the teacher's ids."""
     temperature_squared: bool = static(False)
     """Multiply the divergence by the square of the temperature (Tunix, MaxText; TRL, Liger and NeMo do not)."""
     aggregation: Aggregation = static("bnpo")
