@@ -51,7 +51,7 @@ __all__ = [
 ]  # fmt: skip
 
 CLOCKS = ("time/", "throughput/")
-"""Metrics that say nothing where another arm ran beside."""
+"""Metrics without meaning if another arm ran in parallel."""
 
 
 class ArmFailed(RuntimeError):
@@ -101,7 +101,7 @@ def _under(say: Say, heading: str) -> Say:
 
 
 def _outcome(arm: TrainConfig) -> dict[str, Any]:
-    """Metrics and summary of a run; without its times where another one ran beside it."""
+    """Metrics and summary of a run; without times if another arm ran in parallel."""
     folder = Path(arm.run_dir)
     metrics, summary = read_records(folder / "metrics.jsonl"), json.loads((folder / "summary.json").read_text())
 
@@ -169,22 +169,22 @@ def _start(arms: dict[str, TrainConfig], resume: bool) -> subprocess.Popen[bytes
     for one, file in zip(arms.values(), files, strict=True):
         save(one, file)
     if len(arms) > 1:
-        for one in arms.values():  # what a replay that was stopped has recorded is none of this one
+        for one in arms.values():  # records of a stopped replay do not belong to this replay
             (Path(one.run_dir) / "metrics.jsonl").unlink(missing_ok=True)
         module = ["logitless.train.turns", *map(str, files)]
     else:
-        # An A/B that was cut short may have one arm without a folder: that one simply starts.
+        # After an interrupted A/B an arm may have no folder yet: such an arm starts from the beginning.
         again = ["--resume"] if resume and (Path(arm.run_dir) / "config.yaml").exists() else []
         module = ["logitless", "train", "--config", str(files[0]), *again]
-    # A replay has the programs of its arm: what one process has compiled, the others read.
+    # A replay has its arm's programs: a process compiles them, and later processes read the cache.
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(folder_of_programs() or Path(arm.warm_start.cache).absolute() / "compiled")
     }
     # JAX alone takes three quarters of a GPU's memory.
     limits = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     command, environment = [sys.executable, "-m", *module], {**compiled, **limits, **os.environ}
-    # In a session of its own: a Ctrl-C reaches it through this process alone, and once.
-    with _log(arm, name).open("ab") as log:  # this process shows how far all of them are
+    # In a separate session: a Ctrl-C reaches the child once, through this process.
+    with _log(arm, name).open("ab") as log:  # this process shows progress for all arms
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
@@ -213,7 +213,7 @@ def _course(arm: TrainConfig) -> tuple[int, dict[str, Any]]:
 
 
 def _run_arms(arms: dict[str, TrainConfig], resume: bool, turns: bool, say: Say, progress: Progress) -> None:
-    """Run the arms one after the other, side by side, or in turns; stop them all where one fails or a signal asks."""
+    """Run the arms one after another, in parallel, or alternating; stop all arms after a failure or a signal."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     before = progress.done  # by the arms of an earlier call, and by those that were complete
     try:
@@ -243,7 +243,7 @@ def _run_arms(arms: dict[str, TrainConfig], resume: bool, turns: bool, say: Say,
 
 
 def _show(arms: dict[str, TrainConfig], running: list[str], progress: Progress, done: int) -> str:
-    """Move the bar, and one line for those that run."""
+    """Update the bar, with a line for each running arm."""
     said, left = [], 0.0
     for name in running:
         arm, log = arms[name], _log(arms[name], name)
@@ -266,7 +266,8 @@ def _wait(
     progress: Progress,
     before: int,
 ) -> None:
-    """Until all arms have ended, or one of them badly. A signal is passed on once, and what they save waited for."""
+    """Wait until all arms have ended, or an arm has failed. A signal is passed on once, and what they save waited
+    for."""
     begin = last = shown = time.monotonic()
     passed_on = False
     while True:

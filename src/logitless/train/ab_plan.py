@@ -64,13 +64,13 @@ def _with_overrides(name: str, shared: Loss, own: dict[str, Any]) -> Loss:
 
 @dataclasses.dataclass
 class Plan:
-    """The runs of an A/B: free ones, and those that come after them and update on the baseline's completions."""
+    """The runs of an A/B: free runs, followed by replays on the baseline's completions."""
 
     arms: dict[str, TrainConfig]
     free: dict[str, TrainConfig]
     """The arms, a free control, and the arms with other seeds."""
     replays: dict[str, TrainConfig]
-    """Of the control and of each arm; of the baseline, where times are compared."""
+    """Replays of the control and each arm; of the baseline only to compare times."""
 
 
 def plan_of(config: TrainConfig) -> Plan:

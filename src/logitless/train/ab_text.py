@@ -86,7 +86,7 @@ def same_completions(found: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """One line: do the arms agree, and which tests said so."""
+    """The verdict in a line: agreement, and the deciding tests."""
     found = agreements(result).values()
     by = " and ".join(sorted({a["decided_by"] for a in found if a["agree"] is not None}))
     if any(a["agree"] is False for a in found):
@@ -145,7 +145,7 @@ def _curve_line(a: dict[str, Any], name: str) -> str:
 
 
 def curve(result: dict[str, Any], width: int = 10) -> str:
-    """Curves of reward, and of KL and left-out mass where there are any: the mean of every ``width`` steps."""
+    """Curves of reward, and, if recorded, KL and left-out mass: means over ``width`` steps."""
     lines = []
     for label, key, form in (
         ("sampled reward", "train/reward", "7.3f"),

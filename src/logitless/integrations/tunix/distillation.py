@@ -99,7 +99,7 @@ class DistillationStrategy(base_strategy.BaseStrategy):
 
 
 def _without_logits(forward: Callable[..., Any]) -> Callable[..., Output]:
-    """``forward`` of a model without its head."""
+    """``forward``, run on a model without a head."""
 
     def hidden_and_head(model: Any, **inputs: Any) -> Output:
         body, head = without_head(model)

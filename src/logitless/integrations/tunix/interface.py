@@ -75,7 +75,7 @@ def sft_modules() -> tuple[Any, Any]:
 
 
 def interface() -> Interface:
-    """Which of the known interfaces the installed Tunix has; raises :class:`TunixChanged` where it has none."""
+    """The known interface of the installed Tunix; raises :class:`TunixChanged` for an unknown interface."""
     common, core, registry = modules()
     found = _parameters("tunix.rl.common.compute_per_token_logps", _stock(common, "compute_per_token_logps"))
     if found not in _LOGPS:
@@ -123,7 +123,7 @@ def _parameters(what: str, function: Any) -> str:
 
 
 def _calls(what: str, function: Any, wanted: set[str]) -> None:
-    """Raise unless ``function`` looks these names up where they can be replaced."""
+    """Raise unless ``function`` looks up these names in a replaceable place."""
     names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
     if not wanted <= names:
         missing = ", ".join(sorted(wanted - names))
@@ -140,11 +140,11 @@ def same_parameters(what: str, function: Any, expected: str) -> None:
 # -- replacing -------------------------------------------------------------------------------------------------------
 
 _installed: dict[str, tuple[Any, Any]] = {}
-"""What was replaced: by its name, the module and what stood there."""
+"""Replaced functions by name: module and original."""
 
 
 class Installation:
-    """What :func:`install` returns. As a context manager it undoes, on leaving, what this :func:`install` has done."""
+    """What :func:`install` returns. As a context manager, leaving the block reverts this :func:`install`."""
 
     def __init__(self, owner: bool, interface: Interface) -> None:
         self.interface = interface
@@ -165,16 +165,16 @@ def install() -> Installation:
     """Makes all of Tunix logits-free: its RL losses, metrics, reference and old passes, supervised fine-tuning, DPO and
     ORPO, with its own loss maths. Distillation takes a strategy instead: ``tunix.distillation.DistillationStrategy``.
 
-    Call it before a learner is built: programs that are compiled already keep what they were compiled with. Models of
-    the families qwen2, qwen3, gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights, and
-    MaxText's behind an adapter with ``skip_lm_head=``. Others, and quantised heads, raise ``NotImplementedError`` by
-    name when they are first used. A second call does nothing. It also does what :func:`register` does.
+    Call it before building a learner: programs compiled earlier stay unchanged. Models of the families qwen2, qwen3,
+    gemma, gemma2, gemma3 and llama3 are served, with LoRA on any of their weights, and MaxText's behind an adapter with
+    ``skip_lm_head=``. Others, and quantised heads, raise ``NotImplementedError`` by name when they are first used. A
+    second call does nothing. :func:`install` includes :func:`register`.
 
         import logitless.integrations.tunix
         logitless.integrations.tunix.install()
 
     Returns:
-      A context manager that undoes it, for those who want to: ``with install(): ...``.
+      A context manager for optional use: ``with install(): ...``.
     """
     known = interface()
     if _installed:

@@ -1,7 +1,7 @@
 """In the place of ``tunix.rl.common.compute_per_token_logps``: the same numbers without logits.
 
-Padding behind a completion is not computed, its log-probabilities are 0. Tunix multiplies them by 0 in any case; but
-where the pad token is also the end token, the first one of a row's end may be a real one, so it is computed.
+Padding behind a completion is not computed, its log-probabilities are 0. Tunix multiplies padding by 0 in any case; but
+if the pad token is also the end token, the first pad token of a row may be a real end token, and is computed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from logitless.integrations.tunix.policy_head import PolicyHead
 from logitless.integrations.tunix.tunix_model import split
 
 _STATIC = ("pad_id", "eos_id", "stop_gradient", "temperature", "return_logits", "return_entropy", "chunk_size")
-"""Arguments of ``compute_per_token_logps`` that are no arrays."""
+"""Static arguments of ``compute_per_token_logps``."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class TokenEntropy:
-    """What stands where Tunix 0.1.7 hands logits on, from which its losses compute the entropy."""
+    """Per-token entropies, passed in place of logits in Tunix 0.1.7."""
 
     entropy: Array
 
 
 def entropy_from_logits(stock: Callable[[Any], Array]) -> Callable[[Any], Array]:
-    """``algo_core.compute_entropy_from_logits``, which also takes entropies that are there already."""
+    """``algo_core.compute_entropy_from_logits``, extended to accept computed entropies."""
 
     @functools.wraps(stock)
     def compute_entropy_from_logits(logits: Any) -> Array:
@@ -48,7 +48,7 @@ def entropy_from_logits(stock: Callable[[Any], Array]) -> Callable[[Any], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What a head has to predict: hidden states, the tokens that follow them, and where they are."""
+    """Inputs for a head: hidden states, following tokens, and the mask."""
 
     head: PolicyHead
     hidden: Array  # [B, T, H]
@@ -72,7 +72,7 @@ def predictions(
     segment_ids: Array | None = None,
     segment_positions: Array | None = None,
 ) -> Predictions:
-    """Runs a model up to its head, as Tunix runs it."""
+    """Run a model up to its head, with Tunix' arguments."""
     from flax import nnx
 
     common, _, _ = modules()
@@ -114,7 +114,7 @@ def _statistics(temperature: float, pad_id: int, **what: Any) -> TokenStats:
 
 
 def per_token_logps(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``tunix.rl.common.compute_per_token_logps`` of either interface, with its signature and its defaults."""
+    """``tunix.rl.common.compute_per_token_logps`` for both interfaces, with equal signature and defaults."""
     signature = inspect.signature(stock)
 
     @functools.partial(jax.jit, static_argnames=[name for name in signature.parameters if name in _STATIC])

@@ -27,7 +27,7 @@ Body = Callable[..., tuple[Any, Any]]
 
 
 def is_adapter(model: Any) -> bool:
-    """Whether a model's class, or one that it inherits from, is MaxText's."""
+    """Whether the model's class, or a base class, belongs to MaxText."""
     cls = getattr(type(model), "_unquantized_type", type(model))
     return any("maxtext" in c.__module__.lower() for c in cls.__mro__)
 

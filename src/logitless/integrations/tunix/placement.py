@@ -17,9 +17,8 @@ from logitless.integrations.tunix.policy_head import PolicyHead
 def sharding_of(head: PolicyHead, batch: int) -> Sharding | None:
     """The ``sharding=`` of a call for ``batch`` rows; ``None`` on one device.
 
-    Axes are those that the model's own annotations name. An axis that does not divide its dimension is left out, as
-    Tunix leaves out a batch that does not divide: the compiler then gathers over it, and each of its devices does the
-    same work.
+    The axes come from the model's annotations. An axis that does not divide its dimension is left out, as Tunix leaves
+    out a batch that does not divide: the compiler then gathers over it, and each of its devices does the same work.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None  # inside a shard_map: arrays are one device's own

@@ -25,17 +25,17 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyHead:
-    """A model's head, and what its logits go through."""
+    """A model's head with the logit transform."""
 
     weight: Array
     layout: Layout
-    dtype: Any  # of the head's matmul; None: that of what it multiplies
+    dtype: Any  # of the head's matmul; None: the dtype of the operand
     identity: Identity  # in the place of the head
     lora: tuple[Array, Array] | None
     lora_scale: float
     softcap: float | None
     axes: tuple[Any, ...]  # mesh axes of the weight's dimensions
-    batch_axes: Any  # of the batch dimension of activations
+    batch_axes: Any  # mesh axes for the batch dimension
     scale: float | None = None
 
     def arguments(self, hidden: Array) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from logitless.integrations.tunix.tunix_model import without_head
 from logitless.objectives.objective import Objective
 
 _NLL = Objective.reinforce(aggregation="bnpo")
-"""With an advantage of one: the mean of ``-logp``, in three matmuls."""
+"""With unit advantages: the mean of ``-logp``, in three matmuls."""
 
 
 def _call(head: PolicyHead, hidden: Float[Array, "B T H"], targets: Int[Array, "B T"]) -> dict[str, Any]:

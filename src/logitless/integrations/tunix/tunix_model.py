@@ -1,9 +1,9 @@
 """A Tunix model as hidden states and a head.
 
-A model computes its logits with ``lm_head`` (``[H, V]``) or with its embedding (``[V, H]``). :func:`take_head` takes
-the head out of a copy that is thrown away afterwards, and leaves the identity in its place: the copy then returns the
-final hidden states where the model returns logits, whatever the release calls them, and everything that happens inside
-the model's call still happens (Qwix intercepts operations there, which is how its LoRA works).
+A model computes its logits with ``lm_head`` (``[H, V]``) or with its embedding (``[V, H]``). :func:`take_head` copies
+the model, and replaces the copy's head by the identity: the copy then returns final hidden states instead of logits,
+under any name, and everything inside the model's call still happens (Qwix intercepts operations inside the call for
+LoRA).
 
 LoRA on the head itself is read from Qwix' parameters (``w_lora_a``, ``w_lora_b``) and rules (``alpha``, ``rank``).
 """
@@ -88,7 +88,7 @@ def _known(model: Any) -> None:
 
 
 def _axes(parameter: Any) -> tuple[Any, ...]:
-    """The mesh axes of a parameter's dimensions, as its Flax metadata name them."""
+    """The mesh axes for a parameter's dimensions, from Flax metadata."""
     found = parameter.get_metadata()
     for name in _SPEC_NAMES:
         spec = found.get(name)
