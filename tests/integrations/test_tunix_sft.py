@@ -122,6 +122,29 @@ def test_its_trainer_trains(tmp_path: Any) -> None:
     assert cases.relative(stock, ours) <= GRADIENTS
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh.*:DeprecationWarning")
+def test_over_a_mesh() -> None:
+    """fsdp 2 x tp 2: fine-tuning, DPO and distillation, where the vocabulary of both heads is cut over tp."""
+    made, teacher, given, pairs = cases.model("qwen2"), cases.model("qwen2 untied"), unmasked(), preferences(True)
+    settings = {"temperature": 2.0, "alpha": 0.5}
+    stock = [
+        sft(made, given),
+        dpo(made, pairs),
+        distilled(logit.LogitStrategy(forward, forward, one_hot, **settings), made, teacher, given),
+    ]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
+    with mesh, integration.install():
+        ours = [
+            sft(made, given),
+            dpo(made, pairs),
+            distilled(DistillationStrategy(forward, forward, ids, **settings), made, teacher, given),
+        ]
+        text = nnx.jit(lambda m, x: peft_trainer._default_loss_fn(m, **x)).lower(made, given).compile().as_text()
+    for a, b in zip(stock, ours, strict=True):
+        assert_same(a, b)
+    assert "all-reduce" in text
+
+
 # -- DPO and ORPO ----------------------------------------------------------------------------------------------------
 
 
