@@ -4,8 +4,8 @@
     dlogits            gradient from given cotangents; one read, one write
     stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
 
-dlogits have the dtype of the logits, or the one asked for: the kernels round float32 to 16 bits as they write
-(:func:`rounds`), what else there is takes a pass of its own.
+dlogits have the dtype of the logits, or a requested dtype: the kernels round float32 to 16 bits while writing
+(:func:`rounds`); any other conversion takes a separate pass.
 
 The maths is in ``core/stats.py`` and ``core/transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
 how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
@@ -38,7 +38,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SHARED_BYTES = 216 * 1024  # of the 227 KiB a Hopper block may have; the rest holds barriers and reductions
 _BARRIERS = 32  # a Mosaic barrier array holds at most this many
 _INT32 = 2**31 - 1
-_WARPGROUPS = 4  # 512 threads of 128 registers: no kernel spills in its loops
+_WARPGROUPS = 4  # 512 threads with 128 registers each: no kernel spills in a loop
 _TILE_BYTES = 8192
 _LANES = 512
 _OUT = 2  # slots for dlogits of another dtype than the logits': one is written while the other is copied out
@@ -131,19 +131,19 @@ def describe(n: int, v: int, dtype: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One of the kernels: its body, what it reads beside the problem's arrays, and what it writes."""
+    """A kernel: body, inputs in addition to the problem's arrays, and outputs."""
 
     body: Callable[[Operands, Shared], None]
     given: Sequence[Array] = ()  # [N] or [1] each
     writes_stats: bool = False
-    dlogits: Any | None = None  # the dtype of those it writes; ``None`` where it writes none
+    dlogits: Any | None = None  # dtype of written dlogits; ``None`` if the kernel writes none
 
 
 def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: Any) -> Tiles:
     n, v = p.logits.shape
     if tiles is None:
         tiles = tiles_for(n, v, p.logits.dtype, rounded)
-        if p.call.interpret:  # a warpgroup that waits holds one of the host's threads, and there may be only two
+        if p.call.interpret:  # a waiting warpgroup blocks a host thread, and the host may have only two
             tiles = dataclasses.replace(tiles, warpgroups=min(tiles.warpgroups, 2))
     return fitted(tiles, n, v, p.logits.dtype.itemsize, rounded)
 

@@ -36,14 +36,14 @@ _NOWHERE = -64  # a column left of every place of a row's first tile
 class Target:
     """A row's target."""
 
-    label: Array  # as it was given; it may name no column
-    hide: Array  # its column; one left of every tile where there is none
+    label: Array  # as given; may lie outside the vocabulary
+    hide: Array  # target column; left of every tile if there is none
     x: Array  # its raw logit
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """References of a kernel in global memory, and how it cuts them up.
+    """Global-memory references of a kernel, and their tiling.
 
     ``[N]`` or, for numbers, ``[1]`` arrays; ``live`` is int32.
     """
@@ -62,7 +62,7 @@ class Operands:
         return jax.tree.map(lambda ref: ref[row if ref.shape[0] > 1 else 0], self.transform)
 
     def label_at(self, row: Array) -> Array:
-        """The row's target as it was given; of the last row for one behind it."""
+        """The row's target as given; behind the last row, the last row's target."""
         return self.targets[jnp.minimum(row, self.shape.rows - 1)]
 
     def target_at(self, row: Array, label: Array) -> Target:
@@ -72,11 +72,11 @@ class Operands:
         return Target(label, hide, self.x[self.shape.place(row, read)])
 
     def next_row(self, row: Array) -> Array:
-        """The next live row of this block."""
+        """The block's next live row."""
         return next_row(row, self.live, self.shape.rows, self.tiles.blocks)
 
     def first_row(self) -> Array:
-        """The first live row of this block."""
+        """The block's first live row."""
         return self.next_row(lax.axis_index("block") - self.tiles.blocks)
 
 
@@ -297,9 +297,9 @@ def gradient(o: Operands, sm: Shared) -> None:
 def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Array]]) -> None:
     """Statistics, the objective's cotangents, and dlogits (``o.given``: ``count`` numbers, then columns ``[N]``).
 
-    Of the ``slots``, ``held`` keep their tile from sweep 1 to sweep 2 and ``ring`` are reused within sweep 1; those
-    hold its last tiles at its end. Sweep 2 goes backwards through the streamed tiles, so that the second reads follow
-    their first reads closely, then through the held tiles.
+    Of the ``slots``, ``held`` slots keep a tile from sweep 1 to sweep 2, and ``ring`` slots are reused within sweep 1
+    and hold the last tiles at its end. Sweep 2 goes backwards through the streamed tiles, so that the second reads
+    follow their first reads closely, then through the held tiles.
     """
     shape, t = o.shape, o.tiles
     copies = Sweep(o, sm, LogitTransform())

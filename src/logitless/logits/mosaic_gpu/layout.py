@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Rows of a line of the view; 0 where everything is one flat line."""
+        """Rows per line of the view; 0 if everything is a flat line."""
         group = self.unit // math.gcd(self.width, self.unit)
         return group if self.rows % group == 0 else 0
 

@@ -3,10 +3,11 @@
     statistics   sums of both in one pass; both logits are read once
     dlogits      the student's gradient, from statistics and cotangents; both are read once, dlogits written once
 
-A block is one warpgroup. It owns a part of a row (a quarter of a long one) and streams tiles of both logits through a
-ring of slots in shared memory; several blocks share a multiprocessor, so that one computes while another waits. Blocks
-do not meet: the parts of a row are merged by plain JAX, as what belongs to a row is computed there. Per element of
-``statistics`` two exponentials and about 35 operations, of ``dlogits`` one or two and about 15. No matmuls.
+A block is one warpgroup. Each block owns a part of a row (a quarter of a long row) and streams tiles of both logits
+through a ring of slots in shared memory; several blocks share a multiprocessor: while a block waits, another block
+computes. Blocks do not meet: the parts of a row are merged by plain JAX, as what belongs to a row is computed there.
+Per element of ``statistics`` two exponentials and about 35 operations, of ``dlogits`` one or two and about 15. No
+matmuls.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def not_served_because(p: Problem[Any], dtype: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A block's part of a row: its tiles, and where they lie."""
+    """A block's part of a row: tiles and offsets."""
 
     row: Array
     first: Array  # its first tile
@@ -71,7 +72,7 @@ class _Part:
 
     @staticmethod
     def own(width: int) -> tuple[_Part, Array]:
-        """That of this block, and its number in the row."""
+        """This block's part, and the part's number in the row."""
         tiles, parts = _cut(width)
         most = -(-tiles // parts)
         block = lax.axis_index("block")
@@ -307,7 +308,7 @@ def _dx(
 
 
 def dlogits(x: Array, p: Problem[Any], stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
-    """``[C, V]`` gradient of the student's rows ``x`` in ``dtype``, over ``x`` where that is its own."""
+    """Gradient ``[C, V]`` for the student's rows ``x`` in ``dtype``; overwrites ``x`` if the dtypes match."""
     p, dtype = p.with_logits(x), jnp.dtype(dtype)
     in_place = dtype == x.dtype
     out = [] if in_place else [jax.ShapeDtypeStruct(x.shape, dtype)]

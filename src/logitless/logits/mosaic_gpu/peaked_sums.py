@@ -1,4 +1,4 @@
-"""Sums over a row of one distribution beside another, relative to the row's largest logit, which they leave out.
+"""Sums over a row for two distributions, relative to the row's largest logit, and without it.
 
 With ``u`` and ``k`` of ``logitless.core.transform``, ``o`` and ``k_o`` those of the other distribution, ``w`` the
 column of the largest ``u``, sums over all columns but ``w`` of
@@ -31,7 +31,7 @@ LOW = -1e30  # stands for -inf as the largest logit of no columns: differences s
 @register
 @dataclasses.dataclass(frozen=True)
 class PeakedSums:
-    """See the module; all float32 of one shape."""
+    """The module's docstring has the formulas; all fields are float32 with a common shape."""
 
     peak: Array  # u_w
     other: Array  # o_w
@@ -47,7 +47,7 @@ class PeakedSums:
 
 
 def difference(a: Array, b: Array, k: Array | None, k_o: Array | None) -> Array:
-    """``k a - k_o b``; exactly 0 for equals, whatever a compiler contracts: its one product is by 1 there."""
+    """``k a - k_o b``; exactly 0 for equal inputs under any contraction by a compiler: the only product is by 1."""
     if k is None and k_o is None:
         return a - b
     own = jnp.float32(1.0) if k is None else k
@@ -166,5 +166,5 @@ def pair_stats(
     sums = PairSums(value, moved, rest, teacher_rest, jnp.where(dominated, at_peak, 0.0))
     found = finish_pair(kind, stats, of_teacher, sums, None)
     assert found.divergence is not None
-    # Every term of the divergence is positive: what is left of it below zero is rounding.
+    # Every term of the divergence is positive: a negative remainder is rounding.
     return dataclasses.replace(found, divergence=jnp.maximum(found.divergence, 0.0))

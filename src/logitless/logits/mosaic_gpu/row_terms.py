@@ -1,4 +1,4 @@
-"""What a row is summed up in: the sums of its lanes in sweep 1, those of all of them, and what sweep 2 needs."""
+"""Sums of a row: per lane in sweep 1, over all lanes, and the inputs for sweep 2."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ LOW = -1e30  # stands for -inf in the carries: differences stay finite
 class Power:
     """How a sweep exponentiates.
 
-    For 16-bit logits ``2^t`` with ``t`` in units of ln 2: one instruction, a relative error of 2^-22 beside the 2^-9 of
-    the rounding that follows. Float32 dlogits keep all their digits: ``e^t``, the accurate library function.
+    For 16-bit logits ``2^t`` with ``t`` in units of ln 2: a single instruction, with a relative error of 2^-22, far
+    below the 2^-9 of the following rounding. Float32 dlogits keep all their digits: ``e^t``, the accurate library
+    function.
     """
 
     exact: bool
@@ -113,7 +114,7 @@ def coefficients(sweep: Sweep, s: TokenStats, g: StatCotangents, x_y: Array) -> 
 _EVERY_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((128,), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
-"""A row of lanes, all of them in every warp: its sum needs no other warp."""
+"""Lanes of a row, complete in every warp: a sum needs no other warp."""
 
 
 def _in_every_warp(arrays: Sequence[Array], places: Sequence[Any]) -> list[Array]:

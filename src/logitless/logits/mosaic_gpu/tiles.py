@@ -11,8 +11,8 @@ place and copies it out of the same slot; the target's entry is written over. A 
 has been read: with the part of this row that shared memory could not hold (a second read, served by L2), then with the
 next row. Per element and sweep: one conversion, one power, 6 to 8 multiply-adds or comparisons.
 
-16-bit dlogits of float32 logits leave from slots of their own, ``out`` of them a warpgroup in turns: such a slot is
-written once its last copy out has been read, and the slot of the logits is refilled at once.
+16-bit dlogits for float32 logits use separate slots, ``out`` slots per warpgroup in rotation: a slot is rewritten after
+its previous copy has been read, and the slot of the logits is refilled immediately.
 
 Copies are contiguous ``cp.async.bulk`` of 16-byte words; ``layout.py`` says which ones, and what happens to
 rows that do not start at one. (A block that hangs over the end of a row, as ``emit_pipeline`` makes it, would be
@@ -164,7 +164,7 @@ class Sweep:
         return iota + (self.tile(j) * self.t.columns + s * self.t.lanes - self.shift)
 
     def counts(self, column: Array) -> Array:
-        """Whether a column is one of the vocabulary's."""
+        """Whether a column belongs to the vocabulary."""
         below = column < self.shape.vocab
         return jnp.logical_and(column >= 0, below) if self.shape.ragged else below
 
@@ -191,7 +191,7 @@ class Sweep:
             self._put(self.buf, self.index(slot), j, column, jnp.float32(NEG_INF))
 
     def put(self, j: Array, slot: Array, column: Array, value: Array) -> None:
-        """Write one column of the row's dlogits, if it lies in this tile."""
+        """Write a column of the row's dlogits, if the column lies in this tile."""
         self._put(self.out, self.index_out(slot), j, column, value)
 
     def _put(self, buf: Any, i: Array, j: Array, column: Array, value: Array) -> None:
@@ -247,7 +247,7 @@ class Sweep:
 
 
 def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:
-    """The next row of this block that is live (``>= rows``: there is none)."""
+    """The block's next live row (``>= rows``: none left)."""
     if live is None:
         return row + blocks
 
