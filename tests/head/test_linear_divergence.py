@@ -15,6 +15,7 @@ import logitless as L
 from logitless import oracle
 from logitless.core import divergences, row_passes
 from logitless.core.problem import Call, Given, Problem, Teacher
+from logitless.core.stats import finish, merge
 from logitless.core.transform import LogitTransform
 from numerics import assert_contract, f64
 
@@ -150,6 +151,64 @@ def test_a_peak_made_again_with_another_rounding(kind: str, lead: float) -> None
     value = divergences.finish_pair(kind, stats, other, sums, mix).divergence  # type: ignore[arg-type]
     truth = oracle.divergence(oracle.logits_rows(x), oracle.logits_rows(t), divergence=kind, mix=0.3).divergence
     np.testing.assert_allclose(value, truth, rtol=3e-5, atol=1e-6)
+
+
+def merged(kind: str, x: np.ndarray, t: np.ndarray, parts: list[slice]) -> tuple[Any, np.ndarray]:
+    """``(statistics, dlogits)`` of rows whose columns lie on several shards: what ``mesh/vocab_parallel.py`` does."""
+    found = []
+    for part in parts:
+        rows = Problem(Given(jnp.asarray(x[:, part])), jnp.full(len(x), -1), LogitTransform(), call=Call("test", 0))
+        width = x[:, part].shape[1]
+        teacher = Teacher(Given(jnp.asarray(t[:, part])), LogitTransform(), None, kind)  # type: ignore[arg-type]
+        rows = dataclasses.replace(rows, teacher=teacher).calling(vocab_size=width)
+        found.append(row_passes.shard_of_pair(rows.logits, rows))
+    both = [functools.reduce(merge, sums) for sums in zip(*((f.sums, f.teacher_sums) for f in found), strict=True)]
+    nowhere = jnp.full(len(x), -jnp.inf)  # no shard has the target
+    whole, other = (finish(dataclasses.replace(s, target=nowhere), True) for s in both)
+    pairs = [
+        divergences.of_all_columns(
+            kind,
+            f,
+            whole,
+            divergences.log_mass(f.own, whole, None),
+            divergences.log_mass(f.teacher, other, None),  # type: ignore[arg-type]
+        )
+        for f in found
+    ]
+    total = functools.reduce(divergences.merge_pairs, pairs)
+    stats = divergences.finish_pair(kind, whole, other, total, None)  # type: ignore[arg-type]
+    wide, theirs = (jax.tree.map(lambda a: a[:, None], s) for s in (stats, other))
+    log_p, log_q = (divergences.log_probabilities(jnp.asarray(z), None, s) for z, s in ((x, wide), (t, theirs)))
+    apart = divergences.dominating(log_p, wide)
+    return stats, np.asarray(divergences.pair_dz(kind, log_p, log_q, apart, wide))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("lead", [0.0, 0.45, 10.0, 25.0])
+@pytest.mark.parametrize("apart", [1.0, 1e-3, 0.0])
+def test_shards_of_the_columns_put_together(apart: float, lead: float, kind: str) -> None:
+    """A KL over all columns from one sweep of each shard, of which one has a single column: values and rows of dlogits
+    beside those of one softmax, at shared and other peaks, near the bound of a dominated row; equal rows are zero."""
+    rng = np.random.default_rng(6)
+    x, noise = rng.standard_normal((2, 40, 50)).astype(np.float32)
+    x[:, 7] = np.log(np.sum(np.exp(np.delete(x, 7, 1)), 1)) + lead
+    t = (x + apart * noise).astype(np.float32)
+    if apart == 1.0:
+        t[20:, 31] = t[20:].max(1) + lead  # another peak than the student's, on another shard
+    parts = [slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 50)]
+    stats, got = merged(kind, x, t, parts)
+    if apart == 0:
+        assert not np.any(stats.divergence) and not np.any(got)
+        return
+    rows = oracle.logits_rows(x), oracle.logits_rows(t)
+    truth = oracle.divergence(*rows, divergence=kind).divergence  # type: ignore[arg-type]
+    want = oracle.divergence_vjp(*rows, np.ones(len(x)), divergence=kind).inputs  # type: ignore[arg-type]
+    whole, one = merged(kind, x, t, [slice(0, 50)])  # near rows have what float32 keeps of log p - log q
+    np.testing.assert_allclose(stats.divergence, truth, rtol=2e-5 if apart == 1.0 else 2e-3)
+    factor = 2 if apart == 1.0 else 6  # a log-probability of a shard is rounded once more
+    values = [np.abs(f64(s.divergence) / truth - 1).max() for s in (stats, whole)]
+    assert values[0] <= factor * values[1] + 2e-5
+    assert row_errors(got, want).max() <= factor * row_errors(one, want).max() + 2e-5
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3])

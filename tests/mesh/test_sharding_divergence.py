@@ -180,28 +180,33 @@ def test_full_kl_to_a_reference(level: str, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["one device", "data and sequence, head replicated", "vocabulary-parallel"])
 def test_dead_tokens_cost_nothing(layout: str) -> None:
-    """Matmuls that are run: four for each live token, one of them of the teacher's width. Eight over a cut vocabulary,
-    three of them the teacher's, as ``explain`` says."""
+    """Matmuls that are run: four for each live token, one of them of the teacher's width. Over a cut vocabulary six,
+    two of them the teacher's, and eight for JSD, as ``explain`` says."""
     a = arrays()
     tokens = np.arange(math.prod(SHAPE)).reshape(SHAPE)
 
-    def flops(live: int) -> float:
+    def flops(live: int, kind: dict[str, Any] = KINDS["reverse_kl"]) -> float:
         own = dict(a, mask=tokens < live)
         own = {k: np.nan_to_num(x) if x.dtype == np.float32 else x for k, x in own.items()}
         where = None if layout == "one device" else LAYOUTS[layout].sharding()
         return matmul_flops(
-            lambda own, others: by_student(lambda a: loss(a, L.Distillation(), where))(own, others)[1], *split(own)
+            lambda own, others: by_student(lambda a: loss(a, L.Distillation(**kind), where))(own, others)[1],
+            *split(own),
         )
 
     if layout == "one device":
         per_token = 2 * VOCAB * (3 * HIDDEN + WIDTH)
         assert flops(0) == 0 and flops(6) == 6 * per_token and flops(12) == 12 * per_token
     elif layout == "vocabulary-parallel":
-        per_token = 2 * VOCAB // 8 * (5 * HIDDEN + 3 * WIDTH)
+        per_token = 2 * VOCAB // 8 * (4 * HIDDEN + 2 * WIDTH)
         assert flops(0) == 0 and flops(6) == 6 * per_token
+        assert flops(6, KINDS["jsd"]) == 6 * 2 * VOCAB // 8 * (5 * HIDDEN + 3 * WIDTH)
         (student, teacher), where = heads(a), LAYOUTS[layout].sharding()
         given = a["hidden"], student, a["teacher_hidden"], teacher
         route = L.explain(L.linear_distillation_loss, *given, options=OPTIONS, sharding=where)
+        assert route.described.counts == (6, 5, 2)
+        settings = L.Distillation(**KINDS["jsd"])
+        route = L.explain(L.linear_distillation_loss, *given, options=OPTIONS, sharding=where, distillation=settings)
         assert route.described.counts == (8, 7, 4)
     else:
         assert flops(0) == 0 and flops(math.prod(SHAPE)) > 0

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-from logitless.core.divergences import PairSums
+from logitless.core.divergences import PairSums, ShardOfPair
 from logitless.core.problem import Loss
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.top_k import TopK
@@ -129,6 +129,9 @@ class Divisible(Backend, Protocol):
     def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
         """``(sums, part)`` over the local columns: the contribution of a vocabulary shard, and the input of
         :meth:`shard_residual`."""
+
+    def shard_of_pair(self, p: Any) -> ShardOfPair:
+        """Sums and statistics of both distributions over the columns that are here, in one sweep."""
 
     def pair_sums(self, p: Any, stats: TokenStats, teacher: TokenStats) -> PairSums:
         """Sums of the divergence over the columns that are here, from the statistics over all columns."""

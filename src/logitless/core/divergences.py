@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.pytree import register
-from logitless.core.stats import NEG_INF, PairStats, TokenStats
+from logitless.core.stats import NEG_INF, PairStats, RowSums, TokenStats
 from logitless.core.transform import times
 from logitless.objectives.objective import Divergence
 
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-HALF, _DOMINATED = -0.6931472, -0.5108256
+HALF, _DOMINATED, _DOMINATED_SHARD = -0.6931472, -0.5108256, -0.5276327
 """``log 0.5`` and ``log 0.6``. A row whose largest probability is above 0.6 is dominated, and its peak is the column
 above 0.5. The gap between the two is for logits that are made again, on other shards or in another loop, with other
 rounding: a row keeps exactly one peak."""
@@ -122,15 +122,17 @@ def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: A
     )
 
 
-def is_dominated(s: TokenStats) -> Array:
-    """Rows of the student that one column dominates."""
-    return s.max_logp > _DOMINATED
+def is_dominated(s: TokenStats, shard: bool = False) -> Array:
+    """Rows of the student that one column dominates. ``shard``: over a part of the columns (:func:`of_all_columns`),
+    where the bound lies lower, so that a row which is dominated over all columns is so on its peak's shard, however
+    both are rounded."""
+    return s.max_logp > (_DOMINATED_SHARD if shard else _DOMINATED)
 
 
-def dominating(log_p: Array, s: TokenStats) -> Array:
+def dominating(log_p: Array, s: TokenStats, shard: bool = False) -> Array:
     """The column that dominates the student's row: exactly one of a dominated row, none of any other. ``s`` broadcasts
-    against ``log_p``."""
-    return (log_p > HALF) & is_dominated(s)
+    against ``log_p``; ``shard`` as in :func:`is_dominated`."""
+    return (log_p > HALF) & is_dominated(s, shard)
 
 
 def rounded_alike(stats: TokenStats, teacher: TokenStats) -> TokenStats:
@@ -145,10 +147,15 @@ def rounded_alike(stats: TokenStats, teacher: TokenStats) -> TokenStats:
 
 
 def finish_pair(
-    kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None
+    kind: Divergence,
+    stats: TokenStats,
+    teacher: TokenStats,
+    sums: PairSums,
+    mix: Array | None,
+    shard: bool = False,
 ) -> TokenStats:
     """The student's statistics, with the pair's statistics filled in."""
-    dominated = is_dominated(stats)
+    dominated = is_dominated(stats, shard)
     rest = jnp.where(dominated, sums.rest, 0.0)
     shared = dominated & (sums.log_q_at_peak > HALF)
     log_p = jnp.log1p(-rest)
@@ -163,6 +170,67 @@ def finish_pair(
         at_peak = p * (rest * d - sums.moved)
     pair = PairStats(teacher.peak, teacher.max_logp, mean, at_peak)
     return dataclasses.replace(stats, divergence=value, teacher_entropy=teacher.entropy, pair=pair)
+
+
+# -- shards of the columns: softmaxes of their own, put together -----------------------------------------------------
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class ShardOfPair:
+    """What a shard of the columns knows of both distributions after one sweep; the pair's sums are those of the
+    softmaxes over the shard alone."""
+
+    sums: RowSums
+    teacher_sums: RowSums
+    own: TokenStats  # over the shard alone
+    teacher: TokenStats
+    pair: PairSums
+
+
+def log_mass(own: TokenStats, whole: TokenStats, k: Array | None) -> Array:
+    """Log-probability of a shard, from its own statistics and those of all columns; relative to the largest logits, as
+    all log-probabilities here."""
+    found = times(k, own.peak - whole.peak) + whole.max_logp - own.max_logp
+    return jnp.where(own.peak == NEG_INF, NEG_INF, found)
+
+
+def of_all_columns(kind: Divergence, s: ShardOfPair, stats: TokenStats, log_p: Array, log_q: Array) -> PairSums:
+    """A shard's summand of the :class:`PairSums` over all columns, for the two KLs.
+
+    ``log_p`` and ``log_q`` are the shard's log-probabilities, ``stats`` the student's over all columns. With ``f`` the
+    distribution that a KL is taken of, ``t`` the other one, ``F`` and ``T`` their masses on the shard and ``x = log(T /
+    F)``, the terms of the shard sum to ``F KL_own + F (exp(x) - 1 - x)``. Where the row's peak is on this shard and is
+    left out, ``KL_own`` leaves it out as well, and the terms to ``F (KL_own + (t - f) x) + t F (exp(x) - 1 - x)`` with
+    ``f`` and ``t`` the rest of either beside the peak. A JSD has no such form: its mixture differs on each shard.
+    """
+    alone = finish_pair(kind, s.own, s.teacher, s.pair, None, shard=True)
+    assert alone.divergence is not None and alone.pair is not None
+    here = is_dominated(stats) & (s.own.peak == stats.peak)  # the row's peak is left out of this shard's sums
+    mass, other = jnp.exp(log_p), jnp.exp(log_q)
+    delta = -_log_ratio(log_p, log_q)
+    if kind == "forward_kl":
+        f, t, x, rest, rest_of_other = other, mass, delta, s.pair.teacher_rest, s.pair.rest
+    else:
+        f, t, x, rest, rest_of_other = mass, other, -delta, s.pair.rest, s.pair.teacher_rest
+    between = _kl_terms(f, t, x)
+
+    def scaled(by: Array, value: Array) -> Array:
+        return jnp.where(by == 0, 0.0, by * jnp.where(by == 0, 0.0, value))
+
+    without_peak = scaled(f, s.pair.value + (rest_of_other - rest) * x) + scaled(rest_of_other, between)
+    value = jnp.where(here, without_peak, scaled(f, alone.divergence) + between)
+    moved = jnp.where(here, s.pair.moved + s.pair.rest * delta, alone.pair.mean + delta)
+    return PairSums(
+        value=value,
+        moved=scaled(mass, moved),
+        rest=mass * jnp.where(here, s.pair.rest, 1.0),
+        teacher_rest=other * jnp.where(here, s.pair.teacher_rest, 1.0),
+        log_q_at_peak=jnp.where(here, s.pair.log_q_at_peak + log_q, 0.0),
+    )
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
 
 
 def teacher_stats(s: TokenStats) -> TokenStats:

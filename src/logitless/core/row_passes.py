@@ -26,6 +26,7 @@ from jax import Array, lax
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import (
     PairSums,
+    ShardOfPair,
     dominating,
     empty_pair_sums,
     finish_pair,
@@ -180,27 +181,43 @@ class _Pair:
     apart: Array  # a column that dominates the student's row
 
 
-def _pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Array | int, size: int) -> _Pair:
+def _pair(
+    x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, start: Array | int, size: int, shard: bool = False
+) -> _Pair:
     """Columns ``start`` on of the rows; ``stats`` and ``teacher`` are ``[C, 1]``."""
     assert p.teacher is not None
     ids, own, other = start + column_ids(size), p.transform.column(), p.teacher.transform.column()
     u = swept_columns(columns(x, start, size), own, p.call.vocab_size, ids)
     t = swept_columns(columns(teacher_logits(p), start, size), other, p.call.vocab_size, ids)
     log_p, log_q = (log_probabilities(z, factor(f), s) for z, f, s in ((u, own, stats), (t, other, teacher)))
-    return _Pair(log_p, log_q, dominating(log_p, stats))
+    return _Pair(log_p, log_q, dominating(log_p, stats, shard))
 
 
-def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats) -> PairSums:
+def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, shard: bool = False) -> PairSums:
     """Sums of the divergence over the columns of the rows ``x [C, V]``, from the statistics of both sides."""
     assert p.teacher is not None
     stats, teacher = jax.tree.map(lambda a: a[:, None], (stats, teacher))
 
     def step(start: Array | int, size: int, so_far: PairSums) -> PairSums:
         assert p.teacher is not None
-        at = _pair(x, p, stats, teacher, start, size)
+        at = _pair(x, p, stats, teacher, start, size, shard)
         return merge_pairs(so_far, pair_sums(p.teacher.divergence, at.log_p, at.log_q, at.apart, p.teacher.mix))
 
     return over_columns(x.shape[-1], column_tile(), step, empty_pair_sums(p.targets.shape))
+
+
+def shard_of_pair(x: Array, p: Rows) -> ShardOfPair:
+    """What the columns that are here say of both distributions, in one pass over the logits of both."""
+    rows = teacher_rows(p)
+    here = valid_targets(p.targets, p.call.vocab_size)
+
+    def alone(s: RowSums, t: LogitTransform) -> TokenStats:
+        return finish(dataclasses.replace(s, target=jnp.where(here, s.target, NEG_INF)), True, t)
+
+    own, other = sums(x, p), sums(rows.logits, rows)
+    stats, teacher = lax.optimization_barrier((alone(own, p.transform), alone(other, rows.transform)))
+    teacher = rounded_alike(stats, teacher)
+    return ShardOfPair(own, other, stats, teacher, sums_of_pair(x, p, stats, teacher, shard=True))
 
 
 def _dz_of_pair(x: Array, p: Rows, stats: TokenStats, start: Array | int, size: int) -> Array:

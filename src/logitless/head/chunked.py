@@ -27,10 +27,10 @@ from jax import Array, lax
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import column_tile
-from logitless.core.divergences import PairSums, empty_pair_sums
+from logitless.core.divergences import PairSums, ShardOfPair, empty_pair_sums
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
 from logitless.core.row_passes import Sweep, Visit, as_wide_as, live_sweep, split_sweep, sweep_over
-from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
 from logitless.core.top_k import TopK, blank_top_k, top_of_rows
 from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dtypes, raw_logits, zero_grads
 
@@ -117,7 +117,7 @@ class Chunked(PlainJax):
             where = "1 where the cotangent is zero"
         if p.teacher is not None:  # teacher logits, in every sweep that makes the policy's logits
             more, alone = (1 if way.in_forward else 2), 2
-            if way.shards > 1:  # the sums of either side first, then a sweep over both heads
+            if way.shards > 1 and p.teacher.divergence == "jsd":  # a sweep for each side's sums, one for the pair's
                 more, alone = 4, 4
             counts, where = (counts[0] + more, counts[1] + more, alone), where.replace("1", str(alone), 1)
         frozen, none = f"{counts[1]} with a frozen head", f"{counts[2]} without a gradient"
@@ -229,6 +229,18 @@ class Chunked(PlainJax):
             return visit.put_all(out, lax.optimization_barrier(row_passes.sums(x, part)))
 
         return sweep_over(p.n, p.live, p.call.chunk).run(body, empty_sums((p.n,))), None
+
+    def shard_of_pair(self, p: Problem) -> ShardOfPair:
+        """Both distributions over the columns of both heads: two matmuls per live token."""
+
+        def body(visit: Visit, out: ShardOfPair) -> ShardOfPair:
+            part, x = chunk_of(visit, p)
+            found = row_passes.shard_of_pair(lax.optimization_barrier(x), part)
+            return visit.put_all(out, lax.optimization_barrier(found))
+
+        empty, blank = empty_sums((p.n,)), blank_stats(p.n)
+        start = ShardOfPair(empty, empty, blank, blank, empty_pair_sums((p.n,)))
+        return sweep_over(p.n, p.live, p.call.chunk).run(body, start)
 
     def pair_sums(self, p: Problem, stats: TokenStats, teacher: TokenStats) -> PairSums:
         """Sums of the divergence over the columns of both heads: two matmuls per live token."""

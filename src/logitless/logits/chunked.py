@@ -21,7 +21,7 @@ from jax import Array, lax
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import platform, row_chunk
-from logitless.core.divergences import PairSums
+from logitless.core.divergences import PairSums, ShardOfPair
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums, masked_stats, where_rows
 from logitless.objectives.token_program import TokenProgram, token_program
@@ -172,6 +172,9 @@ class Chunked(PlainJax):
 
     def sums(self, p: Problem[Given], want: bool | None) -> tuple[RowSums, None]:
         return self.token_sums(p), None
+
+    def shard_of_pair(self, p: Problem[Given]) -> ShardOfPair:
+        return row_passes.shard_of_pair(p.logits, p)
 
     def pair_sums(self, p: Problem[Given], stats: TokenStats, teacher: TokenStats) -> PairSums:
         return row_passes.sums_of_pair(p.logits, p, stats, teacher)

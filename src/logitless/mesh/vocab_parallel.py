@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.divergences import finish_pair
+from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
 from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
 from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
 from logitless.core.transform import factor
@@ -50,6 +50,19 @@ def no_columns(shapes: RowSums) -> RowSums:
     return dataclasses.replace(zeros(shapes), maximum=jnp.full(shapes.maximum.shape, NEG_INF, jnp.float32))
 
 
+def no_pair(shapes: ShardOfPair) -> ShardOfPair:
+    """What no columns at all say of two distributions."""
+    blank = zeros(shapes)
+    nothing = jnp.full(shapes.sums.maximum.shape, NEG_INF, jnp.float32)
+    return ShardOfPair(
+        no_columns(shapes.sums),
+        no_columns(shapes.teacher_sums),
+        dataclasses.replace(blank.own, peak=nothing),
+        dataclasses.replace(blank.teacher, peak=nothing),
+        blank.pair,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class VocabularyShard:
     """``own`` on a device's columns, with the collectives between its passes."""
@@ -73,6 +86,9 @@ class VocabularyShard:
         """Statistics over the vocabulary of all devices. A barrier keeps their bits the same with and without a
         gradient."""
         mine = self.shard(p)
+        if p.teacher is not None and p.teacher.divergence != "jsd":
+            stats = self._with_teacher_at_once(p, mine, p.teacher)
+            return lax.optimization_barrier(masked_stats(stats, p.live)), None, None
 
         def none(shapes: Any) -> Any:
             return no_columns(shapes[0]), zeros(shapes[1])
@@ -87,12 +103,25 @@ class VocabularyShard:
         residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))
         return stats, None, residual
 
+    def _with_teacher_at_once(self, p: Any, mine: Any, teacher: Teacher) -> TokenStats:
+        """The statistics with those of a KL: one sweep over both heads, the shards' own softmaxes put together."""
+        axes, k, other_k = self.place.vocab, factor(p.transform), factor(teacher.transform)
+        found = self.by_columns(mine, self.own.shard_of_pair, no_pair)
+        stats = finish(merge_sums(axes, found.sums, k), valid_targets(p.targets, p.call.vocab_size), p.transform)
+        other = rounded_alike(stats, finish(merge_sums(axes, found.teacher_sums, other_k), True, teacher.transform))
+        masses = log_mass(found.own, stats, k), log_mass(found.teacher, other, other_k)
+        pair = of_all_columns(teacher.divergence, found, stats, *masses)
+        pair = jax.tree.map(lambda x: lax.psum(x, axes), pair)
+        return finish_pair(teacher.divergence, stats, other, pair, None)
+
     def _with_teacher(self, mine: Any, teacher: Teacher, stats: TokenStats) -> TokenStats:
-        """The statistics with those of the pair: a sweep for the teacher's sums, and one over both heads."""
+        """The statistics with those of a JSD, whose mixture needs both sides' sums over all columns: a sweep for the
+        teacher's sums, and one over both heads."""
         axes = self.place.vocab
         rows = Problem(teacher.source, mine.targets, teacher.transform, mine.live, call=mine.call)
         sums = self.by_columns(rows, lambda q: self.own.sums(q, None)[0], no_columns)
         other = finish(merge_sums(axes, sums, factor(teacher.transform)), True, teacher.transform)
+        other = rounded_alike(stats, other)
         pair = self.by_columns(mine, lambda q: self.own.pair_sums(q, stats, other))
         pair = jax.tree.map(lambda x: lax.psum(x, axes), pair)
         return finish_pair(teacher.divergence, stats, other, pair, teacher.mix)

@@ -162,7 +162,8 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
     beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route, screened)
     flops = 2 * s.live * (s.width + s.rank) * s.vocab * matmuls
     if s.teacher:  # number of matmuls with the teacher's width
-        theirs = 1 + (route.way_taken.shards > 1) + bool(later and s.wants)
+        counts = route.described.counts  # without a gradient each model's logits are made equally often
+        theirs = (2 if counts is None else counts[2]) // 2 + bool(later and s.wants)
         flops += 2 * s.live * s.vocab * (s.teacher - s.width - s.rank) * theirs
         moved += sweeps * theirs * (s.vocab * (s.teacher - s.width) * s.item)
     return Work(matmuls, round(flops), moved, beside + _of_mesh(s, route))
