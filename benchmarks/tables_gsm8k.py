@@ -1,4 +1,5 @@
-"""The GSM8K runs as text and curves, from ``train_gsm8k_learn.json``: what ``logitless ab`` returned, with its bars.
+"""The GSM8K runs as text and curves, from what ``logitless ab`` returned: ``train_gsm8k_learn.json``, and
+``train_gsm8k_same.json`` where the times on the same completions are of another record.
 
 Nothing is written while that file is not there, and nothing into a page without the marks that say where.
 """
@@ -20,7 +21,7 @@ from logitless.train.config import load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILE = "train_gsm8k_learn.json"
+FILE, SAME = "train_gsm8k_learn.json", "train_gsm8k_same.json"
 BEGIN, END = f"<!-- from {FILE}: begin -->\n", f"<!-- from {FILE}: end -->\n"
 SHIPPED = ROOT / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
 PAGE, PLOTS = ROOT / "docs" / "training.md", ROOT / "docs" / "plots"
@@ -102,14 +103,33 @@ def _same(result: Record) -> str:
     """Time and memory of all arms on the baseline's completions, where they were replayed."""
     if not (found := result.get("same_completions")):
         return ""
-    order = [name for name in arms_of(result) if name in found]
+    order = list(dict.fromkeys([*result["arms"], *found]))
     rows = [[label, *(cells.get(n, "") for n in order)] for label, cells in same_completions(found).items()]
-    first, ab = next(iter(result["arms"])), result["config"]["ab"]
+    first, c = next(iter(result["arms"])), result["config"]
     said = (
-        f"The same completions in all arms: the first {ab['replay_steps']} steps of the {first} run. Ratio to {first}, "
-        f"with its {ab['confidence']:.0%} interval. A step is the rollout of the {first} run and the arm's update."
+        f"The same completions in all arms, in turns: {c['ab']['replay_steps']} steps of the {first} run, "
+        f"micro-batches of {c['train']['microbatch']} x {c['train']['pack_length']:,} tokens. Ratio to {first} "
+        f"with its {c['ab']['confidence']:.0%} interval. A step is the rollout of the {first} run and the arm's "
+        f"update; the control is {first} with half the micro-batch."
     )
     return "\n".join([said, "", *markdown(["", *order], rows)]).rstrip()
+
+
+def ratios() -> list[tuple[float, float, float]]:
+    """Every ratio on the same completions that has an interval, with its ends."""
+    found = ((read(SAME) or read(FILE) or {}).get("same_completions") or {}).values()
+    return [(row["ratio"], *row["interval"]) for arm in found for row in arm.values() if row["interval"]]
+
+
+def _replayed(result: Record) -> str:
+    """What the replay said, with the control's own distance."""
+    lines = []
+    for name, a in agreements(result).items():
+        if a.get("replay_grad_norm_deviation") is not None:
+            worst = (a[f"replay_grad_norm_{key}"] for key in ("deviation", "control", "limit"))
+            said = "{:.1e}, the control's {:.1e}, limit {:.1e}".format(*worst)
+            lines.append(f"- {name}: {a['verdict']}. Gradient norm, at the step nearest to its limit: {said}.")
+    return "\n".join(lines)
 
 
 def _appendix(result: Record) -> str:
@@ -153,8 +173,8 @@ def _setting(result: Record) -> str:
     t, r, where = c["train"], c["rollout"], first["summary"]["environment"]
     return (
         f"{where['device']}, jax {where['jax']}; {steps} steps of {t['prompts_per_step']} x {t['group_size']} "
-        f"completions of at most {r['max_completion_tokens']} tokens; greedy answers to {c['eval']['problems']} "
-        "held-out problems."
+        f"completions of at most {r['max_completion_tokens']} tokens, micro-batches of {t['microbatch']} x "
+        f"{t['pack_length']:,} tokens; greedy answers to {c['eval']['problems']} held-out problems."
     )
 
 
@@ -180,7 +200,9 @@ def section(result: Record, plots_at: str) -> str:
     """Setting, curves, table and verdict, with images at ``plots_at``."""
     images = [f"![{name.removesuffix('.svg')}]({plots_at}/{name})" for name in plots(result)]
     verdict_of_all = "\n".join(verdicts(result))
-    text = [_setting(result), *images, _numbers(result, LEARNED), _same(result), verdict_of_all, _appendix(result)]
+    same = read(SAME) or result
+    text = [_setting(result), *images, _numbers(result, LEARNED), verdict_of_all]
+    text += [_same(same), _replayed(same), _appendix(same)]
     return "\n\n".join(part for part in [*text, *_sample(result)] if part) + "\n"
 
 
@@ -220,17 +242,26 @@ def benchmark_tables() -> list[str]:
     return [
         "## Training, Qwen2.5-1.5B on GSM8K",
         "",
-        f"`benchmarks/results/{FILE}`.",
+        f"`benchmarks/results/{FILE}`:",
         "",
         " ".join([command, *unlike_shipped(result)]),
         "",
+        *_same_command(command),
         "[Training](training.md) has its curves, table and verdict.",
         "",
         *_update(),
         *_long(),
-        *_memory(),
+        *_largest(),
         *_start_up(),
     ]
+
+
+def _same_command(command: str) -> list[str]:
+    """How the record of the same completions was made."""
+    if (same := read(SAME)) is None:
+        return []
+    settings = " ".join([command, *unlike_shipped(same)])
+    return [f"`benchmarks/results/{SAME}`. {same['note']}", "", settings, ""]
 
 
 def _update() -> list[str]:
@@ -289,26 +320,11 @@ SIZES = {
 """Arm and what was enlarged, with the sizes that its bisection began from."""
 
 
-def _memory() -> list[str]:
-    """Peaks of the arms, and the largest sizes."""
-    peak, found = read("train_gsm8k_peak.json"), read("train_gsm8k_sizes.json")
-    if peak is None or found is None:
-        return []
-    c, sizes = peak["config"]["train"], {name: arm["peak_bytes"] for name, arm in peak["arms"].items()}
-    rows = [[name, f"{size / 2**30:.1f}", f"{peak['ratios'][name]:.2f}"] for name, size in sizes.items()]
-    return [
-        f"What the allocator held at most in three steps of each arm (random weights of the same shapes, with a tied "
-        f"head; packed micro-batches of {c['microbatch']} x {c['pack_length']:,} tokens; aimed at 0.75 of dense):",
-        "",
-        *markdown(["arm", "peak, GiB", "of dense"], rows),
-        "    python benchmarks/train_gsm8k.py peak --out benchmarks/results",
-        "",
-        *_largest(found),
-    ]
-
-
-def _largest(found: Record) -> list[str]:
+def _largest() -> list[str]:
     """The largest batch and context of both arms: by plan, and by the runs that there are."""
+    found = read("train_gsm8k_sizes.json")
+    if found is None:
+        return []
     limit = f"{found['limit_bytes'] / 2**30:.1f} GiB"
     out = [
         "The largest sizes without packing and micro-batches, one gradient of all rows. *By plan*: the compiler's plan "
@@ -380,7 +396,8 @@ def readme_part() -> str:
     if result is None:
         return ""
     image = "![sampled reward](docs/plots/gsm8k-reward.svg)"
-    parts = [_setting(result), image, _numbers(result, LEARNED), _same(result), verdicts(result)[-1][2:]]
+    same = _same(read(SAME) or result)
+    parts = [_setting(result), image, _numbers(result, LEARNED), verdicts(result)[-1][2:], same]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -120,6 +120,27 @@ def test_times_are_those_of_the_same_completions(tables: ModuleType, record: dic
     assert not list((tables.PLOTS / "plots").glob("*time-by-step*"))
 
 
+def test_times_may_come_from_a_record_of_their_own(tables: ModuleType, record: dict[str, Any]) -> None:
+    """With the replay's verdict and its free runs; curves and learning stay those of the long run."""
+    found = {key: {"mean": 0.9, "ratio": 0.9, "interval": [0.875, 0.925]} for key in ("update", "step")}
+    replay = {
+        f"replay_grad_norm_{key}": value for key, value in (("deviation", 2e-3), ("control", 1e-3), ("limit", 0.01))
+    }
+    same = {
+        **record, "same_completions": {"dense": found, "fused": found}, "note": "It was cut short.",
+        "arms": {name: run_of(0.6, 3.0, 42.25, "reference") for name in record["arms"]},
+        "agreement": {"fused": {**record["agreement"]["fused"], **replay, "verdict": "agrees, by replay"}},
+    }  # fmt: skip
+    (tables.PLOTS / tables.FILE).write_text(json.dumps(record))
+    (tables.PLOTS / tables.SAME).write_text(json.dumps(same))
+    page = tables.files()[tables.PAGE]
+    assert "| sampled reward, last 10 steps | 0.810 | 0.818 | 0.802 |" in page, "of the long run"
+    assert "fused: agrees, by replay. Gradient norm, at the step nearest to its limit: 2.0e-03" in page
+    assert "| of it: update (s) | 3.00 | 3.00 | 2.00 |" in page and "| device peak (GiB) | 42.2 | 42.2 | 51.5 |" in page
+    commands = [line for line in tables.benchmark_tables() if line.startswith("    python")]
+    assert len(commands) == 2 and any("It was cut short." in line for line in tables.benchmark_tables())
+
+
 def test_long_rows_have_a_table(tables: ModuleType) -> None:
     assert tables._long() == []
     found = {
@@ -194,13 +215,14 @@ def test_sizes_stand_beside_those_of_the_plan(tables: ModuleType) -> None:
     planned = {f"{arm} {what}": {"fits": 160, "by_plan": 161} for arm, what in tables.SIZES}
     planned["fused context"] = {"fits": 1000, "by_plan": 1500}
     found = {"limit_bytes": 2**30, "sizes": planned}
-    assert "| dense, rows of 512 completion tokens | 160 |  |  |  |" in tables._largest(found), "no run as yet"
+    (tables.PLOTS / "train_gsm8k_sizes.json").write_text(json.dumps(found))
+    assert "| dense, rows of 512 completion tokens | 160 |  |  |  |" in tables._largest(), "no run as yet"
     for arm, what in tables.SIZES:
         fits, fails = {"dense": (152, 160), "fused": (1000, 0)}[arm]
         tried = [{"size": 160}, {"size": fits, "peak_bytes": 3 * 2**29}]
         run = {"fits": fits, "fails": fails, "tried": tried}
         (tables.PLOTS / f"train_gsm8k_largest_{arm}_{what}.json").write_text(json.dumps(run))
-    text = "\n".join(tables._largest(found))
+    text = "\n".join(tables._largest())
     assert "| dense, rows of 512 completion tokens | 160 | 152 | 1.5 | 160 |" in text
     last = "1,000, the model's last position (1,500 by memory) | 1,000 | 1.5 | the model ends there |"
     assert f"| fused, completion tokens of 16 rows | {last}" in text

@@ -164,7 +164,7 @@ def test_pages_and_pictures_from_records_are_current(tables: Any) -> None:
 RATIO = re.compile(r"(\d+\.\d+) \[(\d+(?:\.\d+)?), (\d+(?:\.\d+)?)\]")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sparse-backward.md", "docs/performance.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sparse-backward.md", "docs/performance.md", "docs/training.md"])
 def test_a_ratio_with_its_interval_is_one_of_the_records(page: str, tables: Any) -> None:
     """To the digits that the page gives: a record that is replaced leaves no old number behind."""
     recorded = tables.recorded_ratios()

@@ -39,14 +39,6 @@ def test_decoding_is_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_arm_has_a_peak(tmp_path: Path) -> None:
-    arms = run(tmp_path, "peak")["arms"]
-    assert list(arms) == ["dense", "fused", "sparse"] and all(
-        a["planned"]["update"]["temporaries"] for a in arms.values()
-    )
-
-
-@pytest.mark.slow
 def test_the_largest_size_is_found_by_bisection(tmp_path: Path) -> None:
     found = run(tmp_path, "largest", "--what", "batch", "--arm", "dense", "--start", "8", "--memory", "22000000")
     sizes = {row["size"]: row["fits"] for row in found["tried"]}
