@@ -35,28 +35,14 @@ needs_browser = pytest.mark.skipif(
 
 
 def bench_record(name: str, *, live: float = 1.0, tokens: int = 64, oom: bool = False) -> dict[str, Any]:
-    def row(ms: float, temporaries: int) -> dict[str, Any]:
-        memory = dict(arguments=1000, outputs=500, temporaries=temporaries * tokens, peak=2000)
-        return {
-            "median_ms": ms, "p10_ms": ms * 0.9, "p90_ms": ms * 1.1, "mem/compiler": memory, "mem/device": None,
-            "tflops": 1.0, "gb_per_s": 2.0, "roofline_ms": 1.5, "roofline_ratio": ms / 1.5,
-            "environment": {"device": "testchip <1>", "jax": "0"},
-        }  # fmt: skip
-
-    config = dict(name=name, level="head", tokens=tokens, vocab=32, hidden=8, dtype="float32", live=live)
-    arms = {"strong": {"error": "out of memory"} if oom else row(4.0, 90_000), "kernel": row(3.0 * live, 10_000)}
-    return dict(kind="bench", name=name, config=config, arms=arms, passed=True)
-
-
-def ab_record() -> dict[str, Any]:
-    def arm(seconds: float) -> dict[str, Any]:
-        steps = [
-            {"step": i, "train/reward": i / 10, "train/loss": -i / 9, "train/kl": 0.01, "time/train/step_s": seconds}
-            for i in range(8)
-        ]
-        return dict(metrics=steps, summary={"time/train/step_avg_last10_s": seconds})
-
-    return dict(kind="ab", arms={"reference": arm(2.0), "chunked": arm(1.0)}, agreement={"passed": True})
+    """Two arms, on a device whose name has markup in it."""
+    record = report_records.bench_record(name)
+    arms = {"strong": report_records.bench_row(1.0), "kernel": report_records.bench_row(live)}
+    for row in arms.values():
+        row |= {"environment": {"device": "testchip <1>", "jax": "0"}, "mem/device": None}
+        row["mem/compiler"]["temporaries"] *= tokens
+    arms |= {"strong": {"error": "out of memory"}} if oom else {}
+    return record | dict(config=dict(record["config"], live=live, tokens=tokens), arms=arms)
 
 
 @pytest.fixture
@@ -72,7 +58,7 @@ def runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Path]:
     ]
     out["suite"].write_text(json.dumps(dict(kind="bench_suite", suite="x", records=cases)))
     out["ab"].parent.mkdir()
-    out["ab"].write_text(json.dumps(ab_record()))
+    out["ab"].write_text(json.dumps(report_records.ab_record()))
     program = dict(peak=5_000_000, arguments=1, outputs=1)
     config = dict(level="head", n=128, vocab=256)
     out["tpu"].write_text(
@@ -278,7 +264,7 @@ def test_axes_start_at_zero_or_say_that_they_do_not() -> None:
 
 
 def test_kinds() -> None:
-    assert result_files.kind_of(ab_record()) == "ab"
+    assert result_files.kind_of(report_records.ab_record()) == "ab"
     assert result_files.kind_of(bench_record("x")) == "bench"
     assert result_files.kind_of({"train/loss": 1.0}) == "train"
     assert result_files.kind_of({"gates": {}, "config/name": "g"}) == "gradcheck"
@@ -298,7 +284,9 @@ def renamed(value: Any) -> Any:
 
 
 def test_text_of_records_is_never_markup(tmp_path: Path) -> None:
-    records_of = dict(bench=report_records.bench_record(), plan=report_records.plan_record(), run=ab_record())
+    records_of = dict(
+        bench=report_records.bench_record(), plan=report_records.plan_record(), run=report_records.ab_record()
+    )
     records_of |= dict(gradcheck=report_records.gradcheck_record(), other=dict(what="x", device={EVIL: [EVIL]}))
     for name, record in records_of.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(renamed(record)))

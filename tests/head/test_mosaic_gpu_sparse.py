@@ -542,7 +542,6 @@ def grpo(kind: str, exact: bool) -> Any:
 CASES = {
     "calibrated": calibrated, "flat": flat, "collapsed": collapsed, "adversarial": adversarial, "leaning": leaning
 }  # fmt: skip
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adversarial", "leaning")]
 
 
 @functools.cache

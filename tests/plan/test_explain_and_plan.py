@@ -1,6 +1,7 @@
 """Which way a call goes, whether it says so, and that the plan goes the same way."""
 
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -26,56 +27,48 @@ def struct(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("call", [logitless.logprobs, logitless.grpo_loss])
-@pytest.mark.parametrize("backend", ["pallas_tpu", "mosaic_gpu"])
-def test_a_named_kernel_that_cannot_run_here_says_why(call: Any, backend: str) -> None:
-    logits, targets = jnp.zeros((1, 4, 256)), jnp.zeros((1, 4), jnp.int32)
-    extra = {"advantages": jnp.ones(1)} if call is logitless.grpo_loss else {}
-    with pytest.raises(NotImplementedError, match=rf"backend='{backend}'.*default device here is a CPU"):
-        call(logits, targets, options=logitless.Options(backend=backend), **extra)
+def by(backend: str, **more: Any) -> dict[str, Any]:
+    """The options of a call by a named backend."""
+    return dict(options=logitless.Options(backend=backend, **more))
 
 
+def logprobs_of_zeros(width: int = 128, lora: Any = None, **options: Any) -> Any:
+    head = logitless.Head(jnp.zeros((256, width)), lora=lora)
+    return logitless.linear_logprobs(jnp.zeros((4, width)), head, jnp.zeros(4, jnp.int32), **options)
+
+
+ZEROS: Any = (jnp.zeros((1, 4, 256)), jnp.zeros((1, 4), jnp.int32))
+NAMED: dict[str, Any] = {
+    "logprobs": functools.partial(logitless.logprobs, *ZEROS),
+    "grpo_loss": functools.partial(logitless.grpo_loss, *ZEROS, advantages=jnp.ones(1)),
+    "linear_logprobs": logprobs_of_zeros,
+}
+
+
+@pytest.mark.parametrize("call", NAMED)
 @pytest.mark.parametrize("backend", ["pallas_tpu", "mosaic_gpu"])
-def test_a_named_head_kernel_that_cannot_run_here_says_why(backend: str) -> None:
+def test_a_named_kernel_that_cannot_run_here_says_why(call: str, backend: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"backend='{backend}'.*default device here is a CPU"):
-        logitless.linear_logprobs(
-            jnp.zeros((4, 128)),
-            jnp.zeros((256, 128)),
-            jnp.zeros(4, jnp.int32),
-            options=logitless.Options(backend=backend),
-        )
+        NAMED[call](**by(backend))
 
 
 def test_what_a_kernel_cannot_serve_is_refused_even_in_the_interpreter() -> None:
+    interpreted = by("pallas_tpu", interpret=True)
     with pytest.raises(NotImplementedError, match=r"cannot serve this call.*100.*128"):
-        logitless.linear_logprobs(
-            jnp.zeros((4, 100)),
-            jnp.zeros((256, 100)),
-            jnp.zeros(4, jnp.int32),
-            options=logitless.Options(backend="pallas_tpu", interpret=True),
-        )
+        logprobs_of_zeros(100, **interpreted)
     with pytest.raises(NotImplementedError, match=r"cannot serve this call.*LoRA of rank 0"):
-        logitless.linear_logprobs(
-            jnp.zeros((4, 128)),
-            logitless.Head(jnp.zeros((256, 128)), lora=(jnp.zeros((256, 0)), jnp.zeros((0, 128)))),
-            jnp.zeros(4, jnp.int32),
-            options=logitless.Options(backend="pallas_tpu", interpret=True),
-        )
+        logprobs_of_zeros(lora=(jnp.zeros((256, 0)), jnp.zeros((0, 128))), **interpreted)
 
 
 def test_a_kernel_whose_modules_do_not_import_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "logitless.logits.mosaic_gpu.backend", None)
     monkeypatch.setattr(registry, "backend_of", registry.backend_of.__wrapped__)  # as if it was never asked for
     with pytest.raises(NotImplementedError, match=r"cannot be loaded.*logitless\[gpu\]"):
-        logitless.logprobs(
-            jnp.zeros((4, 256)),
-            jnp.zeros(4, jnp.int32),
-            options=logitless.Options(backend="mosaic_gpu", interpret=True),
-        )
+        logitless.logprobs(jnp.zeros((4, 256)), jnp.zeros(4, jnp.int32), **by("mosaic_gpu", interpret=True))
 
 
 def test_explain_tells_backend_way_tiles_bytes_and_matmuls() -> None:
-    h, w = struct(2, 512, 256), struct(32000, 256)
+    h, w, interpreted = struct(2, 512, 256), struct(32000, 256), by("pallas_tpu", interpret=True)
     uncoupled = logitless.explain(logitless.linear_grpo_loss, h, w, options=logitless.Options(chunk_size=128))
     assert uncoupled.backend == "chunked"
     assert uncoupled.matmuls.startswith("3 (2 with a frozen head")
@@ -84,31 +77,16 @@ def test_explain_tells_backend_way_tiles_bytes_and_matmuls() -> None:
     assert coupled.matmuls.startswith("4 (3 with a frozen head")
     assert "whole sequence" in coupled.way
     assert logitless.explain(logitless.linear_logprobs, h, w).matmuls.startswith("4")
-    dense = logitless.explain(logitless.linear_grpo_loss, h, w, options=logitless.Options(backend="reference"))
-    assert "dense" in dense.way
-    kernel = logitless.explain(
-        logitless.linear_grpo_loss, h, w, options=logitless.Options(backend="pallas_tpu", interpret=True)
-    )
+    assert "dense" in logitless.explain(logitless.linear_grpo_loss, h, w, **by("reference")).way
+    kernel = logitless.explain(logitless.linear_grpo_loss, h, w, **interpreted)
     assert kernel.matmuls.startswith("4 (2 with a frozen head")
     assert "dhead" in kernel.tiles
-    with_entropy = logitless.explain(
-        logitless.linear_grpo_loss,
-        h,
-        w,
-        options=logitless.Options(backend="pallas_tpu", interpret=True),
-        objective=Objective(entropy_coef=0.1),
-    )
-    assert with_entropy.matmuls.startswith("5")
-    logits = logitless.explain(
-        logitless.grpo_loss, struct(1, 64, 4096), options=logitless.Options(backend="pallas_tpu", interpret=True)
-    )
+    bonus = Objective(entropy_coef=0.1)
+    assert logitless.explain(logitless.linear_grpo_loss, h, w, objective=bonus, **interpreted).matmuls.startswith("5")
+    logits = logitless.explain(logitless.grpo_loss, struct(1, 64, 4096), **interpreted)
     assert "one pass" in logits.way and "read 1x" in logits.bytes_moved
     for v, reads in ((280_000, 1), (290_000, 2)):  # a row of more columns does not fit VMEM at once
-        wide = logitless.explain(
-            logitless.grpo_loss,
-            struct(1, 64, v, dtype=BF16),
-            options=logitless.Options(backend="pallas_tpu", interpret=True),
-        )
+        wide = logitless.explain(logitless.grpo_loss, struct(1, 64, v, dtype=BF16), **interpreted)
         assert f"read {reads}x" in wide.bytes_moved
         assert wide.tiles["hbm_bytes"] == (reads + 1) * 64 * v * 2
         assert ("one pass" in wide.way) == (reads == 1)
