@@ -145,7 +145,7 @@ def estimate(case: str, so_far: dict[str, dict[str, Any]]) -> dict[str, Any]:
     what, _, shape = case.partition("@")
     kernel, layout, *rest = what.split(":")
     kept, (n, hidden) = rest == ["kept"], SHAPES[shape]
-    t = choose("dhead" if kernel == "dhead" else "forward", n, hidden, V, 2, layout, V6E_VMEM, kept)
+    t = choose("dhead" if kernel == "dhead" else "forward", n, (V, hidden), 2, layout, V6E_VMEM, kept)
     base: dict[str, Any] = {
         "kernel": kernel, "layout": layout, "tiles": [t.tokens, t.vocab, t.vmem_limit], "hidden": hidden,
     }  # fmt: skip

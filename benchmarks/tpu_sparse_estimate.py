@@ -81,7 +81,7 @@ CASES = {
 def columns(policy: str) -> dict[str, Any]:
     """Active columns and hard rows for every threshold, and the cheapest: of each case with this policy."""
     width, rows = 1026, 128
-    tile = choose("forward", N, H, V, 2, "vh", V6E_VMEM).vocab
+    tile = choose("forward", N, (V, H), 2, "vh", V6E_VMEM).vocab
     h, w = realistic.realistic_head(N, width, V, 0, np.float32, realistic.POLICIES[policy])
     y = np.asarray(realistic.sample_targets(jnp.asarray(h), jnp.asarray(w), 0, chunk=rows))
     starts = np.arange(0, V, tile)
@@ -218,7 +218,7 @@ def _kernel_cycles(**arguments: Any) -> int:
 
 def forward_cycles(kind: str) -> dict[str, Any]:
     """Of the forward sweep, per step and per token tile."""
-    t = choose("forward", N, H, V, 2, "vh", V6E_VMEM)
+    t = choose("forward", N, (V, H), 2, "vh", V6E_VMEM)
     tiles = [t.tokens, t.vocab, t.vmem_limit]
     few, more = (_kernel_cycles(kind=kind, n=t.tokens, vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
                  for k in (2, 4))  # fmt: skip
@@ -246,7 +246,7 @@ def slab_cycles() -> dict[str, Any]:
 
 def hard_cycles() -> dict[str, Any]:
     """Of a vocabulary tile of the sweep that writes dW, by its token tiles."""
-    t = choose("dhead", N, H, V, 2, "vh", V6E_VMEM)
+    t = choose("dhead", N, (V, H), 2, "vh", V6E_VMEM)
     tiles = [HARD_TOKENS, t.vocab, t.vmem_limit]
     out = {}
     for steps in HARD_STEPS:

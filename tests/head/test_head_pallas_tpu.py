@@ -427,7 +427,7 @@ def test_tiles_are_deterministic_and_fit() -> None:
     for kernel in ("forward", "dhidden", "dhead"):
         for hidden in (1024, 2304, 4096, 8192, 12288):
             for vmem in (64 * MIB, 128 * MIB):
-                tiles = [choose(kernel, n, hidden, 151936, 2, "hv", vmem) for n in (1, 100, 8192, 70000)]
+                tiles = [choose(kernel, n, (151936, hidden), 2, "hv", vmem) for n in (1, 100, 8192, 70000)]
                 assert len({t.vocab for t in tiles}) == 1, "the vocabulary tile must not depend on the number of tokens"
                 assert all(t.vmem_limit <= vmem for t in tiles)
     text = backend.describe(plain_problem(jnp.zeros((8, 128)), jnp.zeros((300, 128))))

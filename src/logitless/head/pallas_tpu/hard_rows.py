@@ -81,7 +81,7 @@ def rows_beside(p: Problem, tokens: int) -> int:
     """Rows of dH, in whole token tiles of ``tokens``, that fit into VMEM during dW's sweep: they use the space of the
     larger token tile in the ordinary dW sweep."""
     width, item = p.h.shape[1], jnp.dtype(p.h.dtype).itemsize
-    full = choose("dhead", FIRST["dhead"][0], width, p.head.vocab, item, "vh", compat.tpu_vmem_bytes())
+    full = choose("dhead", FIRST["dhead"][0], (p.head.vocab, width), item, "vh", compat.tpu_vmem_bytes())
     large, small = (need("dhead", n, full.vocab, width, item, "vh") for n in (max(full.tokens, tokens), tokens))
     return (large - small) // (4 * width) // tokens * tokens
 

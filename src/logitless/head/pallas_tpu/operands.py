@@ -76,7 +76,7 @@ def tiles_of(kernel: Kernel, p: Problem, keeping: bool = False) -> Tiles:
     n, width = p.h.shape
     item = jnp.dtype(p.h.dtype).itemsize
     width += whole_lanes(p.head.rank)  # LoRA's factors stand beside the hidden states and the head
-    return choose(kernel, n, width, p.head.vocab, item, p.head.layout, compat.tpu_vmem_bytes(), keeping)
+    return choose(kernel, n, (p.head.vocab, width), item, p.head.layout, compat.tpu_vmem_bytes(), keeping)
 
 
 def check(p: Problem) -> None:

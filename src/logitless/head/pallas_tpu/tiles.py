@@ -110,10 +110,11 @@ def _fit(size: int, tile: int) -> int:
 
 
 def choose(
-    kernel: Kernel, n: int, hidden: int, vocab: int, itemsize: int, layout: str, vmem: int, keeping: bool = False
+    kernel: Kernel, n: int, head: tuple[int, int], itemsize: int, layout: str, vmem: int, keeping: bool = False
 ) -> Tiles:
-    """Tiles for ``n`` tokens. The vocabulary tile is the same for every ``n``, and with and without ``keeping``."""
-    tokens, columns = FIRST[kernel]
+    """Tiles for ``n`` tokens and a head of ``(columns, hidden size)``. The vocabulary tile is the same for every ``n``,
+    and with and without ``keeping``."""
+    (tokens, columns), (vocab, hidden) = FIRST[kernel], head
     budget = int(vmem * VMEM_SHARE * (1.0 if itemsize == 2 else FLOAT32_SHARE))
     while need(kernel, tokens, columns, hidden, itemsize, layout) > budget:
         if tokens == columns == LANES:
