@@ -358,8 +358,46 @@ def test_a_leave_one_out_baseline() -> None:
         np.testing.assert_allclose(advantages(np.float32([1, 5]), 1, **own), [1.0, 5.0])
         scaled = advantages(np.float32([1, 0, 2]), 3, baseline="leave_one_out", eps=0.0)  # the standard deviation is 1
         np.testing.assert_allclose(scaled, [0, -1.5, 1.5], rtol=1e-6)
-    with pytest.raises(ValueError, match="baseline='rloo', expected 'mean' or 'leave_one_out'"):
+    with pytest.raises(ValueError, match="baseline='rloo', expected one of 'mean', 'leave_one_out', 'by_length'"):
         logitless.group_advantages(np.float32([1, 0]), 2, baseline="rloo")  # type: ignore[arg-type]
+
+
+def test_a_baseline_by_length() -> None:
+    """OPO: rewards 1, 0, 2 of 2, 1 and 1 tokens have the baseline (2 + 0 + 2) / 4; veRL's for one reward is 0."""
+    for advantages in (logitless.group_advantages, oracle.group_advantages):
+        own: dict[str, Any] = {"scale": "none", "baseline": "by_length"}
+        lengths = np.array([2, 1, 1, 0, 0, 0])
+        np.testing.assert_allclose(
+            advantages(np.float32([1, 0, 2, 3, 3, 3]), 3, lengths=lengths, **own), [0, -1, 1, 0, 0, 0]
+        )
+        np.testing.assert_allclose(advantages(np.float32([0.1] * 4), 2, lengths=np.array([3, 7, 1, 2]), **own), 0.0)
+        np.testing.assert_allclose(advantages(np.float32([1, 5]), 1, lengths=np.array([4, 2]), **own), [1.0, 5.0])
+        rewards, tokens = np.random.default_rng(0).random(12).astype(np.float32), np.arange(1, 13)
+        equal = advantages(rewards, 4, lengths=np.full(12, 5), **own)
+        np.testing.assert_allclose(equal, advantages(rewards, 4, scale="none"), atol=1e-6)
+        r, w = rewards.reshape(3, 4).astype(np.float64), tokens.reshape(3, 4)
+        want = (r - (r * w).sum(1, keepdims=True) / w.sum(1, keepdims=True)).reshape(-1)
+        np.testing.assert_allclose(advantages(rewards, 4, lengths=tokens, **own), want, atol=1e-6)
+    with pytest.raises(ValueError, match="baseline='by_length' needs lengths"):
+        logitless.group_advantages(np.float32([1, 0]), 2, baseline="by_length")
+    with pytest.raises(ValueError, match="baseline='mean' does not take lengths"):
+        logitless.group_advantages(np.float32([1, 0]), 2, lengths=np.array([1, 2]))
+    with pytest.raises(ValueError, match="lengths has shape"):
+        logitless.group_advantages(np.float32([1, 0]), 2, baseline="by_length", lengths=np.array([1, 2, 3]))
+
+
+def test_the_best_of_a_group_leads_the_second() -> None:
+    """veRL's grpo_passk: only the best completion counts, by its lead; over the group's deviation if scaled."""
+    for advantages in (logitless.group_advantages, oracle.group_advantages):
+        own: dict[str, Any] = {"baseline": "second_best"}
+        rewards = np.float32([1, 0, 3, 2, 2, 0])
+        np.testing.assert_allclose(advantages(rewards, 3, scale="none", **own), [0, 0, 2, 0, 0, 0])
+        std = np.std([1, 0, 3], ddof=1)
+        np.testing.assert_allclose(
+            advantages(rewards, 3, eps=1e-6, **own), [0, 0, 2 / (std + 1e-6), 0, 0, 0], rtol=1e-6
+        )
+    with pytest.raises(ValueError, match="baseline='second_best' needs groups of at least 2"):
+        logitless.group_advantages(np.float32([1, 0]), 1, baseline="second_best")
 
 
 def test_a_lora_scale_of_zero_is_the_head_alone() -> None:

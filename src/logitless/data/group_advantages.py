@@ -18,7 +18,8 @@ def group_advantages(
     *,
     scale: Literal["group", "batch", "none"] = "group",
     eps: float = 1e-4,
-    baseline: Literal["mean", "leave_one_out"] = "mean",
+    baseline: Literal["mean", "leave_one_out", "by_length", "second_best"] = "mean",
+    lengths: Array | None = None,
 ) -> Array:
     """``(r - mean(group)) / (std + eps)`` for rewards ``[B]`` whose groups are ``group_size`` consecutive entries.
 
@@ -27,7 +28,10 @@ def group_advantages(
     groups of equal rewards have advantages of exactly 0, with ``eps=0`` too.
 
     ``baseline="leave_one_out"`` subtracts the mean of the *other* rewards of the group (RLOO, usually with
-    ``scale="none"``); a reward that is alone has no other, and a baseline of 0.
+    ``scale="none"``); a reward that is alone has no other, and a baseline of 0. ``"by_length"`` subtracts the mean
+    weighted with the completions' ``lengths [B]`` in tokens, the optimal baseline of OPO (usually with
+    ``scale="none"``); of a reward that is alone it subtracts nothing. ``"second_best"`` gives the best completion of a
+    group its lead over the second, and all others nothing (veRL's ``grpo_passk``, for pass@k): groups of at least two.
 
     >>> import jax.numpy as jnp
     >>> from logitless import group_advantages
@@ -36,6 +40,11 @@ def group_advantages(
     >>> rewards = jnp.array([1.0, 0.0, 2.0])
     >>> group_advantages(rewards, group_size=3, scale="none", baseline="leave_one_out").tolist()
     [0.0, -1.5, 1.5]
+    >>> group_advantages(rewards, group_size=3, scale="none", baseline="second_best").tolist()
+    [0.0, 0.0, 1.0]
+    >>> lengths = jnp.array([2, 1, 1])
+    >>> group_advantages(rewards, group_size=3, scale="none", baseline="by_length", lengths=lengths).tolist()
+    [0.0, -1.0, 1.0]
     """
     rewards = validation.floats("group_advantages", "rewards", rewards)
     if rewards.ndim != 1:
@@ -49,8 +58,7 @@ def group_advantages(
         )
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"group_advantages: scale={scale!r}, expected 'group', 'batch' or 'none'.")
-    if baseline not in ("mean", "leave_one_out"):
-        raise ValueError(f"group_advantages: baseline={baseline!r}, expected 'mean' or 'leave_one_out'.")
+    weights = _checked_lengths(baseline, lengths, rewards, group_size)
     r = rewards.astype(jnp.float32).reshape(-1, group_size)
     if group_size == 1:
         centred, std = r, jnp.ones_like(r)
@@ -61,8 +69,33 @@ def group_advantages(
         std = jnp.std(shifted, axis=1, keepdims=True, ddof=1)
     if scale == "batch" and rewards.size > 1:
         std = jnp.std(r, ddof=1)
+    if weights is not None and group_size > 1:
+        w = weights.reshape(r.shape)
+        total = jnp.maximum(jnp.sum(w, axis=1, keepdims=True), 1.0)  # a group without tokens
+        centred = shifted - jnp.sum(w * shifted, axis=1, keepdims=True) / total
+    if baseline == "second_best":
+        order = jnp.sort(r, axis=1)
+        first = jnp.arange(group_size) == jnp.argmax(r, axis=1)[:, None]
+        centred = jnp.where(first, (order[:, -1] - order[:, -2])[:, None], 0.0)
     if baseline == "leave_one_out" and group_size > 1:
         centred = centred * (group_size / (group_size - 1))  # r_i - mean of the others = n / (n - 1) (r_i - mean)
     if scale != "none":
         centred = jnp.where(centred == 0, 0.0, centred / (std + eps))
     return centred.reshape(-1)
+
+
+def _checked_lengths(baseline: str, lengths: Array | None, rewards: Array, group_size: int) -> Array | None:
+    """The lengths as float32, where the baseline takes them; what does not fit the baseline is refused."""
+    known = ("mean", "leave_one_out", "by_length", "second_best")
+    if baseline not in known:
+        raise ValueError(f"group_advantages: baseline={baseline!r}, expected one of {', '.join(map(repr, known))}.")
+    if baseline == "second_best" and group_size < 2:
+        raise ValueError("group_advantages: baseline='second_best' needs groups of at least 2, got group_size=1.")
+    if (lengths is None) == (baseline == "by_length"):
+        need = "needs lengths, tokens of each completion [B]" if lengths is None else "does not take lengths"
+        raise ValueError(f"group_advantages: baseline={baseline!r} {need}.")
+    if lengths is None:
+        return None
+    array = validation.as_array("group_advantages", "lengths", lengths)
+    validation.same_shape("group_advantages", "lengths", array, rewards.shape, "rewards")
+    return array.astype(jnp.float32)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from logitless.oracle.token_stats import Floats, to_float64
 
 AdvantageScale = Literal["group", "batch", "none"]
-AdvantageBaseline = Literal["mean", "leave_one_out"]
+AdvantageBaseline = Literal["mean", "leave_one_out", "by_length", "second_best"]
 
 
 def group_advantages(
@@ -20,13 +20,16 @@ def group_advantages(
     scale: AdvantageScale = "group",
     eps: float = 1e-4,
     baseline: AdvantageBaseline = "mean",
+    lengths: ArrayLike | None = None,
 ) -> Floats:
     """``A = (r - mean) / (std + eps)`` with the mean of each run of ``group_size`` rewards.
 
     ``std`` (with ``n - 1`` in its denominator) is that of the group, or of the whole batch for ``scale="batch"``;
     ``scale="none"`` divides by nothing. A group with a single reward has mean 0 and standard deviation 1. A group of
     equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is that of the group's other
-    rewards. The result has the shape of ``rewards``.
+    rewards; with ``"by_length"`` it is ``sum(length * r) / sum(length)``, 0 for a group of one. With ``"second_best"``
+    the first of the largest rewards has the difference to the second largest, and the others 0. The result has the
+    shape of ``rewards``.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")
@@ -34,16 +37,21 @@ def group_advantages(
     if r.size % group_size:
         raise ValueError(f"{r.size} rewards do not divide into groups of {group_size}.")
     advantages = np.zeros((r.size // group_size, group_size))
-    for g, group in enumerate(r.reshape(-1, group_size)):
+    tokens = np.ones(r.shape) if lengths is None else to_float64(lengths)
+    for g, (group, weights) in enumerate(zip(r.reshape(-1, group_size), tokens.reshape(-1, group_size), strict=True)):
         mean = 0.0 if group_size == 1 else group.mean()
         if group_size > 1 and np.all(group == group[0]):
             mean = group[0]  # the rounding of the mean would leave a difference, which eps then magnifies
+        elif group_size > 1 and baseline == "by_length":
+            mean = (weights * group).sum() / max(weights.sum(), 1.0)
         members = r.reshape(-1) if scale == "batch" else group
         std = 1.0 if members.size == 1 else members.std(ddof=1)
         for i, reward in enumerate(group):
             if baseline == "leave_one_out" and group_size > 1:
                 others = np.delete(group, i)
                 mean = others[0] if np.all(others == others[0]) else others.mean()
+            if baseline == "second_best":
+                mean = np.sort(group)[-2] if i == int(np.argmax(group)) else reward
             if reward != mean:
                 advantages[g, i] = reward - mean if scale == "none" else (reward - mean) / (std + eps)
     return advantages.reshape(r.shape)
