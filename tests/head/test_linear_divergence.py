@@ -211,6 +211,24 @@ def test_shards_of_the_columns_put_together(apart: float, lead: float, kind: str
     assert row_errors(got, want).max() <= factor * row_errors(one, want).max() + 2e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_in_one_reduction(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the sums of a row are one reduction of several operands; also where JAX differentiates it."""
+    monkeypatch.setattr(divergences, "platform", lambda: "gpu")
+    x, t = np.random.default_rng(20).standard_normal((2, 6, 50)).astype(np.float32)
+    rows = oracle.logits_rows(x), oracle.logits_rows(t)
+    truth = oracle.divergence(*rows, divergence=kind, **KINDS[kind]).divergence
+    want = oracle.divergence_vjp(*rows, np.ones(6), divergence=kind, **KINDS[kind]).inputs
+    for backend in ("reference", "chunked"):
+
+        def values(x: Any, backend: str = backend) -> Any:
+            return L.divergence(x, t, divergence=kind, options=L.Options(backend=backend), **KINDS[kind]).divergence
+
+        value, pull = jax.vjp(values, jnp.asarray(x))
+        np.testing.assert_allclose(value, truth, rtol=1e-5)
+        assert row_errors(pull(jnp.ones(6))[0], want).max() <= 1e-5
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 3])
 def test_small_vocabularies(vocab: int) -> None:
     """Values and dlogits of rows with one, two and three columns, and logits of 200."""

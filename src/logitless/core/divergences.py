@@ -17,12 +17,13 @@ the other columns: there ``log p`` is 0 to all digits of a logsumexp, and ``p (d
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from logitless.core.chunk_size import platform
 from logitless.core.pytree import register
 from logitless.core.stats import NEG_INF, PairStats, RowSums, TokenStats
 from logitless.core.transform import times
@@ -80,10 +81,9 @@ def _log_ratio(log_p: Array, log_q: Array) -> Array:
 
 def _to_mixture(x: Array, mix: Array) -> tuple[Array, Array]:
     """``(log(m / p), log(m / q))`` from ``x = log(q / p)``, each relative to the larger of the two."""
-    down, up = jnp.minimum(x, 0.0), jnp.maximum(x, 0.0)
-    of_p = jnp.log1p(mix * jnp.expm1(down))  # p is larger: log(m / p)
-    of_q = jnp.log1p((1.0 - mix) * jnp.expm1(-up))  # where q is: log(m / q)
-    return jnp.where(x > 0, x + of_q, of_p), jnp.where(x > 0, of_q, of_p - x)
+    teacher_leads = x > 0
+    below = jnp.log1p(jnp.where(teacher_leads, 1.0 - mix, mix) * jnp.expm1(-jnp.abs(x)))  # log(m / the larger one)
+    return jnp.where(teacher_leads, x + below, below), jnp.where(teacher_leads, below, below - x)
 
 
 def _difference(kind: Divergence, log_p: Array, log_q: Array, mix: Array | None) -> Array:
@@ -107,19 +107,37 @@ def divergence_terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | 
     return mix * _kl_terms(q, m, of_q) + (1.0 - mix) * _kl_terms(p, m, of_p)
 
 
+@jax.custom_jvp
+def _sums(columns: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Sums over the last axis of arrays of one shape.
+
+    On a GPU they are one reduction of several operands: XLA computes what the operands share once an element. With a
+    reduction for each it stores what is dear to compute, a probability of every column, and reads it back.
+    """
+    if platform() != "gpu":
+        return tuple(jnp.sum(x, axis=-1) for x in columns)
+
+    def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+
+    zeros = tuple(jnp.zeros((), x.dtype) for x in columns)
+    return tuple(lax.reduce(columns, zeros, add, (columns[0].ndim - 1,)))
+
+
+@_sums.defjvp
+def _sums_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    return _sums(*primals), tuple(jnp.sum(t, axis=-1) for t in tangents[0])
+
+
 def pair_sums(kind: Divergence, log_p: Array, log_q: Array, apart: Array, mix: Array | None = None) -> PairSums:
     """Sums over the last axis of ``log_p, log_q [..., V]``; ``apart`` marks a column that dominates the student's row
     (:func:`dominating`)."""
 
-    def total(x: Array) -> Array:
-        return jnp.sum(jnp.where(apart, 0.0, x), axis=-1)
-
     p = jnp.exp(log_p)
     moved = p * _difference(kind, log_p, log_q, mix)
-    at_peak = jnp.sum(jnp.where(apart, log_q, 0.0), axis=-1)
-    return PairSums(
-        total(divergence_terms(kind, log_p, log_q, mix)), total(moved), total(p), total(jnp.exp(log_q)), at_peak
-    )
+    outside = (divergence_terms(kind, log_p, log_q, mix), moved, p, jnp.exp(log_q))
+    value, moved, p, q, at_peak = _sums((*(jnp.where(apart, 0.0, x) for x in outside), jnp.where(apart, log_q, 0.0)))
+    return PairSums(value, moved, p, q, at_peak)
 
 
 def is_dominated(s: TokenStats, shard: bool = False) -> Array:
