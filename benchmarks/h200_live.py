@@ -60,7 +60,7 @@ def dense(dtype: str) -> Callable[..., Any]:
 
 
 def programs(budget: int) -> dict[str, Callable[..., Any]]:
-    """By the name of an arm; ``budget`` bytes hold the logits of all tokens."""
+    """By the name of an arm; ``budget`` bytes hold the logits of all tokens and their dlogits, as strong dense does."""
     return {
         "strong": dense("bfloat16"),
         "strong/f32": dense("float32"),
@@ -145,7 +145,7 @@ def main() -> None:
         rest = {k: jax.ShapeDtypeStruct(shape if v.ndim == 2 else v.shape, v.dtype) for k, v in some.items()}
         compiled: dict[str, Any] = {}
         first: dict[str, Any] = {}
-        for name, f in programs(c.tokens * c.vocab * 6).items():
+        for name, f in programs(round(1.06 * c.tokens * c.vocab * 6)).items():
             if c.only and name not in c.only:
                 continue
             try:
@@ -170,6 +170,10 @@ def main() -> None:
                 turns = [{k: measured(f, args, c.repeats) for k, (f, args) in arms.items()} for _ in range(2)]
                 for k in arms:
                     record["ms"].setdefault(f"{kind}: {k}", []).append(round(min(t[k] for t in turns), 4))
+                if seed == c.seeds[0] and jax.default_backend() == "gpu":
+                    record["kernels"] = {
+                        k: timing.profile(f, *a, repeats=2).get("kernels") for k, (f, a) in arms.items()
+                    }
                 say(seed, kind, {k: v[-1] for k, v in record["ms"].items() if k.startswith(kind)})
                 del h, w, batch, arms
                 if c.out:

@@ -285,4 +285,4 @@ def test_plan_knows_that_statistics_alone_hold_no_logits():
     options = dict(objective=None, gradients=(), chip="h200")
     fused = logitless.plan(hidden, head, **options)
     assert fused.flops == 2 * 8192 * 4096 * 151936 and fused.temporaries < 2**27
-    assert logitless.plan(hidden, head, logits_dtype="bfloat16", **options).temporaries > 2**29
+    assert logitless.plan(hidden, head, logits_dtype="bfloat16", **options).temporaries > 2**27

@@ -932,6 +932,20 @@ def test_small_chunks_are_as_good_as_the_exact_path(chunk: int) -> None:
         assert_as_good(label, a, b, t)
 
 
+def test_more_padding_than_a_tile_of_columns() -> None:
+    """The screen has bits for the tiles that real columns have; those of whole tiles of padding are none."""
+    h, w = (jax.ShapeDtypeStruct((1, 100, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 128), jnp.bfloat16))
+    y, a = jax.ShapeDtypeStruct((1, 100), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.float32)
+
+    def loss(h: Any, w: Any, y: Any, a: Any) -> Any:
+        common = dict(advantages=a, sparse_backward="auto", vocab_size=1500, **SCREENED)
+        return flat_calls.linear_grpo_loss(h, w, y, **common)[0]
+
+    assert jax.eval_shape(jax.grad(loss, 1), h, w, y, a).shape == w.shape
+    bits = column_screen.passed(jnp.full((6, 8), -1, jnp.int32), 2048, 256)
+    np.testing.assert_array_equal(bits, np.arange(2048) < 6 * 256)
+
+
 def test_where_logits_are_stored() -> None:
     """Ragged widths and vocabularies; and where nothing can be added to dW there is one group of hard rows."""
 

@@ -49,20 +49,20 @@ def row_chunk(n: int, vocab: int) -> int:
 def head_chunk(
     n: int, vocab: int, *, memory_budget: int | None = None, logits_bytes: int = 4, head_bytes: int = 0
 ) -> int:
-    """Tokens per chunk of the head's sweep; ``memory_budget`` bounds the bytes of its ``[chunk, V]`` buffers."""
+    """Tokens per chunk of the head's sweep; ``memory_budget`` bounds the bytes of its ``[chunk, V]`` buffers. A larger
+    one than the rule needs buys no larger chunks: there are better uses for it."""
+    fit = min(_HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes), _HEAD_CHUNK_MAX)
+    if platform() == "cpu":
+        fit = max(fit, min(_CPU_HEAD_ROWS, head_bytes // 3 // (vocab * logits_bytes)))
     if memory_budget is not None:
         # logits and rounded dlogits together
-        fit = memory_budget // (vocab * (logits_bytes + logits_bytes))
-        if fit < 1:
+        fit = min(fit, memory_budget // (vocab * (logits_bytes + logits_bytes)))
+        if memory_budget < vocab * (logits_bytes + logits_bytes):
             raise ValueError(
                 f"memory_budget={memory_budget} bytes is less than one token's row of logits and dlogits "
                 f"({2 * vocab * logits_bytes} bytes at a vocabulary of {vocab}); give at least that."
             )
-    else:
-        fit = min(_HEAD_CHUNK_BYTES[platform()] // (vocab * logits_bytes), _HEAD_CHUNK_MAX)
     if platform() == "cpu":
-        if memory_budget is None:
-            fit = max(fit, min(_CPU_HEAD_ROWS, head_bytes // 3 // (vocab * logits_bytes)))
         return equal_part(n, min(n, max(fit, 1)))
     multiple = next((m for m in (128, 8) if fit >= m), 1)
     return min(n, round_down(fit, multiple))

@@ -63,10 +63,11 @@ class Options:
     Args:
       backend: ``reference`` (dense), ``chunked``, ``mosaic_gpu``, ``pallas_tpu``, or ``None`` for the best one here.
       chunk_size: tokens per chunk of a call from hidden states; ``None`` lets the library choose.
-      memory_budget: bytes for a chunk's logits and dlogits, instead of ``chunk_size``. Hopper's sparse backward has no
-        such logits; a budget lets the exact path serve a policy without sparsity. The TPU kernels have no chunks: a
-        budget there allows kept exponentials for the gradient of the head. Each kept token saves a matmul; with a small
-        budget only tokens are kept whose exponentials fit into the memory of that gradient.
+      memory_budget: bytes beside inputs and outputs, in place of ``chunk_size``; more memory buys time. A chunk's
+        logits and dlogits fit in the budget. A budget that also holds the logits of all tokens keeps them for
+        cotangents that arrive later (sequence-level objectives, ``linear_logprobs``): three matmuls, not four. Hopper's
+        sparse backward spends it on a policy that is not sparse, by the exact path. The TPU kernels have no chunks and
+        keep exponentials for the gradient of the head: a matmul less for each token that fits.
       logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
       head_grad_dtype: dtype for sums of the head's gradient over chunks: ``float32``, or the parameter's dtype
         (``"param"``), smaller and less exact. The gradient is returned in the parameter's dtype.

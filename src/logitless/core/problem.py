@@ -50,9 +50,9 @@ class Call:
     vocab_size: int  # real columns; those beyond are padding
     backend: str | None = None  # that was named
     chunk_size: int | None = None  # that was asked for
-    memory_budget: int | None = None  # for a chunk's logits and dlogits, in its place; on TPU for kept exponentials
+    memory_budget: int | None = None  # bytes beside inputs and outputs
     chunk: int = 0  # tokens per chunk, as decided
-    kept: int = 0  # tokens whose exponentials a forward sweep keeps for the backward pass, as decided
+    kept: int = 0  # tokens whose logits (on TPU exponentials) a forward sweep keeps for the backward pass, as decided
     mass: float | None = None  # what a row may leave out of a sparse backward; NaN if it is traced
     logits_dtype: Any = jnp.dtype(jnp.float32)
     sum_head_grad_in: str = "float32"  # or "param"

@@ -121,12 +121,13 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     reason = None if loss is None else _later_because(loss, p, columns_apart)
     late = loss is None or reason is not None
     runs, exact_because = _first_that_supports(own, level, chosen, place, late)
+    in_forward = not late and runs.in_forward
     keeps = getattr(runs, "tokens_kept", None)
-    if keeps is not None and place is None and own.call.logp_only:
+    if keeps is not None and place is None and not in_forward:
         own = own.calling(kept=keeps(own))
     way = Way(
         loss=loss is not None,
-        in_forward=loss is not None and reason is None and runs.in_forward,
+        in_forward=in_forward,
         reason=reason,
         entropy=loss is not None and loss.objective.entropy_coef is not None,
         mass=p.call.mass if exact_because is None else None,

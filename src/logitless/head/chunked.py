@@ -5,6 +5,7 @@ Per chunk of C tokens (M = one ``C x H x V`` matmul, 2 C H V FLOP):
     statistics        x = h W^T (M)                                   reads W once per chunk
     grad in forward   x (M), dx in place of x, dh = dx W (M), dW += dx^T h (M)      three matmuls per active token
     by recompute      statistics first; later x again (M), dx, dh (M), dW (M)       four matmuls per token
+    kept logits       statistics first, x kept; later dx, dh (M), dW (M)            three matmuls per token
     frozen head       the same without dW: two and three matmuls
 
 Grad in forward serves objectives whose tokens are uncoupled: a chunk's cotangents follow from its own statistics by
@@ -12,7 +13,8 @@ differentiating the objective on the chunk. Both visit live tokens only, and onl
 nonzero enter the backward matmuls. dW is summed in float32 over the chunks, or in the parameter's dtype if asked.
 
 Bytes, besides inputs and outputs: a ``[C, V]`` buffer of logits (``logits_dtype``), a buffer of dlogits (the operands'
-dtype) unless XLA reuses the first, and the float32 accumulator of dW for a narrower head.
+dtype) unless XLA reuses the first, and the float32 accumulator of dW for a narrower head. With a ``memory_budget`` that
+holds the logits of all tokens as well, the forward pass keeps the logits for cotangents that arrive later.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import PairSums, ShardOfPair, empty_pair_sums
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
-from logitless.core.row_passes import Sweep, Visit, as_wide_as, live_sweep, split_sweep, sweep_over
+from logitless.core.row_passes import Sweep, Visit, as_wide_as, front, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, blank_stats, empty_sums
 from logitless.core.top_k import TopK, blank_top_k, top_of_rows
 from logitless.head.linear import add_dhead, dhidden, dx_dtype, in_parameter_dtypes, raw_logits, zero_grads
@@ -94,6 +96,11 @@ def finished(p: Problem, g: Gradients) -> Gradients:
     return g if p.call.partial_head else Gradients(g.hidden, in_parameter_dtypes(g.head, p.head))
 
 
+def _whole_chunks(p: Problem) -> int:
+    """All tokens in whole chunks."""
+    return -(-p.n // p.call.chunk) * p.call.chunk
+
+
 # -- the backend -----------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +120,8 @@ class Chunked(PlainJax):
             words, counts = "grad in forward: a token's cotangent follows from its own statistics", (3, 2, 1)
             where = "1 where no gradient is possible"
         else:
-            words, counts = f"by recompute: {way.reason if way.loss else 'cotangents arrive later'}", (4, 3, 1)
+            form, counts = ("from kept logits", (3, 2, 1)) if call.kept else ("by recompute", (4, 3, 1))
+            words = f"{form}: {way.reason if way.loss else 'cotangents arrive later'}"
             where = "1 where the cotangent is zero"
         if p.teacher is not None:  # teacher logits, in every sweep that makes the policy's logits
             more, alone = (1 if way.in_forward else 2), 2
@@ -127,7 +135,18 @@ class Chunked(PlainJax):
             f"head read {sweeps}x per matmul ({head.weight.size * head.weight.dtype.itemsize:,} B each), logits chunk "
             f"{call.chunk * head.vocab * item:,} B at a time; at most {sweeps} chunks, fewer with dead tokens"
         )
-        return Cost(words, matmuls, moved, {"chunk": call.chunk, "layout": head.layout}, counts)
+        tiles: dict[str, Any] = {"chunk": call.chunk, "layout": head.layout}
+        return Cost(words, matmuls, moved, tiles | ({"kept": call.kept} if call.kept else {}), counts)
+
+    def tokens_kept(self, p: Problem) -> int:
+        """Tokens whose logits the forward pass keeps for cotangents that arrive later: all or none."""
+        call, vocab = p.call, p.head.vocab
+        if call.memory_budget is None or p.teacher is not None or p.more_ids is not None:
+            return 0
+        logit, own = jnp.dtype(call.logits_dtype).itemsize, jnp.dtype(p.h.dtype).itemsize
+        narrow = jnp.dtype(p.head.weight.dtype).itemsize < 4 and call.sum_head_grad_in == "float32"
+        beside = (logit + own) * call.chunk * vocab + 4 * p.head.weight.size * narrow
+        return p.n if beside + logit * _whole_chunks(p) * vocab <= call.memory_budget else 0
 
     # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, and compile
     # to the same arithmetic, with equal bits with and without a gradient.
@@ -179,24 +198,54 @@ class Chunked(PlainJax):
         """Statistics for cotangents that arrive later."""
         return self.sweep_statistics(p, sweep_over(p.n, p.live, p.call.chunk), p.blank_stats())
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, None]:
-        return self.token_statistics(p), None, None
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
+        """The residual is the logits of all live tokens, first those (:func:`row_passes.front`), if they are kept."""
+        if not p.call.kept:
+            return self.token_statistics(p), None, None
+        f = front(p.live)
+        q, count = f.problem(p), p.n if f.count is None else f.count
+
+        def body(visit: Visit, carry: tuple[TokenStats, Array]) -> tuple[TokenStats, Array]:
+            part, x = chunk_of(visit, q)
+            out, kept = carry
+            stats = self.row_statistics(x, part)
+            return visit.put_all(out, stats), lax.dynamic_update_slice(kept, x, (visit.read[0], 0))
+
+        kept = jnp.zeros((_whole_chunks(p), p.head.vocab), p.call.logits_dtype)
+        sweep = Sweep(None, 0, count, count, n=p.n, chunk=p.call.chunk)
+        out, kept = sweep.run(body, (p.blank_stats(), kept))
+        return jax.tree.map(f.put_back, out), None, kept
 
     def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: None, only_logp: bool
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
     ) -> Gradients:
-        """By recompute; tokens whose cotangents are all zero are not visited."""
+        """From kept logits or by recompute; tokens whose cotangents are all zero are not visited."""
         moving = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-        sweep = live_sweep(moving, p.call.chunk)
-        return finished(p, self.add_gradients(p, sweep, out, g, no_gradients(p, want)))
+        if residual is None:
+            sweep = live_sweep(moving, p.call.chunk)
+            return finished(p, self.add_gradients(p, sweep, out, g, no_gradients(p, want)))
+        f = front(p.live)
+        q = f.problem(p)
+        sweep = live_sweep(f.take(moving), p.call.chunk)
+        out, g = jax.tree.map(f.take, (out, g))
+        total = self.add_gradients(q, sweep, out, g, no_gradients(q, want), residual)
+        hidden = None if total.hidden is None else f.put_back(total.hidden)
+        return finished(p, Gradients(hidden, total.head))
 
     def add_gradients(
-        self, p: Problem, sweep: Sweep, out: TokenStats, g: StatCotangents, total: Gradients
+        self,
+        p: Problem,
+        sweep: Sweep,
+        out: TokenStats,
+        g: StatCotangents,
+        total: Gradients,
+        kept: Array | None = None,
     ) -> Gradients:
-        """``total`` with the gradients of the tokens that ``sweep`` visits: rows of dH written, the rest added."""
+        """``total`` with the gradients of the tokens that ``sweep`` visits: rows of dH written, the rest added. The
+        logits of the tokens are ``kept [N, V]`` or made again."""
 
         def body(visit: Visit, total: Gradients) -> Gradients:
-            part, x = chunk_of(visit, p)
+            part, x = chunk_of(visit, p) if kept is None else (visit.problem(p), visit.take(kept))
             dx = self.row_dx(x, part, *visit.known(out, g, p.n), dx_dtype_of(x, p, total))
             return add_chunk(visit, total, dx, part)
 

@@ -75,7 +75,14 @@ def raw_logits(h: Array, head: HeadArrays, logits_dtype: Any) -> Array:
         x = x + head.lora_scale * dot(low_rank(h, head), lora[1], (1, 1 - head.axis))
     if head.bias is not None:
         x = x + head.bias.astype(jnp.float32)
-    return x.astype(logits_dtype)
+    return rounded(x, logits_dtype)
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """``x`` in ``dtype``, rounded even where it is made wide again at once, which compilers take for nothing: logits
+    that are made twice are the same both times."""
+    kind = jnp.finfo(dtype)
+    return x.astype(dtype) if x.dtype == dtype else lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
 
 
 def _dhidden_of_weight(dx: Array, weight: Array, axis: int, tile: int | None) -> Array:

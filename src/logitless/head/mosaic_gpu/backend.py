@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import Given, Loss, Problem
+from logitless.core.problem import Given, Gradients, Loss, Problem, Wanted
 from logitless.core.row_passes import front
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import limits
+from logitless.head.mosaic_gpu import limits, stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.logits.mosaic_gpu import pair_rows
@@ -73,7 +73,11 @@ class MosaicGpu(Chunked):
 
     def describe(self, p: Any, way: Way) -> Cost:
         cost = super().describe(p, way)
-        if way.in_forward or not_fused_because(p) is not None:
+        if stored_dx.not_stored_because(p) is None:
+            tiles = cost.tiles | {"chunk": stored_dx.chunk_of(p), "dx_rows": p.n}
+            moved = f"{cost.bytes_moved}; dx of all tokens in memory, dW written once"
+            cost = dataclasses.replace(cost, bytes_moved=moved, tiles=tiles)
+        if way.in_forward or p.call.kept or not_fused_because(p) is not None:
             return cost
         moved = f"{cost.bytes_moved}; the statistics by a fused matmul: no logits"
         return dataclasses.replace(cost, bytes_moved=moved, fused_statistics=True)
@@ -99,9 +103,40 @@ class MosaicGpu(Chunked):
             return super().row_dx(x, p, stats, g, dtype)
         return pair_rows.dlogits(x, p, stats, g, dtype)
 
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        if loss is None or stored_dx.not_stored_because(p) is not None:
+            return super().statistics(p, loss)
+        return stored_dx.statistics(self, p, loss), None
+
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
+        if stored_dx.not_stored_because(p) is not None:
+            return super().gradients_in_forward(p, want, loss)
+        out, total = stored_dx.gradients_in_forward(self, p, want, loss)
+        return out, None, total
+
+    def tokens_kept(self, p: Problem) -> int:
+        return p.n if stored_dx.logits_fit(p) else super().tokens_kept(p)
+
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
+        if not p.call.kept or stored_dx.not_stored_because(p) is not None:
+            return super().forward(p, want)
+        out, logits = stored_dx.statistics_and_logits(self, p)
+        return out, None, logits
+
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
+    ) -> Gradients:
+        if stored_dx.not_stored_because(p) is not None:
+            return super().backward(p, want, out, g, residual, only_logp)
+        if residual is not None:
+            return stored_dx.gradients_from_logits(self, p, want, out, g, residual)
+        return stored_dx.gradients(self, p, want, out, g)
+
     def token_statistics(self, p: Problem) -> TokenStats:
-        """By the fused matmul where it can serve."""
-        if not_fused_because(p) is not None:
-            return super().token_statistics(p)
-        f = front(p.live)
-        return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
+        """By the fused matmul where it can serve, else from logits by the matmul that the gradient has."""
+        if not p.call.kept and not_fused_because(p) is None:
+            f = front(p.live)
+            return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
+        if stored_dx.not_stored_because(p) is None:
+            return stored_dx.live_statistics(self, p)
+        return super().token_statistics(p)

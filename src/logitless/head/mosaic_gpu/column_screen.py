@@ -134,9 +134,10 @@ def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
 
 def passed(words: Array, vocab: int, tile: int) -> Array:
     """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: a bit (``epilogue.bit_of``) of lane ``i`` of vocabulary tile
-    ``v`` is column ``v tile + 8 j + i``."""
+    ``v`` is column ``v tile + 8 j + i``. Columns behind the last tile are padding, and pass for nobody."""
     shifts = bit_of(jnp.arange(0, tile, LANES, dtype=jnp.int32), tile)[None, :, None]
-    return ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
+    found = ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
+    return jnp.pad(found, (0, vocab - found.size))
 
 
 def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int) -> tuple[Spans, Array]:

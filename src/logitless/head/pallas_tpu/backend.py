@@ -141,7 +141,7 @@ class PallasTpu:
 
     def tokens_kept(self, p: Problem) -> int:
         """How many tokens' exponentials the forward pass keeps, if the head has a gradient."""
-        return 0 if p.call.memory_budget is None else tokens_kept(p, p.call.memory_budget)
+        return 0 if p.call.memory_budget is None or not p.call.logp_only else tokens_kept(p, p.call.memory_budget)
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
         """One matmul per live token."""

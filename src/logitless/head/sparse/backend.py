@@ -165,7 +165,7 @@ class Sparse:
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
         """Statistics by the inner backend, in the sweep that finds columns."""
         if loss is not None:
-            return self.own.statistics(p, loss)[0], blank_report(p.n)
+            return Chunked.statistics(self.own, p, loss)[0], blank_report(p.n)  # by the sweep that has the gradient
         sweep = sweep_over(p.n, p.live, p.call.chunk)
         return self.own.sweep_statistics(p, sweep, p.blank_stats()), blank_report(p.n)
 

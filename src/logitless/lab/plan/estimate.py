@@ -155,9 +155,10 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
     kernels = (int(v.split("x")[0]) for v in route.tiles.values() if isinstance(v, str) and "x" in v)  # 512x1024
     tile = route.tiles.get("chunk") or next(kernels, s.tokens)
     sweeps = -(-s.live // tile)  # each matmul reads the head once for a tile of tokens
-    moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if no_logits else sweeps)
+    once = no_logits or "dx_rows" in route.tiles  # dW is written once
+    moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if once else sweeps)
     if not no_logits:  # logits written and read, dlogits written and read by each matmul
-        again = 2 if later and s.wants else 1
+        again = 2 if later and s.wants and not route.static.kept else 1
         moved += s.live * s.vocab * (2 * s.logit * again * s.sources + s.item * (1 + s.wide) * bool(s.wants))
     beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route, screened)
     flops = 2 * s.live * (s.width + s.rank) * s.vocab * matmuls
@@ -188,17 +189,29 @@ def _of_chunks(s: Sizes, route: Route, screened: bool) -> int:
         return s.hidden * s.masked + 8 * MIB
     if screened and "chunk_if_flat" not in route.tiles:
         return s.tokens * s.vocab // 8 + s.hidden
-    chunk = route.tiles["chunk"]
+    chunk, kept = route.tiles["chunk"], route.static.kept * s.vocab * s.logit if s.wants else 0
     logits = chunk * s.vocab * s.logit * s.sources
+    if "dx_rows" in route.tiles and s.wants:
+        return _of_stored_dx(s, route, logits, kept)
     dlogits = chunk * s.vocab * s.item if s.wants and s.item != s.logit else 0
     lora, small = 8 * chunk * s.vocab * bool(s.rank), chunk * s.width * s.item * (1 + s.wide)
     dw = s.dw if s.sum_item != s.item else 0
     tile = column_tile()
     if tile is not None:  # XLA's CPU compiler fuses less: passes over tiles of columns have buffers
-        return logits + dlogits + lora + dw + small + 4 * min(tile, s.vocab) * (2 * chunk + s.width)
+        return kept + logits + dlogits + lora + dw + small + 4 * min(tile, s.vocab) * (2 * chunk + s.width)
     small += 32 * MIB if platform() == "gpu" else 0  # XLA's workspace for cuBLAS
     lent = max((b for b in (logits, dlogits) if b <= s.head), default=0) if dw else 0
-    return max(logits + max(dlogits, small), lora + small) + dw - lent
+    return kept + max(logits + max(dlogits, small), lora + small) + dw - lent
+
+
+def _of_stored_dx(s: Sizes, route: Route, logits: int, kept: int) -> int:
+    """Dlogits of all tokens, or with a frozen head of a few; those of a chunk or, later, dH in parts."""
+    rows = s.tokens if "lm_head" in s.wants else min(s.tokens, 2048)
+    dx = rows * s.vocab * s.item
+    later = s.hidden + 2 * 4 * s.tokens * s.width  # hidden states in order, dH in parts
+    if kept:
+        return kept + dx * (s.item != s.logit) + later
+    return dx + max(logits + route.tiles["chunk"] * s.vocab * s.item * (s.item != s.logit), later)
 
 
 def _of_tpu_kernels(s: Sizes, route: Route) -> int:

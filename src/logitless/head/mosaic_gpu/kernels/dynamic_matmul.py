@@ -105,30 +105,41 @@ def product(
 
 
 def in_parts(
-    left: Slots,
+    left: Operand,
     right: Array,
     rows: int,
     live: tuple[Any, Any, Any],
     *,
     right_deep: bool = False,
+    more: int = 0,
     interpret: Any = False,
 ) -> Array:
     """:func:`product` of at most so many ``rows`` in float32, its depth cut into parts that are added up; zero beyond
-    the live rows, and anything beyond the live columns."""
+    the live rows, and anything beyond the live columns. There is room for the parts of ``more`` row tiles than there
+    are."""
     operands = [_Operand(left, False), _Operand(right, right_deep)]
     c, deep = operands[1].across, -(-operands[1].depth // TILE_K)
     t = tiles_of(rows, c, deep)
     row_tiles, column_tiles = -(-rows // t.tokens), -(-c // t.columns)
     most = min(max(t.blocks // column_tiles, 1), deep)  # parts of one row tile
+    room = max(most, row_tiles + more)
     live_rows, columns, steps = _tiles(live, t)
-    parts = jnp.clip(t.blocks // jnp.maximum(live_rows * columns, 1), 1, most)
-    shape = (max(most, row_tiles), t.tokens, c)
+    parts = _best_parts(live_rows, columns, most, room, t.blocks)
+    shape = (room, t.tokens, c)
     some = extents(live_rows, columns, steps, parts, slots=_slots(operands))
     out = _product(*_given(operands), some, None, None, False, True, shape, t, None, interpret)
     tile, part = jnp.arange(row_tiles, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)[:, None]
     there = (tile < live_rows) & (part < parts)
     own = out.at[jnp.where(there, tile * parts + part, 0)].get(mode="promise_in_bounds")
     return jnp.sum(jnp.where(there[:, :, None, None], own, 0.0), axis=0).reshape(-1, c)[:rows]
+
+
+def _best_parts(rows: Array, columns: Array, most: int, room: int, blocks: int) -> Array:
+    """Of 1 to ``most`` parts that there is ``room`` for, the number with which all blocks are busy to the end."""
+    parts = jnp.arange(1, most + 1, dtype=jnp.int32)
+    rounds = (rows * columns * parts + (blocks - 1)) // blocks
+    cost = rounds / parts + 0.01 * parts  # in tiles of the whole depth; a part is written and added
+    return parts[jnp.argmin(jnp.where((parts == 1) | (rows * parts <= room), cost, jnp.inf))]
 
 
 @dataclasses.dataclass(frozen=True)
