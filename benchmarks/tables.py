@@ -24,7 +24,7 @@ README_ROWS = (
     ("an RL batch of Qwen2.5-7B, {live:.0f} % of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
     ("8,192 tokens, all live", "gpu-sparse", "sparse 8192x4096x151936, on-policy", "default, flat"),
     (
-        'the same with `sparse_backward="auto"`', "gpu-sparse", "sparse 8192x4096x151936, on-policy",
+        'the same with `sparse_backward="auto"`, a trained policy', "gpu-sparse", "sparse 8192x4096x151936, on-policy",
         "default, sparse backward",
     ),
     ("131,072 tokens of Qwen2.5-1.5B, all live", "h200", "qwen2.5-1.5b, 128k context", "default"),
