@@ -3,6 +3,7 @@ of its trainers; what is refused; and what a stock compilation leaves behind."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,12 @@ def test_what_stood_there_is_put_back() -> None:
 def test_a_changed_tunix_is_refused(module: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, lambda model, batch: None)
     with pytest.raises(integration.TunixChanged, match=message):
+        integration.install()
+
+
+def test_a_tunix_without_dpo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tunix.sft.dpo.dpo_trainer", None)
+    with pytest.raises(integration.TunixChanged, match=r"dpo_trainer of the Tunix .* is not there"):
         integration.install()
 
 

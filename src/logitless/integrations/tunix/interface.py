@@ -71,7 +71,12 @@ def modules() -> tuple[Any, Any, Any]:
 def sft_modules() -> tuple[Any, Any]:
     """``tunix.sft.peft_trainer`` and ``tunix.sft.dpo.dpo_trainer``."""
     modules()
-    return importlib.import_module("tunix.sft.peft_trainer"), importlib.import_module("tunix.sft.dpo.dpo_trainer")
+    names = ("tunix.sft.peft_trainer", "tunix.sft.dpo.dpo_trainer")
+    try:
+        trainer, dpo = (importlib.import_module(name) for name in names)
+    except ImportError as error:
+        raise TunixChanged(" or ".join(names), f"not there ({error})", "a module") from error
+    return trainer, dpo
 
 
 def interface() -> Interface:
@@ -107,8 +112,8 @@ def _check_sft() -> None:
     _calls("tunix.sft.peft_trainer.PeftTrainer.__init__", trainer.PeftTrainer.__init__, {"_default_loss_fn"})
     logps = _stock(common, "get_per_token_logps")
     same_parameters("tunix.rl.common.get_per_token_logps", logps, _TOKEN_LOGPS)
-    summed = inspect.unwrap(getattr(dpo, "compute_logps", None))  # type: ignore[arg-type]  # None is refused below
-    _calls("tunix.sft.dpo.dpo_trainer.compute_logps", summed, {"common", "get_per_token_logps"})
+    summed: Any = getattr(dpo, "compute_logps", None)
+    _calls("tunix.sft.dpo.dpo_trainer.compute_logps", inspect.unwrap(summed), {"common", "get_per_token_logps"})
 
 
 def _stock(module: Any, name: str) -> Any:
