@@ -109,10 +109,11 @@ def divergence_terms(kind: Divergence, log_p: Array, log_q: Array, mix: Array | 
 
 @jax.custom_jvp
 def _sums(columns: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Sums over the last axis of arrays of one shape.
+    """Sums over the last axis, for arrays with a common shape.
 
-    On a GPU they are one reduction of several operands: XLA computes what the operands share once an element. With a
-    reduction for each it stores what is dear to compute, a probability of every column, and reads it back.
+    On a GPU the sums are a single reduction with several operands: XLA computes what the operands share once an
+    element. With a reduction for each it stores what is dear to compute, a probability of every column, and reads it
+    back.
     """
     if platform() != "gpu":
         return tuple(jnp.sum(x, axis=-1) for x in columns)

@@ -1,16 +1,15 @@
 """Rows of logits: which tokens' rows a sweep visits, and the plain-JAX passes over them.
 
 RL batches are mostly dead weight: prompts and padding are masked, groups without advantage have no gradient. A
-:class:`Sweep` visits chunks of *live* tokens only, gathered from wherever they stand; its trip count is traced, so
-neither shapes nor compilations depend on how many there are. For the rows ``x [C, V]`` of a chunk, and at the logits
-level:
+:class:`Sweep` visits chunks of gathered *live* tokens only; its trip count is traced, so neither shapes nor
+compilations depend on the number of live tokens. For the rows ``x [C, V]`` of a chunk, and at the logits level:
 
     sums(x, p)               -> RowSums        over the columns that are here
     statistics(x, p)         -> TokenStats     one pass (a maximum, then sums, where XLA does not fuse them)
     dx(x, p, stats, g)       -> [C, V]         one pass: reads x, writes dx, over x where it has its dtype
 
-``p`` is the problem of these rows, of either level: its targets, transform and vocabulary. On a CPU the passes that
-reduce take a slice of columns at a time (``tiles.column_tile``), or rows that the cache holds (``cached_...``).
+``p`` is the problem for these rows, at either level: targets, transform and vocabulary. On a CPU the passes that reduce
+take a slice of columns at a time (``tiles.column_tile``), or rows that the cache holds (``cached_...``).
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def rows_in_parts(x: Array, at: Array, size: int, keep: Array | None = None) -> 
 
 
 def as_wide_as(t: Array, width: int) -> Array:
-    """``t [C, W]`` with ``width`` columns: the first ones, or zeros behind them, which are padding."""
+    """``t [C, W]`` cut or padded with zeros to ``width`` columns."""
     if t.shape[-1] >= width:
         return t[..., :width]
     return jnp.pad(t, ((0, 0),) * (t.ndim - 1) + ((0, width - t.shape[-1]),))
@@ -140,7 +139,7 @@ def sums(x: Array, p: Rows) -> RowSums:
 
 
 def statistics(x: Array, p: Rows) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``, every one of them live; with a teacher, those of the pair too."""
+    """Statistics of the rows ``x [C, V]``; every row is live. With a teacher, also the pair's statistics."""
     stats = finish(sums(x, p), valid_targets(p.targets, p.call.vocab_size), p.transform)
     if p.teacher is None:
         return stats
@@ -207,7 +206,7 @@ def sums_of_pair(x: Array, p: Rows, stats: TokenStats, teacher: TokenStats, shar
 
 
 def shard_of_pair(x: Array, p: Rows) -> ShardOfPair:
-    """What the columns that are here say of both distributions, in one pass over the logits of both."""
+    """Sums over the local columns for both distributions, in one pass over both logits."""
     rows = teacher_rows(p)
     here = valid_targets(p.targets, p.call.vocab_size)
 
@@ -230,7 +229,7 @@ def _dz_of_pair(x: Array, p: Rows, stats: TokenStats, start: Array | int, size: 
 @register
 @dataclasses.dataclass(frozen=True)
 class Exponentials:
-    """Of rows that a CPU's cache holds: computed once, for the sums and for dx (``stats.exponentials``)."""
+    """Exponentials of rows that fit a CPU's cache: computed once, for the sums and for dx (``stats.exponentials``)."""
 
     maximum: Array  # [C]
     shifted: Array  # s [C, V]
@@ -238,10 +237,10 @@ class Exponentials:
 
 
 def cached_sums(x: Array, p: Rows) -> tuple[RowSums, Exponentials]:
-    """:func:`sums` of rows that a cache holds, and what they are sums of.
+    """:func:`sums` of rows that fit a cache, and the exponentials behind the sums.
 
-    XLA's CPU compiler reduces an array that is there at the speed of the cache, but one that it computes on the way
-    five times slower: what is reduced is written first, and the target's logit is looked up.
+    XLA's CPU compiler reduces a stored array at cache speed, but an array computed inside the reduction five times
+    slower: operands of reductions are stored first, and the target's logit is looked up.
     """
     transform, vocab_size, ids = p.transform.column(), p.call.vocab_size, column_ids(x.shape[-1])
     u = swept_columns(x, transform, vocab_size, ids)
@@ -310,8 +309,8 @@ def dx(
     """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``; zero rows where ``g`` is.
     ``line`` takes the place of the line that follows from ``stats`` and ``g``.
 
-    Nothing is reduced, so every compiler makes one loop of it, without temporaries. With a ``tile`` it takes so many
-    columns at a time and, with the dtype of ``x``, is written over ``x`` whatever the compiler thinks of that.
+    No reduction: every compiler emits a single loop, without temporaries. With a ``tile`` it takes so many columns at a
+    time and, with the dtype of ``x``, is written over ``x`` whatever the compiler thinks of that.
     """
     transform = p.transform.column()
     k, vocab_size = factor(transform), p.call.vocab_size
@@ -358,7 +357,7 @@ class Visit:
         return out.at[self.write].set(value.astype(out.dtype), mode="drop", unique_indices=False)
 
     def inside(self, n: int) -> Array:
-        """Which rows of the chunk are real."""
+        """Flags for the real rows in the chunk."""
         return self.write < n
 
     def hidden(self, p: Problem) -> Array:
@@ -366,8 +365,7 @@ class Visit:
         return jnp.where(self.inside(p.n)[:, None], self.take(p.h), jnp.zeros((), p.h.dtype))
 
     def problem(self, p: Problem, h: Array | None = None) -> Problem:
-        """The chunk's own problem, with hidden states ``h`` if they are there already. Its ``live`` are the rows that
-        are real."""
+        """The chunk's own problem, with hidden states ``h`` if they are there already. ``live`` flags the real rows."""
         part = dataclasses.replace(p.with_hidden(p.targets), live=None, teacher=None).rows(self.take)
         part = part.with_hidden(self.hidden(p) if h is None else h)
         return dataclasses.replace(part, live=self.inside(p.n))
@@ -401,9 +399,9 @@ class Visit:
 class Sweep:
     """``count`` tokens of ``order`` (``None``: as they stand) from position ``start`` on, in chunks.
 
-    What is left after the whole chunks takes one more chunk, or a few quarter chunks if it is less than half of one, so
-    that the cost follows the number of tokens and not its next multiple of the chunk. With ``rest_at_once`` it is one
-    chunk of one, two or three quarters: for sweeps so short that what each chunk costs by itself counts.
+    The remainder after the whole chunks takes another chunk, or a few quarter chunks if less than half a chunk is left,
+    so the cost follows the number of tokens, not the next multiple of the chunk. With ``rest_at_once`` the remainder is
+    a single chunk of one, two or three quarters, for short sweeps dominated by the cost per chunk.
     """
 
     order: Array | None
@@ -420,7 +418,7 @@ class Sweep:
         return self.chunk // 4 if self.chunk >= _SPLIT_REST_FROM else self.chunk
 
     def trips(self) -> tuple[Array | int, Array | int]:
-        """Numbers of whole and of small chunks."""
+        """Number of whole chunks, and of small chunks."""
         if self.small == self.chunk:
             return _ceil(self.count, self.chunk), 0
         rest = self.count % self.chunk
@@ -468,7 +466,7 @@ def live_sweep(live: Array, chunk: int, rest_at_once: bool = False) -> Sweep:
 
 
 def sweep_over(n: int, live: Array | None, chunk: int) -> Sweep:
-    """Every token, or those where ``live [n]`` is true."""
+    """Every token, or tokens with ``live [n]``."""
     return Sweep(None, 0, n, n, n=n, chunk=chunk) if live is None else live_sweep(live, chunk)
 
 
@@ -498,13 +496,12 @@ class Front:
         return jnp.zeros_like(x).at[self.order].set(x, mode="promise_in_bounds", unique_indices=True)
 
     def problem(self, p: Problem) -> Problem:
-        """The problem with its tokens in this order; how many of them count is :attr:`count`."""
+        """The problem with its tokens in this order; :attr:`count` tokens count."""
         return dataclasses.replace(p, live=None).rows(self.take)
 
 
 def places_by_rank(*classes: Array) -> Array:
-    """``[N]`` int32: where each token stands if those of each of the ``classes`` ``[N]``, of which every token has one,
-    come after those of the classes before it and in their own order."""
+    """``[N]`` int32: position of each token in a stable sort by ``classes [N]``; every token belongs to a class."""
     place, before = jnp.zeros(classes[0].shape, jnp.int32), jnp.int32(0)
     for own in classes:
         rank = jnp.cumsum(own.astype(jnp.int32))
@@ -514,7 +511,7 @@ def places_by_rank(*classes: Array) -> Array:
 
 
 def inverse(order: Array) -> Array:
-    """``[N]`` int32: of an order of ``N`` tokens the places of them, of their places the order."""
+    """``[N]`` int32: the inverse permutation, from an order to places or from places to an order."""
     ids = jnp.arange(order.size, dtype=jnp.int32)
     # Apart: libtpu 0.0.50 ends in a failed check where a scatter's places and values have one source.
     order, ids = lax.optimization_barrier((order, ids))

@@ -35,7 +35,7 @@ class TopTeacher:
     outside: Outside = static("tail")
 
     def _once(self) -> Array:
-        """Ids that are there, each at its first place."""
+        """Valid ids, at their first occurrence."""
         flat = self.top.ids.reshape(-1, self.top.ids.shape[-1])
         return row_ids(flat, jnp.iinfo(jnp.int32).max).once.reshape(self.top.ids.shape)
 
@@ -80,8 +80,8 @@ class TopTeacher:
 
 
 def _log_rest(log_q: Array) -> Array:
-    """``log(1 - sum q)``, ``-inf`` where rounding makes that negative. The largest ``q`` is taken from one first, by
-    ``expm1``: in a peaked row the difference of two sums would lose the rest."""
+    """``log(1 - sum q)``, ``-inf`` if rounding makes the difference negative. The largest ``q`` is taken from one
+    first, by ``expm1``: in a peaked row the difference of two sums would lose the rest."""
     largest = jnp.argmax(log_q, axis=-1, keepdims=True)
     others = jnp.where(jnp.arange(log_q.shape[-1]) == largest, 0.0, jnp.exp(log_q))
     lead = -jnp.expm1(jnp.take_along_axis(log_q, largest, axis=-1))[..., 0]
@@ -89,7 +89,7 @@ def _log_rest(log_q: Array) -> Array:
 
 
 def _normalised(log_p: Array, there: Array) -> Array:
-    """Log-probabilities over the ids that are there."""
+    """Log-probabilities over valid ids."""
     some = jnp.any(there & (log_p > NEG_INF), axis=-1, keepdims=True)
     safe = jnp.where(some, jnp.where(there, log_p, NEG_INF), 0.0)
     return jnp.where(there, jnp.where(some, jax.nn.log_softmax(safe, axis=-1), NEG_INF), NEG_INF)

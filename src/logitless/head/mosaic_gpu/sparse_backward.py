@@ -12,8 +12,8 @@ Where the active columns fit the memory meant for them, with the tokens first th
     hard    in the columns that are not active (``hard_rows.py``). Their dW there is *written*, not added to zeros
     dW      dW_K in its place
 
-Every matmul here is a kernel that takes its extents from the device (``kernels/dynamic_matmul.py``). None of them waits
-for the host, and none exceeds its necessary size. What does not fit (more columns, more hard rows, a policy that is not
+Every matmul here is a kernel that takes its extents from the device (``kernels/dynamic_matmul.py``). No matmul waits
+for the host or computes more than necessary. What does not fit (more columns, more hard rows, a policy that is not
 sparse) goes a chunk of columns at a time, by the same kernels (``column_chunks.py``). This is the only host
 synchronisation; it happens when the hard rows are known. It is a zero-or-one-trip loop over the gradients in memory,
 because a conditional would copy the gradients. After it, the extents of dW_K are zero where the loop has run, and the

@@ -88,8 +88,7 @@ def _room(p: Any) -> int:
 
 
 def logits_fit(p: Any) -> bool:
-    """Whether the budget holds the logits of all tokens beside dx, which stands in their place where it has their
-    dtype."""
+    """Whether the budget holds logits for all tokens in addition to dx; with equal dtypes dx overwrites the logits."""
     if p.call.memory_budget is None or not_stored_because(p) is not None:
         return False
     own, item, chunk, vocab = jnp.dtype(p.h.dtype), jnp.dtype(p.call.logits_dtype), chunk_of(p), p.head.vocab
@@ -209,12 +208,12 @@ def gradients(backend: Chunked, p: Problem, want: Wanted, out: TokenStats, g: St
 
 
 def live_statistics(backend: Chunked, p: Problem) -> TokenStats:
-    """To the bit those of :func:`statistics_and_logits`."""
+    """Equal bit by bit to :func:`statistics_and_logits`."""
     return _sweep_statistics(backend, p, _live(p), p.blank_stats())
 
 
 def statistics_and_logits(backend: Chunked, p: Problem) -> tuple[TokenStats, Array]:
-    """Statistics of the live tokens, and their logits ``[whole chunks, V]``, first those of the live ones."""
+    """Statistics for live tokens, and their logits ``[whole chunks, V]``, live tokens first."""
     rows, chunks = jax.jit(backend.row_statistics), _live(p)
 
     def body(visit: Visit, at: Array, x: Array, c: tuple[TokenStats, Array]) -> tuple[TokenStats, Array]:
@@ -325,7 +324,7 @@ def _in_order(p: Problem, chunks: Chunks, size: int) -> Array:
 
 
 def _dhidden(p: Problem, dx: Array, count: Array) -> Array:
-    """``dx W`` of the first ``count`` rows, zeros behind them. Its depth is the vocabulary and its tiles are few: in
+    """``dx W`` for the first ``count`` rows, followed by zeros. Its depth is the vocabulary and its tiles are few: in
     whole ones some blocks would have one more than others, and be an eighth of the matmul late."""
     live = count, p.h.shape[1], p.head.vocab
     how = dict(right_deep=p.head.axis == 0, more=len(dx) // _TILE, interpret=p.call.interpret)

@@ -1,10 +1,10 @@
 """A matmul of two arrays on a Hopper GPU whose extents only the device knows: as much of it as there is, without asking
 the host.
 
-The matmul is that of ``pipeline.py``; its epilogue rounds the accumulator once and writes it through shared memory. It
-serves dH and dW of the active columns, whose number the forward pass has found, and of the hard rows; an XLA matmul
-would have the size of the most that there may be, or the host would have to choose one of several. Tiles of the result
-beyond the extents are left as they are.
+``pipeline.py`` has the matmul; the epilogue rounds the accumulator once and writes through shared memory. It serves dH
+and dW of the active columns, whose number the forward pass has found, and of the hard rows; an XLA matmul would have
+the size of the most that there may be, or the host would have to choose one of several. Tiles of the result beyond the
+extents are left as they are.
 
     out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]; either may be dx, in slots (``dx_tiles.py``)
     in parts        out [P, R, C] in float32: the depth is cut into so many parts that all blocks have a tile, for
@@ -40,7 +40,7 @@ _GROUP = 8  # row tiles: with 16 column tiles, as many as there are blocks
 
 
 def tiles_of(rows: int, columns: int, parts: int = 1) -> Tiles:
-    """Of a product of at most so many rows and columns."""
+    """Tiles for a product with at most so many rows and columns."""
     t = Tiles(group=_GROUP)
     most = -(-rows // t.tokens) * -(-columns // t.columns) * parts
     return Tiles(group=_GROUP, blocks=min(t.blocks, most))
@@ -48,15 +48,15 @@ def tiles_of(rows: int, columns: int, parts: int = 1) -> Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Of each of the first ``count`` groups along the rows, or the columns, of a product: which pieces of the depth
-    count. A group and a piece have static sizes, in whole tiles."""
+    """For each of the first ``count`` row or column groups of a product: the pieces of the depth that count. A group
+    and a piece have static sizes, in whole tiles."""
 
     table: Array  # int32 [groups, 2 + pieces]: which group, how many pieces (at least one), and which
     count: Array
     group: int
     piece: int
     by_columns: bool = False
-    behind: Any = 0  # row tiles: the result begins with that one
+    behind: Any = 0  # row tiles: offset of the result
 
 
 Operand = Array | Slots
@@ -80,10 +80,10 @@ def product(
     float32 if it is to be ``wide``, over the first ``live`` rows, columns and numbers along the depth (traced). Along
     the depth the operands are used up to whole tiles of 64, and must be zero there; of no depth nothing is written.
 
-    ``shape``: of the result, where the operands have more, or one is in slots. With ``into`` it stands in the place of
-    that array, which keeps what lies beyond whole tiles of the live extents; else anything may stand there. With
-    ``lists`` these say what of the depth there is, and how many rows, or columns. With ``add`` (traced) it is added to
-    what is there, whose sizes are then multiples of 64.
+    ``shape``: of the result, where the operands have more, or one is in slots. With ``into`` the result overwrites that
+    array and keeps entries beyond the whole tiles of the live extents; without ``into`` those entries are undefined.
+    With ``lists`` the lists name the pieces of the depth, and the number of rows or columns. With ``add`` (traced) the
+    product is added to existing values; sizes must then be multiples of 64.
     """
     operands = [_Operand(left, left_deep), _Operand(right, right_deep)]
     size: tuple[int, ...]
@@ -164,7 +164,7 @@ def _slots(operands: list[_Operand]) -> tuple[Any, Any]:
 
 
 def _given(operands: list[_Operand]) -> tuple[Any, ...]:
-    """To :func:`_product`: arrays, then which of them has its depth first, and which lies in slots."""
+    """Arguments for :func:`_product`: arrays, then flags for depth-first operands and for operands in slots."""
     arrays = (o.x.array if isinstance(o.x, Slots) else o.x for o in operands)
     return (*arrays, tuple(o.deep for o in operands), tuple(isinstance(o.x, Slots) for o in operands))
 
@@ -177,7 +177,7 @@ def _tiles(live: tuple[Any, Any, Any], t: Tiles) -> tuple[Any, ...]:
 
 
 def _compute(m: Running, out: Any, pieces: Any, adds: Any, behind: Any) -> None:
-    """A computing warpgroup: its half of the block's rows. Where ``adds`` is not zero, added to what is there."""
+    """A computing warpgroup: half of the block's rows. If ``adds`` is not zero, add to existing values."""
     wg, t, width = jax.lax.axis_index("wg"), m.static.tiles, pieces.shape[-1]
 
     def per_tile(row: Array, column: Array, part: Array, n: Array) -> Array:
@@ -202,7 +202,7 @@ def _compute(m: Running, out: Any, pieces: Any, adds: Any, behind: Any) -> None:
 
 
 def _added(x: Array, place: Any, is_there: Array) -> Array:
-    """``x`` and, if so, what is in its place."""
+    """``x``, plus the values in its place if the flag is set."""
 
     def old() -> Array:
         return gpu_load(place, plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
@@ -210,7 +210,7 @@ def _added(x: Array, place: Any, is_there: Array) -> Array:
     return x + jax.lax.cond(is_there, old, lambda: jnp.zeros_like(x))
 
 
-# A function of its own: one that is called for the same shapes in several places is lowered once.
+# A separate function: called for equal shapes in several places, it is lowered once.
 @functools.partial(jax.jit, static_argnames=("deep", "in_slots", "adds", "wide", "shape", "t", "form", "interpret"))
 def _product(
     left: Array,

@@ -189,7 +189,7 @@ class TileByTile(_Walk):
         return lax.div(part * whole, parts), lax.div((part + 1) * whole, parts)
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """Call ``per_tile(row tile, column tile, part, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, part, c)`` for every tile in the block's share."""
         rows, columns = self.extents[0], self.extents[1]
 
         def step(i: Array, c: Any) -> Any:
@@ -199,7 +199,7 @@ class TileByTile(_Walk):
 
 
 def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
-    """``step(i, c)`` for this block's share of ``count``."""
+    """Call ``step(i, c)`` for the block's share of ``count``."""
     block, blocks = lax.axis_index("block"), jnp.int32(t.blocks)
     trips = lax.div(count - block + (blocks - 1), blocks)
     return lax.fori_loop(0, trips, lambda j, c: step(block + j * blocks, c), carry)
@@ -218,7 +218,7 @@ class Listed(_Walk):
         return self.listed[1], self.listed[2]
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """Call ``per_tile(row tile, column tile, 0, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, 0, c)`` for every tile in the block's share."""
 
         def step(i: Array, c: Any) -> Any:
             tile = self.listed[3 + i]
@@ -247,7 +247,7 @@ class ByLists(_Walk):
         return self.lists[part, 2 + lax.div(step, size)] * size + lax.rem(step, size)
 
     def tiles(self, per_tile: Any, carry: Any) -> Any:
-        """Call ``per_tile(row tile, column tile, list, c)`` for all tiles of this block."""
+        """Call ``per_tile(row tile, column tile, list, c)`` for every tile in the block's share."""
         rows, columns, share = self.extents[0], self.extents[1], jnp.int32(self.share)
 
         def step(i: Array, c: Any) -> Any:
