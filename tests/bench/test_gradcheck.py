@@ -55,10 +55,10 @@ def test_weights_from_a_folder_are_the_models_own(tmp_path: Path) -> None:
     import jax
     import numpy as np
 
+    from hub_folder import save_safetensors
     from logitless.lab.bench import model_inputs
     from logitless.train import model as models
     from logitless.train.architectures import preset
-    from logitless.train.weights import save_safetensors
 
     config = preset("tiny", 40)
     save_safetensors(tmp_path / "weights", config, models.init(config, jax.random.key(7)))

@@ -12,12 +12,12 @@ import jax
 import pytest
 
 from conftest import CHILD_ENVIRONMENT, COMPILED
+from hub_folder import save_safetensors
 from logitless.train.config import load
 from logitless.train.model import ModelConfig, Params, init
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State
-from logitless.train.weights import save_safetensors
 
 MICRO = ModelConfig(16, 16, 32, 1, 2, 1, 8, max_position=4096)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+from hub_folder import save_safetensors
 from logitless.lab import cli
 from logitless.train import bounds, tokenizer
 from logitless.train.config import ConfigError, load
@@ -18,7 +19,7 @@ from logitless.train.data import DataError, Problem, gsm8k
 from logitless.train.model import ModelError, init
 from logitless.train.reward import RewardError, load_reward, score
 from logitless.train.tokenizer import render
-from logitless.train.weights import load_safetensors, save_safetensors
+from logitless.train.weights import load_safetensors
 from train_micro import MICRO
 
 SUM = Problem("1+1=", "2")

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from hub_folder import save_safetensors
 from logitless.train import checkpoints, recorded
 from logitless.train.bounds import memory_limit, time_limit
 from logitless.train.checkpoints import CheckpointError
@@ -25,7 +26,7 @@ from logitless.train.model import ModelError, init
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.run_records import run_numbers
 from logitless.train.tokenizer import load_tokenizer, render
-from logitless.train.weights import load_model, save_safetensors
+from logitless.train.weights import load_model
 from train_micro import MICRO
 
 GIB = 1 << 30

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from hub_folder import save_safetensors
 from logitless.train import hub
 from logitless.train.hub import FetchError, local_source
 from logitless.train.model import init
-from logitless.train.weights import load_model, save_safetensors
+from logitless.train.weights import load_model
 from train_micro import MICRO
 
 ID = "someone/micro-model"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hub_folder import save_safetensors
 from interpreted import by_numpy
 from logitless.lab import cli
 from logitless.lab.bench import report
@@ -29,7 +30,6 @@ from logitless.train.model import ModelConfig, init
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_update
-from logitless.train.weights import save_safetensors
 from train_micro import compile_cache, micro  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -177,7 +177,7 @@ def test_abc(
     result = json.loads((folder / "ab.json").read_text())
     assert list(result["arms"]) == ["dense", "exact", "sparse"]
     assert set(result["ratios"]) == set(result["agreement"]) == {"exact", "sparse"}
-    assert not ab.disagreeing(result) and not ab.all_agree(result)
+    assert not ab.disagreeing(result)
     assert result["ratios"]["sparse"]["update_time"] > 0
     steps = result["arms"]["sparse"]["metrics"]
     assert any(s["train/left_out_mass"] > 0 for s in steps)

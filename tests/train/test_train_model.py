@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hub_folder import config_to_hf
 from interpreted import by_numpy, in_numpy
 from logitless.train import attention
-from logitless.train.architectures import PRESETS, config_from_hf, config_to_hf, preset
+from logitless.train.architectures import PRESETS, config_from_hf, preset
 from logitless.train.lora import init_lora, merge
 from logitless.train.model import (
     ModelConfig,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hub_folder import save_safetensors
 from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
 from logitless.train import gguf as gguf_module
@@ -26,7 +27,7 @@ from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.task import build_task
 from logitless.train.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, render
-from logitless.train.weights import HF_NAMES, load_safetensors, model_shape, save_safetensors
+from logitless.train.weights import HF_NAMES, load_safetensors, model_shape
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file

@@ -39,14 +39,14 @@ from logitless.train import recorded
 from logitless.train import replay as replay_test
 from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
 from logitless.train.ab_text import curve, table, verdict
-from logitless.train.compare import agreement, agreements, all_agree, disagreeing, ratios, same_completions
+from logitless.train.compare import agreement, agreements, disagreeing, ratios, same_completions
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
 from logitless.train.files import replace
 from logitless.train.folder import Say, check_same, finished, locked, read_records, read_summary, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 
 __all__ = [
-    "ArmFailed", "agreement", "agreements", "all_agree", "arms_of", "curve", "disagreeing", "ratios", "run", "table",
+    "ArmFailed", "agreement", "agreements", "arms_of", "curve", "disagreeing", "ratios", "run", "table",
     "verdict",
 ]  # fmt: skip
 

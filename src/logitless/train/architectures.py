@@ -67,19 +67,3 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=kind == "qwen2",
     )
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` for this model, as read by ``transformers``."""
-    kind, name = ("qwen2", "Qwen2") if config.attention_bias else ("llama", "Llama")
-    return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": kind,
-        **{theirs: getattr(config, ours) for theirs, ours in _KEYS.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }

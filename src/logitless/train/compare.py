@@ -260,11 +260,6 @@ def agreements(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {list(result["arms"])[1]: found} if "agree" in found else found
 
 
-def all_agree(result: dict[str, Any]) -> bool:
-    """Every arm was judged, and agrees with the baseline."""
-    return all(a["agree"] for a in agreements(result).values())
-
-
 def disagreeing(result: dict[str, Any]) -> list[str]:
     """Arms that were judged and do not agree with the baseline."""
     return [name for name, a in agreements(result).items() if a["agree"] is False]

@@ -1,4 +1,4 @@
-"""Weights in and out: hub folders (``config.json`` and safetensors, in one or several files), and GGUF by name.
+"""Weights: hub folders (``config.json`` and safetensors, in one or several files), and GGUF by name.
 
 Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
 ``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
@@ -23,11 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from logitless.train.architectures import config_from_hf, config_to_hf
-from logitless.train.files import in_a_line, package, replace
+from logitless.train.architectures import config_from_hf
+from logitless.train.files import in_a_line, package
 from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes, param_shapes
 
-SHARD_BYTES = 4 << 30
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _THREADS = 4
@@ -142,42 +141,6 @@ def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
 
 
-def save_safetensors(
-    folder: str | Path, config: ModelConfig, params: Params, shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
-    """Write a folder that ``transformers`` loads, in the dtype of ``params``; returns the weight files.
-
-    Everything is written under other names first and then moved into place, ``config.json`` last.
-    """
-    save_file = _safetensors().save_file
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    size = total = 0
-    for name, tensor in _hf_tensors(config, params):
-        if size + tensor.nbytes > shard_bytes and shards[-1]:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    count = len(shards)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    if count == 1:
-        files = [_SINGLE]
-    for file, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / f"{file}.partial", metadata={"format": "pt"})
-    for old in [*folder.glob("model*.safetensors"), folder / _INDEX]:  # of another number of shards
-        old.unlink(missing_ok=True)
-    for file in files:
-        os.replace(folder / f"{file}.partial", folder / file)
-    if count > 1:
-        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        replace(folder / _INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
-    about = {**config_to_hf(config), "torch_dtype": str(params["embed"].dtype)}
-    replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
-    return [folder / file for file in files]
-
-
 def load_model(
     source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None
 ) -> tuple[ModelConfig, Params]:
@@ -214,16 +177,6 @@ def untrusted(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(f"{path}: not readable as a model: {in_a_line(error)}") from error
-
-
-def _hf_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    for name in param_shapes(config):
-        if name != "layers":
-            yield HF_NAMES.top[name], np.asarray(params[name])
-    for name in layer_shapes(config):
-        host = np.asarray(params["layers"][name])
-        for i in range(config.num_layers):
-            yield HF_NAMES.of_layer(name, i), np.ascontiguousarray(host[i].T)
 
 
 def _ignored(config: ModelConfig, names: TensorNames) -> set[str]:
