@@ -173,3 +173,21 @@ def test_over_devices_and_where_it_is_exact() -> None:
     cut = L.Sharding(jax.make_mesh((4,), ("tensor",)), head=P("tensor", None))
     of = L.explain(L.linear_distillation_loss, hidden, head, hidden, head, options=auto, sharding=cut)
     assert late in (of.exact_because or "")
+
+
+def test_around_the_row_kernels_of_hopper() -> None:
+    """``mosaic_gpu`` makes dlogits by its kernels for two distributions, interpreted here; the columns are the same."""
+    h, w, th = (jnp.asarray(x, jnp.bfloat16) for x in states())
+    h, teacher, th = h[:64], w, th[:64]
+
+    def grads(backend: str) -> Any:
+        options = L.Options(backend=backend, interpret=backend != "chunked", sparse_backward="auto", chunk_size=64)
+
+        def loss(h: Any, w: Any) -> Any:
+            return L.linear_distillation_loss(h[None], w, th[None], teacher, options=options)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h, w)
+
+    ((value, _), want), ((same, metrics), got) = grads("chunked"), grads("mosaic_gpu")
+    assert abs(value - same) < 1e-6 and 0 < L.metric_values(metrics)["left_out_mass_max"] <= 2**-8
+    assert all(error(a, b) < 1e-3 for a, b in zip(got, want, strict=True))
