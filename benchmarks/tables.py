@@ -42,8 +42,8 @@ Written by `python benchmarks/tables.py` from the files under benchmarks/results
 makes its file. `logitless report benchmarks/results` shows every number of every file as tables and charts.
 
 How to read a suite: arms of a case alternate in one process. A ratio compares paired rounds with the dense form of
-the same logits dtype, with a 95 % interval; "none" marks an interval
-within 0.9 and 1.1 around one, "cannot tell" a wider interval around one. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the
+the same logits dtype, with a 95 % interval; "none" marks an interval within 0.9 and 1.1 around one, "cannot tell" a
+wider interval around one. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the
 compiler's plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call
 with the options of its case. A file's `note` names the commits and calls where its cases come from several."""
 EARLIER = "the form before"
