@@ -63,21 +63,21 @@ def logprobs(
     Args:
       logits: any float dtype; statistics are float32.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
-        Where ``ids`` are given they may be left out: ``logp`` is then that of id 0.
-      ids: more ids for each token, -1 for none: ``selected.logp [..., K]``, their ``mass`` together and ``log_rest``,
-        the log of what is left, all with gradients, from the same matmul.
-      support: ids that a token's softmax is over, ragged by -1, such as those that top-p or top-k sampling kept; all
-        statistics are those of that softmax. A row of -1 has the whole vocabulary. A live target outside its support
+        Optional with ``ids``: ``logp`` is then for id 0.
+      ids: further ids per token, -1 for none: adds ``selected.logp [..., K]``, the total ``mass`` and ``log_rest``, the
+        log of the remaining mass, all differentiable, from the same matmul.
+      support: ids to restrict a token's softmax to, padded with -1, such as the ids kept by top-p or top-k sampling;
+        all statistics follow that softmax. A row of -1 has the whole vocabulary. A live target outside its support
         gives NaN; ``Options(validate=True)`` finds it.
-      mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
-        have zero statistics and no gradient, whatever stands there.
-      objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
+      mask: bool, or 0 and 1 (other numbers are refused; traced numbers count as 1 unless 0); masked tokens have zero
+        statistics and no gradient.
+      objective: source of the temperature, to match the loss.
       temperature: a number, or one per token; divides the logits after scale and softcap.
       softcap: ``softcap * tanh(x / softcap)`` before the temperature.
       scale: factor of the raw logits.
-      vocab_size: columns at or beyond it are padding: no probability, zero gradient.
+      vocab_size: number of real columns; later columns are padding, without probability and gradient.
       sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
-      options: how the call is carried out: :class:`logitless.Options`.
+      options: :class:`logitless.Options` for the call.
 
     >>> import jax.numpy as jnp, logitless
     >>> stats = logitless.logprobs(jnp.zeros((1, 2, 4)), jnp.array([[0, 3]]))
@@ -118,15 +118,15 @@ def grpo_loss(
     Args:
       logits, targets, mask: as for :func:`logprobs`; ``mask`` is 1 on completion tokens.
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
-      support: ids that each token's softmax is over, as for :func:`linear_logprobs`; ``old_logp`` and ``rollout_logp``
-        are then over the same ids.
+      support: ids to restrict each token's softmax to, as for :func:`linear_logprobs`; ``old_logp`` and
+        ``rollout_logp`` must use the same ids.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
-      ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
+      ref_logp: the reference policy's, for a KL term (``objective.beta``); without a KL term only metrics read it.
       rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
       segment_ids: sequences of packed rows.
-      token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
+      token_weights: factors for the policy loss per token or sequence, such as given importance ratios.
       objective: the loss and its numbers; its temperature divides the logits.
-      denominator, entropy_denominator: counts of a larger batch that this one is a part of.
+      denominator, entropy_denominator: counts of a larger batch that contains this batch.
       softcap, scale, vocab_size, sharding, options: as for :func:`logprobs`.
 
     Returns:
@@ -167,18 +167,18 @@ def linear_logprobs(
       lm_head: ``[V, H]`` (a tied embedding) or ``[H, V]``, of the dtype of ``hidden``; neither is copied. A head with
         bias, LoRA, scale, softcap or padded columns is a :class:`logitless.Head`.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
-        Where ``ids`` are given they may be left out: ``logp`` is then that of id 0.
-      ids: more ids for each token, -1 for none: ``selected.logp [..., K]``, their ``mass`` together and ``log_rest``,
-        the log of what is left, all with gradients, from the same matmul.
-      support: ids that a token's softmax is over, ragged by -1, such as those that top-p or top-k sampling kept; all
-        statistics are those of that softmax. A row of -1 has the whole vocabulary. A live target outside its support
+        Optional with ``ids``: ``logp`` is then for id 0.
+      ids: further ids per token, -1 for none: adds ``selected.logp [..., K]``, the total ``mass`` and ``log_rest``, the
+        log of the remaining mass, all differentiable, from the same matmul.
+      support: ids to restrict a token's softmax to, padded with -1, such as the ids kept by top-p or top-k sampling;
+        all statistics follow that softmax. A row of -1 has the whole vocabulary. A live target outside its support
         gives NaN; ``Options(validate=True)`` finds it.
-      mask: bool, or 0 and 1 (refused otherwise, but traced numbers count as 1 unless they are 0); tokens where it is 0
-        have zero statistics, no gradient and no cost.
-      objective: take the temperature from it, so that it is the one of the loss, wherever it divides.
+      mask: bool, or 0 and 1 (other numbers are refused; traced numbers count as 1 unless 0); masked tokens have zero
+        statistics, no gradient and no cost.
+      objective: source of the temperature, to match the loss.
       temperature: a number, or one per token; divides the logits after scale and softcap.
       sharding: how the arrays lie on a mesh of several devices (docs/sharding.md).
-      options: how the call is carried out: :class:`logitless.Options`.
+      options: :class:`logitless.Options` for the call.
 
     >>> import jax.numpy as jnp, logitless
     >>> h, w = jnp.ones((1, 2, 3)), jnp.zeros((4, 3))
@@ -259,18 +259,18 @@ def linear_grpo_loss(
       advantages: one per sequence or per token (:func:`logitless.group_advantages`).
       mask: 1 on completion tokens, and bool or 0 and 1, as for :func:`logprobs`; prompts and padding have no loss, no
         gradient and no cost.
-      support: ids that each token's softmax is over, as for :func:`linear_logprobs`; ``old_logp`` and ``rollout_logp``
-        are then over the same ids.
+      support: ids to restrict each token's softmax to, as for :func:`linear_logprobs`; ``old_logp`` and
+        ``rollout_logp`` must use the same ids.
       old_logp: log-probabilities before the update; without them the ratio is exactly 1.
-      ref_logp: the reference policy's, for a KL term (``objective.beta``); without one only metrics read it.
+      ref_logp: the reference policy's, for a KL term (``objective.beta``); without a KL term only metrics read it.
       ref_hidden, ref_lm_head: alternative to ``ref_logp``: the reference's log-probabilities are computed inside this
         call (one extra matmul per live token, no gradient). An array is a head with the policy's layout, scale, softcap
         and vocabulary size, without bias and LoRA; a :class:`logitless.Head` has its own.
       rollout_logp: the sampler's, for the train/rollout correction (``objective.correction``).
       segment_ids: sequences of packed rows.
-      token_weights: factors of each token's or sequence's policy loss, such as importance ratios from elsewhere.
+      token_weights: factors for the policy loss per token or sequence, such as given importance ratios.
       objective: the loss and its numbers; its temperature divides the logits.
-      denominator, entropy_denominator: counts of a larger batch that this one is a part of.
+      denominator, entropy_denominator: counts of a larger batch that contains this batch.
       sharding, options: as for :func:`linear_logprobs`.
 
     Returns:
@@ -356,11 +356,11 @@ def linear_divergence(
     Args:
       hidden, lm_head: the student's, as for :func:`linear_logprobs`.
       teacher_hidden: the teacher's final hidden states, of any width.
-      teacher_lm_head: its head, an array or a :class:`logitless.Head` with its own bias, LoRA, scale and softcap. It
-        has at least the student's token ids; ids beyond those of the student are left out of its softmax.
+      teacher_lm_head: its head, an array or a :class:`logitless.Head` with its own bias, LoRA, scale and softcap. The
+        teacher needs at least the student's token ids; further ids are left out of the teacher's softmax.
       divergence: one of the three above.
-      mix: weight of the teacher in the mixture of ``jsd``; one half unless given.
-      targets: token ids, for ``logp`` from the same pass; without them ``logp`` is that of id 0.
+      mix: the teacher's weight in the ``jsd`` mixture; default one half.
+      targets: token ids, for ``logp`` from the same pass; without targets ``logp`` is for id 0.
       mask: as for :func:`linear_logprobs`.
       temperature: a number, or one per token; divides both sides' logits.
       sharding, options: as for :func:`linear_logprobs`.
