@@ -7,7 +7,7 @@ M is one matmul over all tokens that count, K the active columns of a sparse bac
     chunked      chunked.py              3 M / 4 M                      [C, V] logits, dlogits; dW in float32
     mosaic_gpu   mosaic_gpu/backend.py   3 M / 4 M, statistics 1 M      [C, V] logits; dx [N, V] or dW in float32
     pallas_tpu   pallas_tpu/backend.py   - / 4 M, 5 M with entropy      no logits; [N, H] float32
-    sparse       sparse/backend.py       M + 2 K/V M / M + 3 K/V M      a slab of K columns more than the one within
+    sparse       sparse/backend.py       M + 2 K/V M / M + 3 K/V M      plus a slab of K columns
     sparse, TPU  pallas_tpu/sparse.py    M + 3 K/V M / M + 4 K/V M      no logits; a slab of K columns, [N, H] float32
     screened     mosaic_gpu/sparse.py    M + K/V M / M + 4 K/V M        no logits; N V bits, dx of some columns, rows
 
