@@ -14,7 +14,7 @@ import pytest
 import flat_calls
 import logitless
 from interpreted import by_numpy
-from logitless import Objective, oracle
+from logitless import Objective, TokenStats, oracle, policy_loss
 from loss_cases import evaluate, metrics_of, random_batch, token_stats
 
 
@@ -337,6 +337,40 @@ def test_the_loss_is_float32_under_x64() -> None:
         o = Objective(beta=0.1, level="sequence", eps_high=jnp.asarray(np.float64(0.3)), entropy_coef=jnp.asarray(0.1))
         loss, metrics = jax.eval_shape(lambda s: logitless.policy_loss(s, objective=o, **inputs), stats)
         assert {loss.dtype, *(m.sum.dtype for m in metrics.values())} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("policy", ["dppo_tv", "dppo_kl"])
+def test_dppo_drops_tokens_whose_own_probability_has_moved(policy: str) -> None:
+    """Old 0.5: to 0.6 with A > 0 and to 0.4 with A < 0 is within 0.15 (its binary KL, 0.02, within 0.03); to 0.8 and 0.2
+    is not (0.2231), but back towards the old policy always is. The ratio is a constant weight of at most 1.5."""
+    p = np.array([[0.6, 0.4, 0.8, 0.2, 0.8, 0.2]])
+    a = np.array([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0]], np.float32)
+    logp, old = np.log(p).astype(np.float32), np.full(p.shape, np.log(0.5), np.float32)
+    bound = 0.15 if policy == "dppo_tv" else 0.03
+    o = Objective(policy=policy, eps_low=bound, eps_high=bound, delta=1.5, aggregation="bnpo")
+    kept = np.array([[1, 1, 0, 0, 1, 1]])
+    weight = np.minimum(p / 0.5, 1.5) * kept
+
+    def loss(x: Any) -> Any:
+        return policy_loss(TokenStats(logp=x), advantages=a, old_logp=old, objective=o)[0]
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(logp))
+    np.testing.assert_allclose(value, -(weight * a * np.log(p)).sum() / 6, rtol=1e-6)
+    np.testing.assert_allclose(gradient, -weight * a / 6, rtol=1e-6)
+    truth = oracle.policy_loss(logp, None, objective=o, advantages=a, old_logp=old)
+    np.testing.assert_allclose(truth, value, rtol=1e-6)
+    given = dict(advantages=a, old_logp=old, objective=o)
+    metrics = logitless.metric_values(policy_loss(TokenStats(logp=jnp.asarray(logp)), **given)[1])
+    assert metrics["clip_fraction"] == pytest.approx(2 / 6) and metrics["clip_fraction_low"] == pytest.approx(1 / 6)
+
+
+def test_dppo_from_verl_has_the_cap_of_its_config() -> None:
+    """``ActorConfig`` sets ``clip_ratio_c`` to 3, whatever the paper has."""
+    o = Objective.from_verl(loss_mode="dppo_tv", clip_ratio_low=0.1, clip_ratio_high=0.2)
+    assert (o.policy, o.delta, o.eps_low, o.eps_high, o.log_ratio_clamp) == ("dppo_tv", 3.0, 0.1, 0.2, 20.0)
+    assert Objective.from_verl(loss_mode="dppo_kl", clip_ratio_c=20.0).delta == 20.0
+    with pytest.raises(ValueError, match="policy='dppo_tv' compares probabilities of tokens, so level must be 'token'"):
+        Objective(policy="dppo_tv", level="sequence")
 
 
 # -- advantages -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def random_case(seed: int) -> tuple[Objective, Any, Any, dict[str, Any]]:
         **maybe(0.6, correction=str(rng.choice(["token", "sequence", "geometric"]))),
         **maybe(0.3, kl_bias_correction=True),
     }
+    if policy == "vespo" and fields.get("correction") == "geometric":
+        fields["correction"] = "token"
     if "correction" in fields and rng.random() < 0.7:
         fields.update(correction_mode="mask", correction_min=0.7, correction_max=1.3)
     objective = objective_of(policy, level, str(rng.choice(AGGREGATIONS)), **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import pytest
 
 from logitless import Objective
 from logitless.objectives import checks
-from logitless.objectives.objective import AGGREGATION_ALIASES
+from logitless.objectives.objective import AGGREGATION_ALIASES, Policy
 from logitless.objectives.presets import PRESETS
 from loss_cases import POLICY_LEVELS
 
@@ -84,7 +84,7 @@ def test_replace_checks_again() -> None:
 
 def test_every_policy_and_level_is_either_legal_or_refused() -> None:
     legal = []
-    for policy in ("clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"):
+    for policy in get_args(Policy):
         for level in ("token", "sequence", "sequence_token"):
             try:
                 Objective(policy=policy, level=level)  # type: ignore[arg-type]

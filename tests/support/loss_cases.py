@@ -30,6 +30,8 @@ POLICY_LEVELS = [
     ("vespo", "sequence"),
     ("gmpo", "token"),
     ("reinforce", "token"),
+    ("dppo_tv", "token"),
+    ("dppo_kl", "token"),
 ]
 """Every legal policy and level."""
 AGGREGATIONS = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
@@ -59,6 +61,8 @@ def objective_of(policy: str, level: str = "token", aggregation: str = "grpo", *
     """An Objective with the numbers its policy and aggregation need to do something on ``random_batch``."""
     if aggregation == "dr_grpo":
         fields.setdefault("max_length", 7.0)
+    if policy.startswith("dppo"):
+        fields = {"eps_low": 0.3, "eps_high": 0.05 if policy == "dppo_tv" else 0.01, "delta": 1.3, **fields}
     if policy == "cispo":
         fields.setdefault("eps_high", 1.3 if fields.get("cispo_bound", "raw") == "raw" else 0.3)
     return Objective(policy=policy, level=level, aggregation=aggregation, **fields)

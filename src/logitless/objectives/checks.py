@@ -349,8 +349,11 @@ def combination(o: Objective) -> None:
         refuse(f"level='sequence_token' (gspo-token) is defined for policy='clip', not {o.policy!r}.")
     if o.policy == "reinforce" and o.level != "token":
         refuse(f"policy='reinforce' uses no ratio, so level={o.level!r} has no meaning.")
+    if o.policy.startswith("dppo") and o.level != "token":
+        refuse(f"policy={o.policy!r} compares probabilities of tokens, so level must be 'token', not {o.level!r}.")
     for name in ("delta", "dual_clip"):
-        if getattr(o, name) is not None and o.policy != "clip":
+        takes = o.policy == "clip" or (name == "delta" and o.policy.startswith("dppo"))
+        if getattr(o, name) is not None and not takes:
             refuse(f"{name} belongs to policy='clip' and would be ignored with policy={o.policy!r}.")
     if o.aggregation == "dr_grpo" and o.max_length is None:
         refuse("aggregation='dr_grpo' divides by batch * max_length; give max_length (L_max, the completion budget).")

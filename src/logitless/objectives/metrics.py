@@ -15,7 +15,7 @@ from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import TokenTerms, cotangents, token_terms
 from logitless.objectives.objective import Objective
-from logitless.objectives.policy_terms import kl_estimate
+from logitless.objectives.policy_terms import kl_estimate, outside_trust_region
 
 
 class Metric(NamedTuple):
@@ -133,7 +133,7 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
     for name in ("entropy", "is_top1", "teacher_entropy"):  # not all statistics have them
         if getattr(stats, name) is not None:
             out[name] = over_tokens(getattr(stats, name))
-    out.update(_clip_fractions(o, ratio, x))
+    out.update(_clip_fractions(o, stats.logp, ratio, x))
     if o.parity_metrics:
         out.update(_parity(stats, x))
     if x.ref is not None:
@@ -162,9 +162,9 @@ def loss_metrics(o: Objective, stats: TokenStats, x: LossInputs, terms: TokenTer
     return out
 
 
-def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
+def _clip_fractions(o: Objective, logp: Array, ratio: Array, x: LossInputs) -> Metrics:
     """Fractions of tokens (or, ``clip_metrics='trl'`` at sequence level, of sequences) that the clip holds back."""
-    if o.policy not in ("clip", "cispo", "gmpo"):
+    if o.policy not in ("clip", "cispo", "gmpo", "dppo_tv", "dppo_kl"):
         return {}
     a, mask = x.advantage, x.mask
     raw = ratio
@@ -175,6 +175,9 @@ def _clip_fractions(o: Objective, ratio: Array, x: LossInputs) -> Metrics:
         # The raw bound has no lower side.
         low = jnp.zeros_like(mask) if o.cispo_bound == "raw" else (ratio < 1.0 - jnp.asarray(o.eps_low)) & (a < 0)
         high = (ratio > upper) & (a > 0)
+    elif o.policy in ("dppo_tv", "dppo_kl"):
+        outside = outside_trust_region(o, logp, x.old, a)
+        low, high = outside & (a < 0), outside & (a > 0)
     elif o.policy == "gmpo":
         low = (jnp.log(ratio) < -jnp.asarray(o.eps_low)) & (a < 0)
         high = (jnp.log(ratio) > o.eps_high) & (a > 0)

@@ -10,7 +10,7 @@ from jax import Array
 from logitless.core.pytree import register, static
 from logitless.objectives import checks
 
-Policy = Literal["clip", "cispo", "sapo", "vespo", "gmpo", "reinforce"]
+Policy = Literal["clip", "cispo", "sapo", "vespo", "gmpo", "reinforce", "dppo_tv", "dppo_kl"]
 Level = Literal["token", "sequence", "sequence_token"]
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
@@ -111,11 +111,11 @@ class Objective:
 
     # -- numbers (traced) -------------------------------------------------------------------------------------------
     eps_low: Number = 0.2
-    """Lower clip distance."""
+    """Lower clip distance; for ``dppo`` that of the probability, or its binary KL."""
     eps_high: Number = 0.2
-    """Upper clip distance; for ``cispo`` with a raw bound, the bound itself."""
+    """Upper clip distance; for ``cispo`` with a raw bound, the bound itself; for ``dppo`` as ``eps_low``."""
     delta: Number | None = None
-    """Upper bound of the unclipped ratio (two-sided GRPO)."""
+    """Upper bound of the unclipped ratio (two-sided GRPO), and of ``dppo``'s weight (veRL: 3)."""
     dual_clip: Number | None = None
     """Dual-clip constant ``c``: where the advantage is negative the loss is at most ``-c * A``."""
     log_ratio_clamp: Number | None = None

@@ -7,6 +7,8 @@
     vespo      -sg(phi) A logp, phi = exp(lam + k s - lam exp(s)), s the clipped log-ratio of the sequence
     gmpo       -A exp(mean_t q), q = r clipped in log space
     reinforce  -A logp
+    dppo       -sg(min(c1, delta)) A logp; 0 outside the trust region: p - p_old above eps_high where A > 0, below
+               -eps_low elsewhere (tv); or the binary KL of p_old and p above either, on that side (kl)
 
     KL to the reference, d = ref - logp:
     k1 = -d      k2 = d^2 / 2      k3 = exp(d) - d - 1      k3+ = the value of k3 with the gradient of k2
@@ -115,6 +117,29 @@ def vespo_weight(o: Objective, r: Array, advantage: Array, sequences: Sequences,
     return jnp.where(jnp.isinf(phi), 0.0, phi)
 
 
+def outside_trust_region(o: Objective, logp: Array, old: Array | None, advantage: Array) -> Array:
+    """Tokens that DPPO drops: the probability of the token itself has moved too far in the direction of ``A``."""
+    logp = jax.lax.stop_gradient(logp)
+    old = logp if old is None else old
+    p, q = jnp.exp(logp), jnp.exp(old)
+    up, high, low = advantage > 0, jnp.asarray(o.eps_high), jnp.asarray(o.eps_low)
+    if o.policy == "dppo_tv":
+        return jnp.where(up, p - q > high, p - q < -low)
+    moved = jnp.where(q > 0, q * jnp.where(q > 0, old - logp, 0.0), 0.0)
+    others_q, others_p = jnp.maximum(1.0 - q, 0.0), jnp.maximum(1.0 - p, 0.0)  # rounding may take p beyond one
+    kl = moved + others_q * jnp.log((others_q + 1e-8) / (others_p + 1e-8))
+    return jnp.where(up, (kl > high) & (p > q), (kl > low) & (p < q))
+
+
+def dppo_loss(o: Objective, logp: Array, old: Array | None, w: Array, advantage: Array) -> Array:
+    """``-sg(min(c1, delta)) A logp`` inside the trust region, and nothing outside."""
+    weight = jnp.exp(jax.lax.stop_gradient(w))
+    weight = weight if o.delta is None else jnp.where(weight > o.delta, o.delta, weight)
+    # A select would drop a NaN: the token's own stays, whatever the region says.
+    keep = ~outside_trust_region(o, logp, old, advantage) | jnp.isnan(weight)
+    return jnp.where(keep, -weight * advantage * logp, 0.0)
+
+
 def policy_term(
     o: Objective,
     logp: Array,
@@ -123,6 +148,7 @@ def policy_term(
     advantage: Array,
     sequences: Sequences | None,
     phi: Array | None,
+    old: Array | None,
 ) -> Array:
     """The per-token policy loss, before masks, weights and KL; ``phi``: VESPO's weight."""
     moves = advantage != 0
@@ -132,6 +158,8 @@ def policy_term(
         loss = clip_loss(o, safe_w, advantage)
     elif o.policy == "cispo":
         loss = -cispo_weight(o, safe_w) * advantage * logp
+    elif o.policy in ("dppo_tv", "dppo_kl"):
+        loss = dppo_loss(o, logp, old, safe_w, advantage)
     elif o.policy == "sapo":
         tau = jnp.where(advantage > 0, o.tau_pos, o.tau_neg)
         loss = -advantage * jax.nn.sigmoid(tau * (exp(safe_w) - 1.0)) * (4.0 / tau)

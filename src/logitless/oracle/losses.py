@@ -141,6 +141,8 @@ def _sequence_loss(s: _Sequence, o: Objective) -> tuple[float, list[float]]:
             return terms.clip_term(w, advantage, o)
         if o.policy == "cispo":
             return terms.cispo_term(w, logp, advantage, o)
+        if o.policy in ("dppo_tv", "dppo_kl"):
+            return terms.dppo_term(w, logp, s.old[t], advantage, o)
         if o.policy == "sapo":
             return terms.sapo_term(w, advantage, o)
         if o.policy == "vespo":

@@ -88,6 +88,24 @@ def cispo_term(w: float, logp: float, advantage: float, o: Objective) -> Term:
     return Term(-coef * advantage * logp, d_logp=-coef * advantage)
 
 
+def dppo_term(w: float, logp: float, old: float, advantage: float, o: Objective) -> Term:
+    """``l = -stop_gradient(min(c1, delta)) A logp``; nothing where the token's probability ``p`` has left the trust
+    region around the old one ``q``: ``p - q``, or ``KL(Bernoulli(q) || Bernoulli(p))`` as veRL has it, with 1e-8."""
+    p, q = exp(logp), exp(old)
+    bound = number(o.eps_high) if advantage > 0 else number(o.eps_low)
+    away = p - q if advantage > 0 else q - p
+    if o.policy == "dppo_kl":
+        rest_p, rest_q = max(1.0 - p, 0.0), max(1.0 - q, 0.0)
+        kl = (q * (old - logp) if q > 0 else 0.0) + rest_q * float(np.log((rest_q + 1e-8) / (rest_p + 1e-8)))
+        outside = kl > bound and away > 0
+    else:
+        outside = away > bound
+    if outside:
+        return Term(0.0)
+    weight = clamp(exp(w), None, number_or_none(o.delta))
+    return Term(-weight * advantage * logp, d_logp=-weight * advantage)
+
+
 def sapo_term(w: float, advantage: float, o: Objective) -> Term:
     """``l = -A sigmoid(tau (c1 - 1)) 4 / tau``; ``dl/dw = -4 A sigmoid (1 - sigmoid) c1``."""
     ratio = exp(w)

@@ -5,7 +5,8 @@
 | ``policy_loss.loss_mode`` vanilla | ``policy="clip"`` with ``dual_clip`` |
 | gspo | ``level="sequence_token"``, its log-ratio at most 10 |
 | cispo, sapo, geo_mean, gpg | ``policy`` cispo (interval), sapo, gmpo, reinforce |
-| dppo_tv, dppo_kl, clip_cov, kl_cov, dro, bypass_mode | refused |
+| dppo_tv, dppo_kl | ``policy`` of that name, its ratio at most ``clip_ratio_c`` (3 in ``ActorConfig``) |
+| clip_cov, kl_cov, dro, bypass_mode | refused |
 | ``clip_ratio_low``, ``clip_ratio_high`` (``clip_ratio`` where they are None), ``clip_ratio_c`` | ``eps_low``, ``eps_high``, ``dual_clip`` |
 | ``loss_agg_mode``, ``loss_scale_factor`` | ``aggregation``, ``max_length`` (None: the width T of the arrays, which you give) |
 | ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type`` | ``beta``, ``kl``, the clamps of k3 |
@@ -81,6 +82,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sapo": {"policy": "sapo", "log_ratio_clamp": 20.0},
     "geo_mean": {"policy": "gmpo"},
     "gpg": {"policy": "reinforce"},
+    "dppo_tv": {"policy": "dppo_tv", "log_ratio_clamp": 20.0},
+    "dppo_kl": {"policy": "dppo_kl", "log_ratio_clamp": 20.0},
 }
 _AGGREGATIONS = {
     "token-mean": "bnpo",
@@ -118,6 +121,8 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Ob
             s.ignored(["clip_ratio"], "where clip_ratio_low and clip_ratio_high are not None (they are 0.2 by default)")
     if mode == "vanilla":
         fields["dual_clip"] = s["clip_ratio_c"]
+    elif mode in ("dppo_tv", "dppo_kl"):
+        fields["delta"] = s["clip_ratio_c"]
     else:
         s.ignored(["clip_ratio_c"], here)
     if mode == "sapo":
