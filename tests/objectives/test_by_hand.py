@@ -341,8 +341,8 @@ def test_the_loss_is_float32_under_x64() -> None:
 
 @pytest.mark.parametrize("policy", ["dppo_tv", "dppo_kl"])
 def test_dppo_drops_tokens_whose_own_probability_has_moved(policy: str) -> None:
-    """Old 0.5: to 0.6 with A > 0 and to 0.4 with A < 0 is within 0.15 (its binary KL, 0.02, within 0.03); to 0.8 and 0.2
-    is not (0.2231), but back towards the old policy always is. The ratio is a constant weight of at most 1.5."""
+    """From 0.5 to 0.6 with A > 0 and to 0.4 with A < 0 lies within 0.15, and its binary KL of 0.02 within 0.03. To 0.8
+    and 0.2 lies outside (0.22); a step back towards the old policy never does. The ratio counts as at most 1.5."""
     p = np.array([[0.6, 0.4, 0.8, 0.2, 0.8, 0.2]])
     a = np.array([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0]], np.float32)
     logp, old = np.log(p).astype(np.float32), np.full(p.shape, np.log(0.5), np.float32)
