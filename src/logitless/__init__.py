@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitless` imports all this before its command
+if sys.argv[:1] == ["-m"] and "logitless" in sys.orig_argv:  # `python -m logitless` imports the package first
     from logitless.lab import signals
 
     sys.excepthook = signals.one_line

@@ -26,10 +26,10 @@ def group_advantages(
 
     ``std`` (with ``n - 1`` in its denominator) is that of the group, or of the whole batch for ``scale="batch"``;
     ``scale="none"`` divides by nothing. A group with a single reward has mean 0 and standard deviation 1. A group of
-    equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is that of the group's other
-    rewards; with ``"by_length"`` it is ``sum(length * r) / sum(length)``, 0 for a group of one. With ``"second_best"``
-    the first of the largest rewards has the difference to the second largest, and the others 0. The result has the
-    shape of ``rewards``.
+    equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is over the group's other
+    rewards; with ``"by_length"`` the mean is ``sum(length * r) / sum(length)``, 0 for a single reward. With
+    ``"second_best"`` the first of the largest rewards has the difference to the second largest, and the others 0. The
+    result has the shape of ``rewards``.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")

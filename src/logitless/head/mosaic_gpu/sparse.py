@@ -3,9 +3,8 @@
 With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them:
 
     screen     statistics, and a bit for each token and column (``column_screen.py``)                  M, no logits
-    backward   over the K columns, and for hard rows over the others: all at once (``sparse_backward.py``), as most
-    calls go,
-               or in chunks of columns (``column_chunks.py``)                          3 M K / V, and 3 M a hard row
+    backward   over the K columns, and for hard rows over all others: for most calls together
+               (``sparse_backward.py``), else in chunks of columns (``column_chunks.py``)  3 M K / V, and 3 M a hard row
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).

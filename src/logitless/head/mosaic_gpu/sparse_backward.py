@@ -1,12 +1,10 @@
-"""The sparse backward over all active columns at once: matmuls as large as the device says, one question to the host.
+"""The sparse backward over all active columns: extents of matmuls come from the device, one host synchronisation.
 
-Where the active columns fit the memory meant for them, with the tokens first that have a gradient:
+For active columns that fit their memory, with tokens ordered by need of a gradient:
 
-    dx      by one matmul that writes no logits (``kernels/dlogits_matmul.py``), over the tiles of tokens and columns
-    that met
-            (``tile_mask.py``), with the mass that each row keeps; in the place of dW, which is not written yet:
-            a third of M K / V
-    hard    now known. Their dx in all active columns: by the same kernel, as tiles of their own behind the tokens'
+    dx      one matmul without logits (``kernels/dlogits_matmul.py``), over the tiles in which tokens and columns met
+            (``tile_mask.py``), with the kept mass per row; stored in the dW buffer, which is free: a third of M K / V
+    hard    known now. Their dx in all active columns: the same kernel, in tiles behind the tokens' tiles
     dH      one matmul, with one column more for what the easy rows leave out (its mass times a mean row of the head)
     dW_K    one matmul
     hard    in the columns that are not active (``hard_rows.py``). Their dW there is *written*, not added to zeros
@@ -19,10 +17,10 @@ synchronisation; it happens when the hard rows are known. It is a zero-or-one-tr
 because a conditional would copy the gradients. After it, the extents of dW_K are zero where the loop has run, and the
 hard rows are those that the loop has left.
 
-    bytes   at T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in dW's place); then h
-            and the gathered columns of the head (64 + 68); then these and dH in float32 (68 + 152), h and dW_K (76 +
-            68), dW_K and the dx of hard rows with their dH in parts (68 + 111 + 16). h is gathered twice, on both sides
-            of the question, and not kept. dx has memory of its own, 2 T K, beside a frozen head and one of [H, V]
+    bytes   At T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in the dW buffer). Then h
+            and the gathered columns of the head (64 + 68). Then these and dH in float32 (68 + 152), h and dW_K
+            (76 + 68), dW_K and the dx of hard rows with their dH in parts (68 + 111 + 16). h is gathered twice, before
+            and after the synchronisation, and not kept. dx has separate memory, 2 T K, with a frozen or [H, V] head.
 """
 
 from __future__ import annotations
