@@ -73,7 +73,7 @@ class Objective:
     >>> Objective(policy="clpi")
     Traceback (most recent call last):
     ValueError: Objective: policy='clpi' is not known; expected one of 'clip', 'cispo', 'sapo', 'vespo', 'gmpo', \
-'reinforce'. Did you mean 'clip'?
+'reinforce', 'dppo_tv', 'dppo_kl'. Did you mean 'clip'?
     """
 
     # -- choices (static) -------------------------------------------------------------------------------------------
