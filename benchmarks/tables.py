@@ -22,7 +22,7 @@ BEGIN, END = "<!-- from the suites: begin -->\n", "<!-- end -->\n"
 
 README_ROWS = (
     ("an RL batch of Qwen2.5-7B, {live:.0f} % of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
-    ("8,192 tokens, all live", "gpu-sparse", "sparse 8192x4096x151936, on-policy", "default, flat"),
+    ("8,192 tokens, all live", "live", "", "default"),
     (
         'the same with `sparse_backward="auto"`, a trained policy', "gpu-sparse", "sparse 8192x4096x151936, on-policy",
         "default, sparse backward",
@@ -234,13 +234,30 @@ def recorded_ratios() -> list[tuple[float, float, float]]:
             ]
             told += [{**g, "ratio": g["value"]} for g in r.get("gates", {}).values()]
             found += [(c["ratio"], c["low"], c["high"]) for c in told if c.get("low") is not None]
-    return found
+    return found + list(live_ratios().values())
+
+
+def live_ratios() -> dict[str, tuple[float, float, float]]:
+    """Times of ``h200_live.py`` over those of the strong dense form in float32: the median, least and largest seed."""
+    record = read("h200_live.json")
+    if not record:
+        return {}
+    ms = record["after"]["ms"]
+    dense = ms["flat: strong/f32"]
+    by_arm = {name: sorted(a / b for a, b in zip(x, dense, strict=True)) for name, x in ms.items()}
+    return {name.removeprefix("flat: "): (x[len(x) // 2], x[0], x[-1]) for name, x in by_arm.items()}
 
 
 def readme_table() -> str:
     """What the README and the home page show: one number a cell."""
     cells = []
     for label, suite, case, arm in README_ROWS:
+        if suite == "live":
+            ratio, _, _ = live_ratios()[arm]
+            compiled = read("h200_live.json")["after"]["compile"]
+            both = (mib(compiled[name]["temporaries"]) for name in ("strong/f32", arm))
+            cells.append([label, f"{ratio:.2f}", *both])
+            continue
         (record,) = (r for r in suite_records(suite) if r.get("name") == case)
         row, tokens = record["arms"][arm], record["config"]["tokens"]
         dense = record["arms"].get("strong/f32", record["arms"]["strong"])

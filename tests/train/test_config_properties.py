@@ -16,7 +16,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "data": dict(kind="arithmetic", limit=20, form="bare"),
     "reward": dict(weight=1.0, format_weight=0.0, overlong_buffer=0, overlong_penalty=1.0, timeout_s=60.0),
     "rollout": dict(
-        max_prompt_tokens=6, max_completion_tokens=3, temperature=1.0, top_p=1.0, rows=0, redraw=0, record=0
+        max_prompt_tokens=6, max_completion_tokens=3, temperature=1.0, top_p=1.0, top_k=0, rows=0, redraw=0,
+        record=0,
     ),
     "train": dict(
         steps=100, prompts_per_step=64, group_size=8, inner_epochs=2, minibatches=1, microbatch=0, microbatch_tail=0,
@@ -41,9 +42,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 DEFAULT = load(None)
 LEAST = {
     0: "seed reward.weight reward.format_weight reward.overlong_buffer reward.overlong_penalty rollout.rows "
-    "rollout.redraw rollout.record train.microbatch train.microbatch_tail train.pack_length train.warmup_steps "
-    "train.weight_decay train.loss.chunk_size train.loss.memory_budget eval.every checkpoint.every ab.replay_steps "
-    "ab.reward_tolerance ab.kl_tolerance warm_start.steps model.lora.rank samples",
+    "rollout.redraw rollout.record rollout.top_k train.microbatch train.microbatch_tail train.pack_length "
+    "train.warmup_steps train.weight_decay train.loss.chunk_size train.loss.memory_budget eval.every checkpoint.every "
+    "ab.replay_steps ab.reward_tolerance ab.kl_tolerance warm_start.steps model.lora.rank samples",
     1: "rollout.max_prompt_tokens rollout.max_completion_tokens train.steps train.prompts_per_step train.group_size "
     "train.inner_epochs train.minibatches train.max_skipped warm_start.batch mesh.data mesh.fsdp mesh.tensor "
     "eval.problems checkpoint.keep ab.replay_factor ab.control_factor ab.seeds ab.timeout_s",
