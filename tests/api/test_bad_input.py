@@ -394,7 +394,7 @@ GROUPS: list[tuple[tuple[Any, Any], dict[str, Any], type[Exception], str]] = [
     ((zeros(0), 4), {}, ValueError, r"0 rewards do not split into groups of 4; expected a non-empty multiple"),
     ((zeros(8), 4.0), {}, TypeError, r"group_size is 4.0, expected a Python int"),
     ((zeros(8), "4"), {}, TypeError, r"group_size is '4', expected a Python int"),
-    ((zeros(8), 4), {"scale": "std"}, ValueError, r"scale='std', expected 'group', 'batch' or 'none'"),
+    ((zeros(8), 4), {"scale": "std"}, ValueError, r"scale='std', expected 'group', 'batch', 'tokens' or 'none'"),
 ]
 
 

@@ -434,6 +434,24 @@ def test_the_best_of_a_group_leads_the_second() -> None:
         logitless.group_advantages(np.float32([1, 0]), 1, baseline="second_best")
 
 
+def test_reinforce_plus_plus_whitens_over_tokens() -> None:
+    """Rewards 1, 0 of 3 tokens and 1 have mean 3/4 and variance 1/4 over tokens; a baseline only shifts them."""
+    lengths = np.array([3, 1])
+    for advantages in (logitless.group_advantages, oracle.group_advantages):
+        own: dict[str, Any] = {"scale": "tokens", "baseline": "none", "lengths": lengths}
+        want = np.array([0.25, -0.75]) / np.sqrt(0.25 + 1e-8)
+        np.testing.assert_allclose(advantages(np.float32([1, 0]), 2, **own), want, rtol=1e-6)
+        np.testing.assert_allclose(advantages(np.float32([1, 0]), 2, **own | {"baseline": "mean"}), want, rtol=1e-6)
+        np.testing.assert_array_equal(advantages(np.float32([0.1, 0.1]), 1, **own), 0.0)
+    rewards, tokens = np.random.default_rng(0).normal(size=12).astype(np.float32), np.arange(1, 13)
+    for baseline in ("none", "mean", "leave_one_out", "by_length", "second_best"):
+        asked: dict[str, Any] = {"scale": "tokens", "baseline": baseline, "lengths": tokens}
+        want = oracle.group_advantages(rewards, 4, **asked)
+        np.testing.assert_allclose(logitless.group_advantages(rewards, 4, **asked), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="scale='tokens' needs lengths"):
+        logitless.group_advantages(np.float32([1, 0]), 2, scale="tokens")
+
+
 def test_a_lora_scale_of_zero_is_the_head_alone() -> None:
     rng = np.random.default_rng(4)
     hidden, head, a, b = (rng.normal(size=s).astype(np.float32) for s in ((1, 2, 4), (7, 4), (7, 2), (2, 4)))

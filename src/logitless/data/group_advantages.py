@@ -16,9 +16,9 @@ def group_advantages(
     rewards: Array,
     group_size: int,
     *,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Literal["group", "batch", "tokens", "none"] = "group",
     eps: float = 1e-4,
-    baseline: Literal["mean", "leave_one_out", "by_length", "second_best"] = "mean",
+    baseline: Literal["mean", "leave_one_out", "by_length", "second_best", "none"] = "mean",
     lengths: Array | None = None,
 ) -> Array:
     """``(r - mean(group)) / (std + eps)`` for rewards ``[B]`` whose groups are ``group_size`` consecutive entries.
@@ -32,6 +32,11 @@ def group_advantages(
     weighted with the completions' ``lengths [B]`` in tokens, the optimal baseline of OPO (usually with
     ``scale="none"``); of a reward that is alone it subtracts nothing. ``"second_best"`` gives the best completion of a
     group its lead over the second, and all others nothing (veRL's ``grpo_passk``, for pass@k): groups of at least two.
+    ``"none"`` subtracts nothing.
+
+    ``scale="tokens"`` whitens over all tokens of the batch: ``(a - mean) / sqrt(var + eps^2)``, with every completion
+    counted ``lengths`` times. With ``baseline="none"`` the result is REINFORCE++'s (undiscounted), with ``"mean"`` that
+    of REINFORCE++ with a baseline.
 
     >>> import jax.numpy as jnp
     >>> from logitless import group_advantages
@@ -56,9 +61,9 @@ def group_advantages(
             f"group_advantages: {rewards.size} rewards do not split into groups of {group_size}; "
             "expected a non-empty multiple of group_size."
         )
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"group_advantages: scale={scale!r}, expected 'group', 'batch' or 'none'.")
-    weights = _checked_lengths(baseline, lengths, rewards, group_size)
+    if scale not in ("group", "batch", "tokens", "none"):
+        raise ValueError(f"group_advantages: scale={scale!r}, expected 'group', 'batch', 'tokens' or 'none'.")
+    weights = _checked_lengths(baseline, scale, lengths, rewards, group_size)
     r = rewards.astype(jnp.float32).reshape(-1, group_size)
     if group_size == 1:
         centred, std = r, jnp.ones_like(r)
@@ -69,7 +74,7 @@ def group_advantages(
         std = jnp.std(shifted, axis=1, keepdims=True, ddof=1)
     if scale == "batch" and rewards.size > 1:
         std = jnp.std(r, ddof=1)
-    if weights is not None and group_size > 1:
+    if baseline == "by_length" and weights is not None and group_size > 1:
         w = weights.reshape(r.shape)
         total = jnp.maximum(jnp.sum(w, axis=1, keepdims=True), 1.0)  # a group without tokens
         centred = shifted - jnp.sum(w * shifted, axis=1, keepdims=True) / total
@@ -79,21 +84,37 @@ def group_advantages(
         centred = jnp.where(first, (order[:, -1] - order[:, -2])[:, None], 0.0)
     if baseline == "leave_one_out" and group_size > 1:
         centred = centred * (group_size / (group_size - 1))  # r_i - mean of the others = n / (n - 1) (r_i - mean)
+    if baseline == "none":
+        centred = r
+    if scale == "tokens" and weights is not None:
+        return _whitened(centred.reshape(-1), weights, eps)
     if scale != "none":
         centred = jnp.where(centred == 0, 0.0, centred / (std + eps))
     return centred.reshape(-1)
 
 
-def _checked_lengths(baseline: str, lengths: Array | None, rewards: Array, group_size: int) -> Array | None:
-    """The lengths as float32, where the baseline takes them; what does not fit the baseline is refused."""
-    known = ("mean", "leave_one_out", "by_length", "second_best")
+def _whitened(advantages: Array, lengths: Array, eps: float) -> Array:
+    """``(a - mean) / sqrt(var + eps^2)``, the mean and the unbiased variance over tokens (veRL: eps 1e-4)."""
+    shifted = advantages - advantages[0]  # the mean of equal values is then exact
+    tokens = jnp.sum(lengths)
+    centred = shifted - jnp.sum(lengths * shifted) / jnp.maximum(tokens, 1.0)
+    variance = jnp.sum(lengths * centred**2) / jnp.maximum(tokens - 1.0, 1.0)
+    return jnp.where(centred == 0, 0.0, centred / jnp.sqrt(variance + jnp.square(eps)))
+
+
+def _checked_lengths(
+    baseline: str, scale: str, lengths: Array | None, rewards: Array, group_size: int
+) -> Array | None:
+    """The lengths as float32, where baseline or scale take them; what does not fit the baseline is refused."""
+    known = ("mean", "leave_one_out", "by_length", "second_best", "none")
     if baseline not in known:
         raise ValueError(f"group_advantages: baseline={baseline!r}, expected one of {', '.join(map(repr, known))}.")
     if baseline == "second_best" and group_size < 2:
         raise ValueError("group_advantages: baseline='second_best' needs groups of at least 2, got group_size=1.")
-    if (lengths is None) == (baseline == "by_length"):
+    if (lengths is None) == (baseline == "by_length" or scale == "tokens"):
         need = "needs lengths, tokens of each completion [B]" if lengths is None else "does not take lengths"
-        raise ValueError(f"group_advantages: baseline={baseline!r} {need}.")
+        which = "scale='tokens'" if scale == "tokens" else f"baseline={baseline!r}"
+        raise ValueError(f"group_advantages: {which} {need}.")
     if lengths is None:
         return None
     array = validation.as_array("group_advantages", "lengths", lengths)

@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from logitless.oracle.token_stats import Floats, to_float64
 
-AdvantageScale = Literal["group", "batch", "none"]
-AdvantageBaseline = Literal["mean", "leave_one_out", "by_length", "second_best"]
+AdvantageScale = Literal["group", "batch", "tokens", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out", "by_length", "second_best", "none"]
 
 
 def group_advantages(
@@ -28,11 +28,12 @@ def group_advantages(
     ``scale="none"`` divides by nothing. A group with a single reward has mean 0 and standard deviation 1. A group of
     equal rewards has advantages of exactly 0. With ``baseline="leave_one_out"`` the mean is over the group's other
     rewards; with ``"by_length"`` the mean is ``sum(length * r) / sum(length)``, 0 for a single reward. With
-    ``"second_best"`` the first of the largest rewards has the difference to the second largest, and the others 0. The
-    result has the shape of ``rewards``.
+    ``"second_best"`` the first of the largest rewards has the difference to the second largest, and the others 0. With
+    ``"none"`` nothing is subtracted. ``scale="tokens"`` writes the differences out per token, and takes each one's
+    distance to the mean of all tokens over ``sqrt(var + eps^2)``. The result has the shape of ``rewards``.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch' or 'none'.")
+    if scale not in ("group", "batch", "tokens", "none"):
+        raise ValueError(f"scale={scale!r} is not known; expected 'group', 'batch', 'tokens' or 'none'.")
     r = to_float64(rewards)
     if r.size % group_size:
         raise ValueError(f"{r.size} rewards do not divide into groups of {group_size}.")
@@ -52,6 +53,13 @@ def group_advantages(
                 mean = others[0] if np.all(others == others[0]) else others.mean()
             if baseline == "second_best":
                 mean = np.sort(group)[-2] if i == int(np.argmax(group)) else reward
+            if baseline == "none":
+                mean = 0.0
             if reward != mean:
-                advantages[g, i] = reward - mean if scale == "none" else (reward - mean) / (std + eps)
+                plain = scale in ("none", "tokens")
+                advantages[g, i] = reward - mean if plain else (reward - mean) / (std + eps)
+    if scale == "tokens":
+        per_token = np.repeat(advantages.reshape(-1), tokens.reshape(-1).astype(int))
+        spread = np.sqrt(per_token.var(ddof=1) + eps**2)
+        advantages = np.where(advantages == per_token.mean(), 0.0, (advantages - per_token.mean()) / spread)
     return advantages.reshape(r.shape)
