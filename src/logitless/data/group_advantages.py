@@ -102,9 +102,7 @@ def _whitened(advantages: Array, lengths: Array, eps: float) -> Array:
     return jnp.where(centred == 0, 0.0, centred / jnp.sqrt(variance + jnp.square(eps)))
 
 
-def _checked_lengths(
-    baseline: str, scale: str, lengths: Array | None, rewards: Array, group_size: int
-) -> Array | None:
+def _checked_lengths(baseline: str, scale: str, lengths: Array | None, rewards: Array, group_size: int) -> Array | None:
     """The lengths as float32, where baseline or scale take them; what does not fit the baseline is refused."""
     known = ("mean", "leave_one_out", "by_length", "second_best", "none")
     if baseline not in known:
