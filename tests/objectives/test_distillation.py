@@ -31,9 +31,10 @@ def test_choices_are_structure_and_numbers_are_leaves() -> None:
         {"temperature_squared": True},
         {"hard_weight": 0.1},
         {"aggregation": "grpo"},
+        {"outside": "renormalised"},
     ):
         assert jax.tree.structure(o.replace(**change)) != tree
-    assert {"divergence", "temperature_squared", "aggregation", "count_rows"} == STATIC
+    assert {"divergence", "outside", "temperature_squared", "aggregation", "count_rows"} == STATIC
 
 
 def test_it_is_frozen_hashable_and_pickles_and_shows_what_differs() -> None:
