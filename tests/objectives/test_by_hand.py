@@ -373,6 +373,38 @@ def test_dppo_from_verl_has_the_cap_of_its_config() -> None:
         Objective(policy="dppo_tv", level="sequence")
 
 
+def test_dro_is_reinforce_with_a_k2_penalty_to_the_old_policy() -> None:
+    """``-A logp + beta (logp - old)^2 / 2``: the gradient stays where the advantage is 0."""
+    rng = np.random.default_rng(3)
+    logp, old = (-rng.exponential(size=(2, 5)) for _ in range(2))
+    a, mask = np.array([1.5, 0.0]), np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    o = Objective.from_verl(loss_mode="dro", dro_beta=0.3, loss_agg_mode="token-mean")
+    given: dict[str, Any] = dict(advantages=np.float32(a), ref_logp=np.float32(old), mask=mask, objective=o)
+
+    def loss(x: Any) -> Any:
+        return policy_loss(TokenStats(logp=x), **given)[0]
+
+    value, gradient = jax.value_and_grad(loss)(jnp.float32(logp))
+    want = (mask * (-a[:, None] * logp + 0.15 * (logp - old) ** 2)).sum() / 6
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(gradient, mask * (-a[:, None] + 0.3 * (logp - old)) / 6, rtol=1e-5, atol=1e-7)
+    truth = oracle.policy_loss(logp, None, **given | {"advantages": a, "ref_logp": old})
+    np.testing.assert_allclose(truth, want, rtol=1e-12)
+
+
+def test_dro_from_verl_refuses_what_has_no_counterpart() -> None:
+    nested = {"policy_loss": {"loss_mode": "dro", "dro_beta": 0.2}}
+    assert Objective.from_verl(nested).beta == 0.2
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "loss_mode='dro' needs dro_beta"),
+        ({"dro_beta": 0.1, "use_kl_loss": True}, "has two penalties"),
+        ({"dro_beta": 0.1, "rollout_correction": {"rollout_is": "token"}}, "has no counterpart here"),
+    ]
+    for settings, why in refused:
+        with pytest.raises(ValueError, match=why):
+            Objective.from_verl(loss_mode="dro", **settings)
+
+
 # -- advantages -----------------------------------------------------------------------------------------------------
 
 

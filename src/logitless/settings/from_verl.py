@@ -6,7 +6,8 @@
 | gspo | ``level="sequence_token"``, its log-ratio at most 10 |
 | cispo, sapo, geo_mean, gpg | ``policy`` cispo (interval), sapo, gmpo, reinforce |
 | dppo_tv, dppo_kl | ``policy`` of that name, its ratio at most ``clip_ratio_c`` (3 in ``ActorConfig``) |
-| clip_cov, kl_cov, dro, bypass_mode | refused |
+| dro with ``dro_beta`` | ``policy`` reinforce, ``beta``, ``kl`` k2; give the old log-probabilities as ``ref_logp`` |
+| clip_cov, kl_cov, bypass_mode | refused |
 | ``clip_ratio_low``, ``clip_ratio_high`` (``clip_ratio`` where they are None), ``clip_ratio_c`` | ``eps_low``, ``eps_high``, ``dual_clip`` |
 | ``loss_agg_mode``, ``loss_scale_factor`` | ``aggregation``, ``max_length`` (None: the width T of the arrays, which you give) |
 | ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type`` | ``beta``, ``kl``, the clamps of k3 |
@@ -37,6 +38,7 @@ ACTOR = Library(
         "entropy_coeff": 0.0,
         "tau_pos": 1.0,
         "tau_neg": 1.05,
+        "dro_beta": None,
         "use_kl_loss": False,
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
@@ -57,9 +59,9 @@ ACTOR = Library(
 POLICY_LOSS = Library(
     "veRL",
     CALL,
-    loss={"loss_mode": "vanilla"},
+    loss={"loss_mode": "vanilla", "dro_beta": None},
     other=frozenset(  # options for refused loss modes
-        {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "_target_"}
+        {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "_target_"}
         | {"rollout_correction"}
     ),
 )
@@ -84,6 +86,7 @@ MODES: dict[str, dict[str, Any]] = {
     "gpg": {"policy": "reinforce"},
     "dppo_tv": {"policy": "dppo_tv", "log_ratio_clamp": 20.0},
     "dppo_kl": {"policy": "dppo_kl", "log_ratio_clamp": 20.0},
+    "dro": {"policy": "reinforce", "kl": "k2"},
 }
 _AGGREGATIONS = {
     "token-mean": "bnpo",
@@ -112,7 +115,7 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Ob
     here = f"with loss_mode={mode!r}"
     fields: dict[str, Any] = {**MODES[mode], "clip_metrics": "liger", "count_rows": "non_empty"}
     fields["temperature"] = None if s["temperature"] == 1 else s["temperature"]
-    if mode in ("sapo", "gpg"):
+    if mode in ("sapo", "gpg", "dro"):
         s.ignored(["clip_ratio", "clip_ratio_low", "clip_ratio_high"], here)
     else:
         low, high = (s[k] if s[k] is not None else s["clip_ratio"] for k in ("clip_ratio_low", "clip_ratio_high"))
@@ -130,7 +133,23 @@ def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Ob
     else:
         s.ignored(["tau_pos", "tau_neg"], here)
     fields.update(_aggregation(s, mode, max_length), **_terms(s, mode))
+    if mode == "dro":
+        fields["beta"] = _dro_beta(s, nested)
+    else:
+        s.ignored(["dro_beta"], here)
     return Objective(**fields, **_correction(s, mode))
+
+
+def _dro_beta(s: Settings, nested: Settings) -> Any:
+    """The factor of DRO's ``(logp - old)^2 / 2``, the k2 estimate of the KL to the old policy."""
+    beta = nested["dro_beta"] if s["dro_beta"] is None else s["dro_beta"]
+    if beta is None:
+        s.refuse("loss_mode='dro' needs dro_beta, the factor of its quadratic term.")
+    if s["use_kl_loss"]:
+        s.refuse("loss_mode='dro' with use_kl_loss=True has two penalties, and an objective has one; use one of them.")
+    if s["rollout_correction"] is not None:
+        s.refuse("loss_mode='dro' with rollout_correction has no counterpart here: its penalty would have no weight.")
+    return beta
 
 
 def _aggregation(s: Settings, mode: str, max_length: Any) -> dict[str, Any]:
