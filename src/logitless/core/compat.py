@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, Ref
 from jax._src.mesh import thread_resources
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
+Index = Array | int
+"""A number that may be traced: a row, a column, a count."""
 _LEAST_VMEM = 64 << 20
 
 
@@ -39,12 +44,12 @@ def tpu_cores() -> int:
         return 1
 
 
-def in_hbm(x: Array, interpret: Any) -> Array:
+def in_hbm(x: Array, interpret: object) -> Array:
     """``x`` kept in HBM: XLA likes to move a small operand into VMEM, beside a kernel that has asked for most of it."""
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-def hbm_output(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
+def hbm_output(shape: tuple[int, ...], dtype: DTypeLike, interpret: object) -> jax.ShapeDtypeStruct | pl.MemoryRef:
     """The struct of a kernel's output that stays in HBM; see :func:`in_hbm`."""
     return jax.ShapeDtypeStruct(shape, dtype) if interpret else pltpu.HBM(shape, dtype)
 
@@ -55,14 +60,14 @@ def mosaic_gpu_reason() -> str | None:
     return None if version >= (0, 11) else f"it needs jax 0.11 or newer, this is {jax.__version__}"
 
 
-def _pallas_gpu() -> Any:
+def _pallas_gpu() -> ModuleType:
     """The module of Mosaic GPU; its names and signatures differ between versions of jax."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
 
 
-def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
+def gpu_load(ref: Ref, layout: Any, optimized: bool = True) -> Array:
     """A whole (sub-)reference in registers with a given layout; the first jax 0.11 wants an index beside the reference.
 
     Loads from global memory into the layout of an accumulator are not ``optimized``.
@@ -74,17 +79,17 @@ def gpu_load(ref: Any, layout: Any, optimized: bool = True) -> Any:
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
-def gpu_interpreter() -> Any:
+def gpu_interpreter() -> object:
     """Pallas' interpreter of Mosaic GPU kernels, which jax 0.10 does not have."""
     return _pallas_gpu().InterpretGPUParams()
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: object) -> frozenset[str]:
     """Axes of the enclosing ``shard_map`` over which ``x`` is typed as varying; none with ``check_vma=False``."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
-def differentiated_without_jit(x: Any) -> bool:
+def differentiated_without_jit(x: object) -> bool:
     """Whether ``x`` is inside ``jax.grad`` or its like and has a value, which nothing has that ``jit`` traces."""
     return isinstance(x, jax.core.Tracer) and x.to_concrete_value() is not None
 

@@ -20,11 +20,12 @@ holds the logits of all tokens as well, the forward pass keeps the logits for co
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
@@ -63,7 +64,7 @@ def _row_statistics(x: Array, p: Problem) -> TokenStats:
     return row_passes.statistics(x, p) if p.more_ids is None else id_passes.statistics(x, p)
 
 
-def _row_dx(x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None) -> Array:
+def _row_dx(x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: DTypeLike, tile: int | None) -> Array:
     passes = row_passes.dx if p.more_ids is None else id_passes.dx
     return passes(x, p, stats, g, dtype, tile)
 
@@ -135,7 +136,7 @@ class Chunked(PlainJax):
             f"head read {sweeps}x per matmul ({head.weight.size * head.weight.dtype.itemsize:,} B each), logits chunk "
             f"{call.chunk * head.vocab * item:,} B at a time; at most {sweeps} chunks, fewer with dead tokens"
         )
-        tiles: dict[str, Any] = {"chunk": call.chunk, "layout": head.layout}
+        tiles: dict[str, object] = {"chunk": call.chunk, "layout": head.layout}
         return Cost(words, matmuls, moved, tiles | ({"kept": call.kept} if call.kept else {}), counts)
 
     def tokens_kept(self, p: Problem) -> int:
@@ -155,13 +156,13 @@ class Chunked(PlainJax):
         """Statistics of the chunk's rows; ``p.live`` marks rows that count."""
         return lax.optimization_barrier(_row_statistics(lax.optimization_barrier(x), p))
 
-    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
+    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike) -> tuple[TokenStats, Array]:
         """Statistics, and the dx of an uncoupled objective over the chunk's own inputs."""
         x = lax.optimization_barrier(x)
         stats = self.row_statistics(x, p)
         return stats, _row_dx(x, p, stats, loss.cotangents(stats), dtype, column_tile())
 
-    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: DTypeLike) -> Array:
         """dx from known statistics and cotangents; zero rows where the cotangents are."""
         return _row_dx(lax.optimization_barrier(x), p, stats, g, dtype, column_tile())
 
@@ -233,13 +234,7 @@ class Chunked(PlainJax):
         return finished(p, Gradients(hidden, total.head))
 
     def add_gradients(
-        self,
-        p: Problem,
-        sweep: Sweep,
-        out: TokenStats,
-        g: StatCotangents,
-        total: Gradients,
-        kept: Array | None = None,
+        self, p: Problem, sweep: Sweep, out: TokenStats, g: StatCotangents, total: Gradients, kept: Array | None = None
     ) -> Gradients:
         """``total`` with the gradients of the tokens that ``sweep`` visits: rows of dH written, the rest added. The
         logits of the tokens are ``kept [N, V]`` or made again."""

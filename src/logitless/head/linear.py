@@ -14,11 +14,12 @@ Float32 operands are multiplied in float32, on every platform and in every backe
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.chunk_size import platform
 from logitless.core.problem import HeadArrays, HeadGrads, Wanted
@@ -28,7 +29,7 @@ from logitless.core.row_passes import over_columns
 _ZERO_DEPTH = 16  # of the matmul that writes zeros: the least that a tensor core takes
 
 
-def precision_of(dtype: Any) -> lax.Precision | None:
+def precision_of(dtype: DTypeLike) -> lax.Precision | None:
     """The precision of a matmul of ``dtype`` operands; ``None`` where the user's own setting decides.
 
     Products of 16-bit numbers are exact in float32 in any case. Float32 would be rounded to TF32 or bfloat16 by default
@@ -39,13 +40,13 @@ def precision_of(dtype: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jax.config.jax_default_matmul_precision is None else None
 
 
-def dx_dtype(logits_dtype: Any, h_dtype: Any, bias: bool) -> jnp.dtype:
+def dx_dtype(logits_dtype: DTypeLike, h_dtype: DTypeLike, bias: bool) -> jnp.dtype:
     """The dtype in which dx is made: that of the hidden states, or that of the logits where it is wider and the
     gradient of the ``bias`` is wanted. float16 keeps few digits of dlogits near 1e-6, and none below 3e-8."""
     return jnp.promote_types(logits_dtype, h_dtype) if bias else jnp.dtype(h_dtype)
 
 
-def dot(a: Array, b: Array, contract: tuple[int, int], out: Any = jnp.float32) -> Array:
+def dot(a: Array, b: Array, contract: tuple[int, int], out: DTypeLike = jnp.float32) -> Array:
     """One matmul, summed in float32 and rounded once to ``out``."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
@@ -65,7 +66,7 @@ def low_rank(h: Array, head: HeadArrays) -> Array:
     return dot(h, lora[0], (1, 1 - head.axis)).astype(h.dtype)
 
 
-def raw_logits(h: Array, head: HeadArrays, logits_dtype: Any) -> Array:
+def raw_logits(h: Array, head: HeadArrays, logits_dtype: DTypeLike) -> Array:
     """``x [C, V]`` for ``h [C, H]``, rounded to ``logits_dtype``."""
     lora = lora_factors(head)
     plain = lora is None and head.bias is None
@@ -78,7 +79,7 @@ def raw_logits(h: Array, head: HeadArrays, logits_dtype: Any) -> Array:
     return rounded(x, logits_dtype)
 
 
-def rounded(x: Array, dtype: Any) -> Array:
+def rounded(x: Array, dtype: DTypeLike) -> Array:
     """``x`` in ``dtype``, rounded even where it is made wide again at once, which compilers take for nothing: logits
     that are made twice are the same both times."""
     kind = jnp.finfo(dtype)
@@ -110,7 +111,7 @@ def dhidden(dx: Array, head: HeadArrays, tile: int | None = None) -> Array:
     return dh
 
 
-def _outer(v: Array, h: Array, axis: int, out: Any = jnp.float32) -> Array:
+def _outer(v: Array, h: Array, axis: int, out: DTypeLike = jnp.float32) -> Array:
     """A sum over tokens of outer products, what belongs to the vocabulary along dimension ``axis``."""
     return dot(v, h, (0, 0), out) if axis == 0 else dot(h, v, (0, 0), out)
 
@@ -151,21 +152,21 @@ def add_dhead(total: HeadGrads, dx: Array, h: Array, head: HeadArrays, tile: int
     return HeadGrads(weight, bias, lora_a, lora_b)
 
 
-def _each(f: Any, *parts: Any) -> HeadGrads:
+def _each(f: Callable[..., Array], *parts: HeadGrads | HeadArrays) -> HeadGrads:
     """``f`` on the arrays of heads and gradients, name by name; ``None`` if any input is ``None``."""
     names = [x.name for x in dataclasses.fields(HeadGrads)]
     rows = ([getattr(p, n) for p in parts] for n in names)
     return HeadGrads(*(None if any(x is None for x in row) else f(*row) for row in rows))
 
 
-def zero_grads(head: HeadArrays, want: Wanted, weight_dtype: Any = jnp.float32) -> HeadGrads:
+def zero_grads(head: HeadArrays, want: Wanted, weight_dtype: DTypeLike = jnp.float32) -> HeadGrads:
     """Where the cotangents of a head's arrays are summed: float32, and ``weight_dtype`` for the weight."""
     dtypes = (weight_dtype if want.weight else None, jnp.float32 if want.bias else None)
     lora = jnp.float32 if want.lora else None
     return _each(lambda x, dtype: _zeros(x.shape, dtype), head, tree_of(HeadGrads, *dtypes, lora, lora))
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros. XLA's GPU compiler fills 16-bit arrays at less than half of the memory's rate: 0.77 ms for the 1.2 GB of
     dW at V = 151936, H = 4096 on an H200, where a matmul of zeros writes them in 0.30."""
     if platform() != "gpu" or jnp.dtype(dtype).itemsize > 2 or len(shape) < 2:

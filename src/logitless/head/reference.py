@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import Given, HeadArrays, Linear, Problem, Wanted
+from logitless.core.problem import Given, HeadArrays, Linear, Loss, Problem, Wanted
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import as_wide_as
 from logitless.core.stats import TokenStats
@@ -80,7 +80,7 @@ class Reference(logits_reference.Reference):
         x = raw_logits(p.h, p.head, p.call.logits_dtype)
         return masked_top_k(top_of_rows(x, p, p.call.top_k), p.live)
 
-    def statistics(self, p: Problem, loss: Any = None) -> tuple[TokenStats, None]:  # type: ignore[override]
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:  # type: ignore[override]
         """Statistics of flattened tokens ``h [N, H]``."""
         h = p.h if p.live is None else jnp.where(p.live[:, None], p.h, jnp.zeros((), p.h.dtype))
         logits = dense_logits(h, p.head, p.call.logits_dtype)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
@@ -32,7 +33,7 @@ def rows_per_chunk(p: Problem[Given]) -> int:
     return p.call.chunk or row_chunk(p.n, p.logits.shape[-1])
 
 
-def _over_chunks(f: Callable[..., Any], p: Problem[Given], outputs: Any, *rowwise: Any) -> Any:
+def _over_chunks(f: Callable[..., PyTree], p: Problem[Given], outputs: PyTree, *rowwise: PyTree) -> PyTree:
     """``f(part of p, *parts of rowwise)`` on chunks of rows, written into arrays like ``outputs``.
 
     The last chunk is moved back to end with the rows, so a few rows may be computed twice, to the same values.
@@ -41,7 +42,7 @@ def _over_chunks(f: Callable[..., Any], p: Problem[Given], outputs: Any, *rowwis
     if chunk >= n:
         return f(p, *rowwise)
 
-    def body(i: Array, out: Any) -> Any:
+    def body(i: Array, out: PyTree) -> PyTree:
         start = jnp.minimum(i * chunk, n - chunk)
 
         def take(a: Array) -> Array:
@@ -115,7 +116,7 @@ def stats_and_dlogits(p: Problem[Given], program: TokenProgram) -> tuple[TokenSt
     return _over_chunks(chunk, p, (p.blank_stats(), jnp.zeros_like(p.logits)), program.columns)
 
 
-def bytes_moved(p: Any, reads: int) -> str:
+def bytes_moved(p: Problem[Given], reads: int) -> str:
     """In words, for ``explain``; ``p`` has arrays or shapes."""
     size = p.n * p.logits.shape[-1] * p.logits.dtype.itemsize
     return f"logits read {reads}x ({reads * size:,} B), dlogits written once ({size:,} B)"
@@ -137,11 +138,11 @@ class Chunked(PlainJax):
 
     # The protocol.
 
-    def tiles(self, p: Any) -> dict[str, Any]:
+    def tiles(self, p: Problem[Given]) -> dict[str, object]:
         """How the logits are cut up; ``p`` has arrays or shapes."""
         return {"rows": rows_per_chunk(p)}
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Given], way: Way) -> Cost:
         """No matmuls. Kernels read logits once if statistics and dlogits come from a single pass."""
         if not way.loss:
             words = "statistics; dlogits later from the cotangents that arrive"

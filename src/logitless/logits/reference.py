@@ -19,16 +19,7 @@ from logitless.core.divergences import dominating, finish_pair, log_probabilitie
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns, teacher_logits, teacher_statistics
-from logitless.core.stats import (
-    NEG_INF,
-    StatCotangents,
-    TokenStats,
-    dz,
-    finish,
-    masked_stats,
-    row_sums,
-    valid_targets,
-)
+from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
 from logitless.core.transform import factor
 from logitless.objectives.objective import Divergence
 
@@ -94,7 +85,7 @@ def _divergence(
 
 @_divergence.defjvp
 @own_promotion
-def _divergence_jvp(kind: Divergence, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _divergence_jvp(kind: Divergence, primals: tuple[Any, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     """As :func:`_entropy_jvp`: the divergence depends on ``z`` alone, and the rule itself can be differentiated."""
     u, k, log_q, mix, stats = primals
     du, dk = tangents[:2]
@@ -118,7 +109,7 @@ def _entropy(u: Array, k: Array | None, is_target: Array, stats: TokenStats) -> 
 
 @_entropy.defjvp
 @own_promotion
-def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     """The entropy depends on ``z`` alone: the tangents of ``stats`` are not looked at. The rule itself can be
     differentiated, by every path through ``u``, ``k`` and ``stats``."""
     u, k, is_target, stats = primals
@@ -140,7 +131,7 @@ class Reference(PlainJax):
     name: ClassVar[str] = "reference"
     in_forward: ClassVar[bool] = False
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Given], way: Way) -> Cost:
         """What XLA makes of it is not known; ``p`` has arrays or shapes."""
         size = p.n * p.logits.shape[-1] * p.logits.dtype.itemsize
         moved = f"up to XLA; at least {3 * size:,} B"

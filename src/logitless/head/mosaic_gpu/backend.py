@@ -14,14 +14,15 @@ either way, and statistics and gradients would come from different logits: there
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import Given, Gradients, Loss, Problem, Wanted
+from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import front
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import Chunked
@@ -32,7 +33,7 @@ from logitless.logits.mosaic_gpu import pair_rows
 from logitless.objectives.token_program import token_program
 
 
-def not_fused_because(p: Any) -> str | None:
+def not_fused_because(p: Problem[Linear]) -> str | None:
     """Why the fused matmul does not serve a problem (arrays or shapes), or ``None`` where it does."""
     if jnp.dtype(p.call.logits_dtype) != jnp.float32:
         return "rounded logits must be the same in both passes"
@@ -66,12 +67,12 @@ class MosaicGpu(Chunked):
     kernels: ClassVar[str | None] = "gpu"
     in_place: ClassVar[bool] = True
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: Problem[Linear], columns_apart: bool) -> None:
         if columns_apart:
             raise NotImplementedError("it has no vocabulary-parallel form yet")
         row_kernel.check(p.call.chunk, p.head.vocab, p.call.logits_dtype)
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost = super().describe(p, way)
         if stored_dx.not_stored_because(p) is None:
             tiles = cost.tiles | {"chunk": stored_dx.chunk_of(p), "dx_rows": p.n}
@@ -89,14 +90,14 @@ class MosaicGpu(Chunked):
             return super().row_statistics(x, p)
         return lax.optimization_barrier(pair_rows.statistics(x, p))
 
-    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: Any) -> tuple[TokenStats, Array]:
+    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike) -> tuple[TokenStats, Array]:
         if p.teacher is not None:
             stats = self.row_statistics(x, p)
             return stats, self.row_dx(x, p, stats, loss.cotangents(stats), dtype)
         program = token_program(loss.objective, loss.inputs)
         return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype)
 
-    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: DTypeLike) -> Array:
         if p.teacher is None:
             return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype)
         if not _by_pair_kernels(x, p):

@@ -24,11 +24,11 @@ moved to their final places, last row first: no row moves forward, so no row is 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.problem import HeadGrads, Wanted
 from logitless.core.pytree import register
@@ -126,7 +126,7 @@ class _Plan:
 
 def _over_columns(
     f: Ordered, want: Wanted, rows: Rows, chosen: Array, held: Room, state: State
-) -> tuple[State, Any, Array]:
+) -> tuple[State, PyTree, Array]:
     """``(gradients, what dH lacks, kept mass [N])`` of all tokens in the columns ``chosen [V]``; zero in others."""
     p, head, width = f.p, f.p.head, f.p.h.shape[1]
     vocab, place, count = head.vocab, f.place, jnp.sum(chosen, dtype=jnp.int32)
@@ -140,7 +140,7 @@ def _over_columns(
     def add(pair: tuple[Array, Array], which: Array, more: Array) -> tuple[Array, Array]:
         return _added(*pair, jnp.where((which & (place < f.count))[:, None], more, 0.0))
 
-    def turn(carry: Any) -> Any:
+    def turn(carry: PyTree) -> PyTree:
         begin, state, lacks, last, kept = carry
         first, tiles, slot = plan.turn(begin)
         position = first * COLUMNS + at
@@ -193,7 +193,7 @@ def _added(total: Array, lacks: Array, more: Array) -> tuple[Array, Array]:
     return near.astype(total.dtype), (whole - near).astype(total.dtype)
 
 
-def _put(whole: Array, index: Array, rows: Any) -> Array:
+def _put(whole: Array, index: Array, rows: Array) -> Array:
     """``whole`` with ``rows`` in the places ``index``, ascending; none beyond it."""
     return whole.at[index].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
 

@@ -11,12 +11,13 @@ it are the same kernels whether all active columns go at once (``sparse_backward
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import HeadArrays, HeadGrads, Wanted
+from logitless.core.compat import Index
+from logitless.core.problem import HeadArrays, HeadGrads, Linear, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.head.mosaic_gpu import tile_mask
 from logitless.head.mosaic_gpu.dx_tiles import COLUMNS, TOKENS, Slots, count, tile_count
@@ -67,7 +68,7 @@ class Room:
         return (head.weight.size // COLUMNS if self.in_place(want) else self.rows * self.across), COLUMNS
 
 
-def no_room_because(p: Any) -> str | None:
+def no_room_because(p: Problem[Linear]) -> str | None:
     """Why these kernels do not serve a problem (arrays or shapes), or ``None`` where they do."""
     width, vocab = p.h.shape[1], p.head.vocab
     if width % TILE_K or vocab % 8:
@@ -75,7 +76,7 @@ def no_room_because(p: Any) -> str | None:
     return None
 
 
-def room(p: Any, rule: Rule) -> Room:
+def room(p: Problem[Linear], rule: Rule) -> Room:
     """The sizes for a supported problem."""
     width, vocab = p.h.shape[1], p.head.vocab
     most = min(MOST_COLUMNS, PART // (width * jnp.dtype(p.h.dtype).itemsize), rule.most)
@@ -117,7 +118,9 @@ class Live:
         return Visits(jnp.concatenate([visits.tiles, self.visits_of_hard(held).tiles]))
 
 
-def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, held: Room, place: Array) -> Any:
+def dhidden(
+    f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, held: Room, place: Array
+) -> Callable[[Index], tuple[Array, Array]]:
     """``of(half)`` (0 or 1, traced or not): ``(which [N], rows [N, H])``, dH in float32, in the columns of ``part`` and
     over the tiles ``both``, of the tokens that stand in that half of the rows of dx, by their places ``place [N]``.
 
@@ -127,7 +130,7 @@ def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, h
     tiles, listed = tile_count(held.rows // TOKENS, 2), both.by_tokens()
     how = dict(right_deep=p.head.axis == 0, shape=(tiles * TOKENS, width), wide=True, interpret=p.call.interpret)
 
-    def of(half: Array | int) -> tuple[Array, Array]:
+    def of(half: Index) -> tuple[Array, Array]:
         begin = half * tiles
         lists = _of_tokens(listed, live, held, begin, tiles)
         rows = dynamic_matmul.product(dx, part.weight, (held.rows, width, held.columns), lists=lists, **how)
@@ -137,7 +140,7 @@ def dhidden(f: Ordered, dx: Slots, part: HeadArrays, live: Live, both: Visits, h
     return of
 
 
-def _of_tokens(listed: Array, live: Live, held: Room, begin: Array | int, tiles: int) -> dynamic_matmul.Lists:
+def _of_tokens(listed: Array, live: Live, held: Room, begin: Index, tiles: int) -> dynamic_matmul.Lists:
     """Depth lists of dH for each token tile, over the given number of tiles from ``begin`` on; hard rows, all in the
     second half, come first, since they have the most work."""
     tokens, hard = (tile_count(x, TOKENS) for x in (live.tokens, live.hard))

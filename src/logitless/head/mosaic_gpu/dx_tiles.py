@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from logitless.core.compat import Index
 from logitless.head.mosaic_gpu.kernels.schedule import Tiles
 
 TOKENS, COLUMNS = Tiles().tokens, Tiles().columns
@@ -25,16 +26,16 @@ class Slots:
     """dx, or room for it."""
 
     array: Any  # [rows, 256], or a reference to it
-    first: Any  # the slot of the first tile
+    first: Index  # the slot of the first tile
     across: Any  # slots per row of tiles
 
-    def at(self, row: Any, rows: int, column: Any, columns: int) -> Any:
+    def at(self, row: Index, rows: int, column: Index, columns: int) -> Any:
         """A kernel's reference to so many rows and columns from there on."""
         slot = self.first + lax.div(row, jnp.int32(TOKENS)) * self.across + lax.div(column, jnp.int32(COLUMNS))
         inside = lax.rem(row, jnp.int32(TOKENS)), lax.rem(column, jnp.int32(COLUMNS))
         return self.array.at[pl.ds(slot * TOKENS + inside[0], rows), pl.ds(inside[1], columns)]
 
-    def numbers(self) -> tuple[Any, Any]:
+    def numbers(self) -> tuple[Index, Index]:
         return self.first, self.across
 
     def of(self, array: Array) -> Slots:

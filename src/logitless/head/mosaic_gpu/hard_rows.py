@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Gradients, HeadGrads, Problem
+from logitless.core.compat import Index
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, order_by_rank
 from logitless.head.mosaic_gpu import tile_mask
@@ -42,12 +43,12 @@ def group_size(n: int) -> int:
     return min(GROUP * -(-n // 8192), -(-n // 8) * 8)
 
 
-def can_add(head: Any) -> bool:
+def can_add(head: HeadArrays) -> bool:
     """Whether the kernel can add a product to dW: it reads whole pieces."""
     return head.weight.shape[0] % TILE_K == 0
 
 
-def most_rows(n: int, head: Any) -> int:
+def most_rows(n: int, head: HeadArrays) -> int:
     """Maximum number of rows in all groups."""
     size = group_size(n)
     return size * max(min(GROUPS, n // size) if can_add(head) else 1, 1)
@@ -61,7 +62,7 @@ class Hard:
     rows: Array  # [most] int32
     count: Array
 
-    def visit(self, first: Array | int, size: int, n: int) -> Visit:
+    def visit(self, first: Index, size: int, n: int) -> Visit:
         """A visit to ``size`` hard rows, out of ``n`` tokens."""
         at = first + jnp.arange(size, dtype=jnp.int32)
         rows = lax.dynamic_slice_in_dim(self.rows, first, size)
@@ -102,7 +103,9 @@ def _dx(p: Problem, h: Array, rows: Rows, active: Array, here: Array) -> Slots:
     return place.of(columns_dx(p, place, h, rows, target, p.head, others, visits)[0])
 
 
-def dweight(p: Problem, dx: Slots, h: Array, live: tuple[Any, Any], columns: int | None = None, **how: Any) -> Array:
+def dweight(
+    p: Problem, dx: Slots, h: Array, live: tuple[Index, Index], columns: int | None = None, **how: Any
+) -> Array:
     """dW for ``columns`` columns, new or written ``into`` an existing array: from dx and hidden states; ``live`` bounds
     columns and rows."""
     pair, extent, size = (dx, h), (live[0], h.shape[1]), (columns or 0, h.shape[1])
@@ -138,7 +141,7 @@ def add_rows(f: Ordered, hard: Hard, rows: Rows, active: Array, total: Gradients
     size = group_size(f.p.n)
     groups = hard.rows.size // size
 
-    def group(i: Array | int, total: Gradients) -> Gradients:
+    def group(i: Index, total: Gradients) -> Gradients:
         visit, count = hard.visit(i * size, size, f.p.n), jnp.clip(hard.count - i * size, 0, size)
         return _add_group(f, visit, count, rows, active, total, blank & (jnp.asarray(i) == 0))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.problem import Linear, Problem
 
 TILE_K = 64  # 128 bytes per 16-bit row: a swizzle atom
 _DTYPES = ("bfloat16", "float16")
 _LANES = 128
 
 
-def visit_of(p: Any) -> int:
+def visit_of(p: Problem[Linear]) -> int:
     """Tokens per visit of a slab: about four chunks, since no full chunk of logits is in memory here.
 
     All tokens rounded up to a multiple of 8, which tiled copies need, or equal parts in multiples of 128: a call is
@@ -30,7 +29,7 @@ def _whole(count: int, unit: int) -> int:
     return -(-int(count) // unit) * unit
 
 
-def check(p: Any, platform: str = "gpu") -> None:
+def check(p: Problem[Linear], platform: str = "gpu") -> None:
     """Raise ``NotImplementedError`` with the reason where this kernel cannot run (arrays or shapes)."""
     (n, h), v, layout, interpret = p.h.shape, p.head.vocab, p.head.layout, p.call.interpret
     dtype, head_dtype = p.h.dtype, p.head.weight.dtype

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.backend import Cost, Way
-from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import probabilities
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import finished
@@ -48,7 +48,7 @@ _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
 
 
-def not_screened_because(p: Any) -> str | None:
+def not_screened_because(p: Problem[Linear]) -> str | None:
     """Why the form with stored logits serves a problem (arrays or shapes); ``None`` where this one does."""
     if p.call.mass is not None and p.call.mass < _LEAST_TOLERANCE:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
@@ -65,7 +65,7 @@ def rule_of(p: Problem, want: Wanted) -> Rule:
 class ScreenedSparse(Sparse):
     """A backend around :class:`MosaicGpu`."""
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost, why = super().describe(p, way), not_screened_because(p)
         if why is not None:
             return dataclasses.replace(cost, way=f"{cost.way}; logits are stored: {why}")

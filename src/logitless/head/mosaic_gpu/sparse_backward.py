@@ -26,10 +26,10 @@ hard rows are those that the loop has left.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.head.mosaic_gpu import column_chunks, dweight_buffer, tile_mask
@@ -81,7 +81,7 @@ def gradients(
     dense = c.dense | (fits & (hard.count > 2 * held.hard))
     start = column_chunks.State(hidden, weight, bias, dx), left_out, hard, dense
 
-    def chunks(state: Any) -> Any:
+    def chunks(state: PyTree) -> PyTree:
         return column_chunks.gradients(f, want, known, rows, found, rule, held, state[0], state[3])
 
     total, left_out, hard, dense = once(~ok, chunks, start)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.problem import Gradients, HeadGrads, Loss, Problem, Wanted
+from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import Chunked
@@ -50,7 +50,7 @@ _FROZEN = 2048
 """Tokens whose dx is kept at a time where the head is frozen: dH of so many fills the GPU."""
 
 
-def not_stored_because(p: Any) -> str | None:
+def not_stored_because(p: Problem[Linear]) -> str | None:
     """Why the dx of all tokens is not kept (arrays or shapes); ``None`` where it is."""
     (n, width), vocab = p.h.shape, p.head.vocab
     try:
@@ -69,7 +69,7 @@ def not_stored_because(p: Any) -> str | None:
     return None
 
 
-def bytes_of(p: Any) -> int:
+def bytes_of(p: Problem[Linear]) -> int:
     """What this form takes beside inputs and outputs: dx, and a chunk's logits and dx or, afterwards, h in order and
     dH in parts."""
     (n, width), vocab, item = p.h.shape, p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
@@ -78,7 +78,7 @@ def bytes_of(p: Any) -> int:
     return own * rows * vocab + max((item + own) * chunk * vocab, (own + 2 * 4) * rows * width)
 
 
-def _room(p: Any) -> int:
+def _room(p: Problem[Linear]) -> int:
     """What it may take: the budget, or as much as the other form would."""
     if p.call.memory_budget is not None:
         return p.call.memory_budget
@@ -87,7 +87,7 @@ def _room(p: Any) -> int:
     return accumulator + item * max(p.call.chunk, chunk_of(p)) * vocab + 4 * p.n * width
 
 
-def logits_fit(p: Any) -> bool:
+def logits_fit(p: Problem[Linear]) -> bool:
     """Whether the budget holds logits for all tokens in addition to dx; with equal dtypes dx overwrites the logits."""
     if p.call.memory_budget is None or not_stored_because(p) is not None:
         return False
@@ -97,7 +97,7 @@ def logits_fit(p: Any) -> bool:
     return item.itemsize * rows * vocab + max(item.itemsize * chunk * vocab, later) <= p.call.memory_budget
 
 
-def chunk_of(p: Any) -> int:
+def chunk_of(p: Problem[Linear]) -> int:
     """Tokens per chunk, a multiple of 8 for the copies of the matmuls."""
     return -(-min(p.call.chunk, CHUNK, p.n) // 8) * 8
 

@@ -16,11 +16,11 @@ The first place belongs to no column: there stands the mean row of the head, whi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.core.compat import Index
 from logitless.core.pytree import register
 from logitless.head.mosaic_gpu.dx_tiles import COLUMNS, TOKENS, tile_count
 from logitless.head.mosaic_gpu.kernels.schedule import tile_at
@@ -73,7 +73,7 @@ class Visits:
         """That a token's tile visits, on average over the live tiles."""
         return COLUMNS * jnp.sum(self.tiles) / jnp.maximum(jnp.sum(jnp.any(self.tiles, axis=1)), 1)
 
-    def listed(self, group: int, slots: tuple[Any, Any]) -> Array:
+    def listed(self, group: int, slots: tuple[Index, Index]) -> Array:
         """int32 ``[3 + tiles]``, for ``schedule.Listed``: how many, and the numbers of the result's ``slots``; then
         which, ``group`` token tiles with a column tile at a time, by L2."""
         rows, columns = self.tiles.shape
@@ -96,7 +96,7 @@ class Visits:
         return _lists(self.tiles.T)
 
 
-def _with_numbers(tiles: Array, *numbers: Any) -> Array:
+def _with_numbers(tiles: Array, *numbers: Index) -> Array:
     return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers]), tiles])
 
 
@@ -115,7 +115,7 @@ class All(Visits):
 
     live: tuple[Array, Array]  # tiles
 
-    def listed(self, group: int, slots: tuple[Any, Any]) -> Array:
+    def listed(self, group: int, slots: tuple[Index, Index]) -> Array:
         rows, columns = self.live
         at = jnp.arange(self.tiles.size, dtype=jnp.int32)
         row, column, _ = tile_at(at, jnp.maximum(rows, 1), jnp.maximum(columns, 1), group)
@@ -123,7 +123,7 @@ class All(Visits):
         return _with_numbers(tile, rows * columns, *slots)
 
 
-def all_of(rows: int, columns: int, live_rows: Array | int, live_columns: Array | int) -> All:
+def all_of(rows: int, columns: int, live_rows: Index, live_columns: Index) -> All:
     """All tiles for the given rows and columns; the leading rows and columns are live."""
     sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
     row, column = (jnp.arange(tile_count(size, tile)) * tile < live for size, live, tile in sizes)

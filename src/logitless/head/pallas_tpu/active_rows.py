@@ -25,8 +25,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.pytree import register
 from logitless.head.pallas_tpu.operands import dot
 from logitless.head.pallas_tpu.tiles import LANES, Part, fill_rows, over_parts, tiles_of_live
@@ -57,7 +59,7 @@ def room_for(vocab: int, slots: int) -> int:
     return vocab if vocab % _ALIGNED == 0 else slots
 
 
-def blank_rows(rows: int, width: int, dtype: Any, interpret: Any) -> Array:
+def blank_rows(rows: int, width: int, dtype: DTypeLike, interpret: object) -> Array:
     """``[rows, width]`` in HBM that nobody has written to; NaN in the interpreter: an uninitialised read is visible."""
     if interpret:
         return jnp.full((rows, width), jnp.nan, dtype)
@@ -94,7 +96,7 @@ def slots_by_part(ready: Ready) -> Array:
     return ready.index.reshape(-1, 1, part)
 
 
-def scratch(vocab: int, slots: Array, width: int, dtype: Any) -> list[Any]:
+def scratch(vocab: int, slots: Array, width: int, dtype: DTypeLike) -> list[Any]:
     """Two buffers of rows on their way in, their semaphores, and which columns of the tile are ready."""
     return [
         pltpu.VMEM((2, slots.shape[2], width), dtype),
@@ -108,28 +110,28 @@ class Placing:
     """The ready rows of the tile at hand, inside a kernel; its grid is (vocabulary tile, token tile)."""
 
     vocab: int  # columns of a tile
-    n_live: Any  # what :func:`schedule` gave
-    rows: Any  # in HBM
-    slots: Any  # in VMEM
-    buffer: Any
-    arrived: Any
-    is_ready: Any  # [vocab, 1]
+    n_live: Ref  # what :func:`schedule` gave
+    rows: Ref  # in HBM
+    slots: Ref  # in VMEM
+    buffer: Ref
+    arrived: Ref
+    is_ready: Ref  # [vocab, 1]
 
-    def _span(self) -> tuple[Any, Any, Any]:
+    def _span(self) -> tuple[Array, Array, Array]:
         """``(the first part that the tile has rows in, its first slot, its end)``."""
         j = pl.program_id(0)
         return self._first_part(j), self.n_live[1 + j], self.n_live[2 + j]
 
-    def _first_part(self, tile: Any) -> Any:
+    def _first_part(self, tile: Index) -> Array:
         parts, _, part = self.slots.shape
         return jnp.minimum(self.n_live[1 + tile] // part, parts - 1)
 
-    def _copy(self, k: Any, to: Any) -> Any:
+    def _copy(self, k: Index, to: Index) -> Any:
         parts, _, part = self.slots.shape
         at = pl.multiple_of(self.rows.shape[0] - parts * part + k * part, _ALIGNED)
         return pltpu.make_async_copy(self.rows.at[pl.ds(at, part)], self.buffer.at[to], self.arrived.at[to])
 
-    def _one_hot(self, k: Any, own: Part) -> Array:
+    def _one_hot(self, k: Index, own: Part) -> Array:
         """``[columns of the part, slots of a part]`` bool."""
         part, (_, first, end) = self.slots.shape[2], self._span()
         slot = k * part + lax.broadcasted_iota(jnp.int32, (1, part), 1)
@@ -137,7 +139,7 @@ class Placing:
         own_first = pl.program_id(0) * self.vocab + own.first
         return lax.broadcasted_iota(jnp.int32, (own.size, part), 0) == column - own_first
 
-    def _clear(self, k: Any) -> None:
+    def _clear(self, k: Index) -> None:
         """Zeros for the rows of a part that are others', which may be anything."""
         at, (_, first, end) = pl.program_id(0) % 2, self._span()
         rows = self.buffer.at[at]
@@ -148,11 +150,11 @@ class Placing:
 
         fill_rows(rows, own)
 
-    def _placed(self, k: Any, own: Part) -> Array:
+    def _placed(self, k: Index, own: Part) -> Array:
         rows = self.buffer[pl.program_id(0) % 2]
         return dot(self._one_hot(k, own).astype(jnp.float32).astype(rows.dtype), rows, (1, 0))
 
-    def _over_more_parts(self, body: Any) -> None:
+    def _over_more_parts(self, body: Callable[[Array], None]) -> None:
         here, _, end = self._span()
         lax.fori_loop(here + 1, tiles_of_live(end, self.slots.shape[2]), lambda k, _: body(k), None)
 
@@ -165,13 +167,13 @@ class Placing:
         pl.when(j == 0)(lambda: self._copy(self._first_part(0), 0).start())
         pl.when(j + 1 < pl.num_programs(0))(lambda: self._copy(self._first_part(j + 1), (j + 1) % 2).start())
 
-        def find(k: Any, own: Part) -> Array:
+        def find(k: Index, own: Part) -> Array:
             return jnp.sum(jnp.where(self._one_hot(k, own), 1.0, 0.0), axis=1, keepdims=True)
 
         def begun(own: Part) -> None:
             self.is_ready[own.rows, :] = find(self._span()[0], own)
 
-        def more(k: Any) -> None:
+        def more(k: Index) -> None:
             def add(own: Part) -> None:
                 self.is_ready[own.rows, :] += find(k, own)
 
@@ -190,11 +192,11 @@ class Placing:
         """``[columns of the part, H]`` float32: the rows that have arrived in their places, zeros elsewhere."""
         return self._placed(self._span()[0], own)
 
-    def put_more(self, out: Any) -> None:
+    def put_more(self, out: Ref) -> None:
         """The rows of further parts over the zeros in ``out [vocab, H]``."""
         at = pl.program_id(0) % 2
 
-        def put(k: Any) -> None:
+        def put(k: Index) -> None:
             self._copy(k, at).start()
             self._copy(k, at).wait()
             self._clear(k)

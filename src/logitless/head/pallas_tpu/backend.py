@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Residual:
     kept: Kept | None = None  # exponentials for dW, in the order in which live tokens were swept
 
 
-def describe(p: Problem) -> dict[str, Any]:
+def describe(p: Problem) -> dict[str, dict[str, float]]:
     """Tiles, matmuls and HBM bytes of each kernel at a problem's shapes, for ``explain()``."""
     n, width = p.h.shape[0], p.h.shape[1] + whole_lanes(p.head.rank)
     item, vocab = jnp.dtype(p.h.dtype).itemsize, p.head.vocab
@@ -69,7 +69,7 @@ def describe(p: Problem) -> dict[str, Any]:
     kept = min(p.call.kept, n)
     one, exponentials = 2 * n * width * vocab, kept * vocab * item
 
-    def about(kernel: Kernel, keeping: bool = False) -> dict[str, Any]:
+    def about(kernel: Kernel, keeping: bool = False) -> dict[str, float]:
         t = operands.tiles_of(kernel, p, keeping)
         matmuls: float = 2
         if kernel == "dhead":
@@ -179,7 +179,7 @@ class PallasTpu:
 
             if want.hidden:
                 # dH before dW: then dH's inputs are dead during dW.
-                rounded: Any = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
+                rounded: jnp.dtype = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
                 if isinstance(residual.direction, kernels.Terms):
                     f = front(p.live)
                     dh = f.put_back(residual.direction.times(p, f.take(g.logp), rounded))

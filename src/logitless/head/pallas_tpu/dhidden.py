@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
+from logitless.core.compat import Ref
 from logitless.head.pallas_tpu.dweight import TARGET, cotangent_of_logits
 from logitless.head.pallas_tpu.operands import (
     ROWS,
@@ -34,7 +35,7 @@ from logitless.head.pallas_tpu.operands import (
 from logitless.head.pallas_tpu.tiles import SUBLANES, Spec, over_parts, turn_around, zero_rows
 
 
-def _dhidden_kernel(spec: Spec, n_live: Any, refs: Operands, out_ref: Any, token: Any) -> None:
+def _dhidden_kernel(spec: Spec, n_live: Ref, refs: Operands, out_ref: Ref, token: Ref) -> None:
     i, j = pl.program_id(0), pl.program_id(1)
     live = spec.live(i, n_live)
 

@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
 from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
@@ -79,7 +81,7 @@ _NOTHING = (jnp.inf, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
 """The numbers of a token without a gradient."""
 
 
-def cotangent_of_logits(spec: Spec, x: Array, token: Callable[[int], Array], is_target: Array, scalars: Any) -> Array:
+def cotangent_of_logits(spec: Spec, x: Array, token: Callable[[int], Array], is_target: Array, scalars: Ref) -> Array:
     """Unrounded cotangent of the raw logits ``x``; ``token(k)`` broadcasts the token's ``k``-th number against it."""
     transform = spec.transform(scalars, token(4) if spec.per_token_temperature else None)
     s = jnp.maximum(times(factor(transform), swept(x, transform) - token(0)), LOG_ZERO)
@@ -103,9 +105,9 @@ class _Tile:
 
     spec: Spec
     refs: Operands
-    j: Any
+    j: Index
 
-    def at(self, part: Part) -> Any:
+    def at(self, part: Part) -> tuple[slice | pl.Slice, slice | pl.Slice]:
         """The part's columns of the vocabulary in what has the head's layout."""
         return (part.rows, slice(None)) if self.spec.layout == "vh" else (slice(None), part.rows)
 
@@ -144,7 +146,7 @@ class _Tile:
         return jnp.where(self.is_target(e, part), self.token(AT_TARGET), jnp.where(f != 0, e * f, 0.0))
 
 
-def _dhead_kernel(spec: Spec, n_live: Any, refs: Operands, out: HeadSums, scratch: HeadSums) -> None:
+def _dhead_kernel(spec: Spec, n_live: Ref, refs: Operands, out: HeadSums, scratch: HeadSums) -> None:
     vh, vocab, axis = spec.layout == "vh", spec.tiles.vocab, spec.axis  # along which the vocabulary runs in the logits
     acc: Any = out.weight if scratch.weight is None else scratch.weight  # a float32 dW is its own accumulator
     dbias: Any = scratch.bias
@@ -220,12 +222,12 @@ def _dhead_blocks(k: Launch) -> Operands:
     spec, width = k.spec, k.operands.h.shape[1]
     tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
 
-    def at(i: Any, n_live: Any) -> Any:
+    def at(i: Index, n_live: Ref) -> Index:
         """The token tile to read; a step without a tile repeats the previous step's tile."""
         own = spec.readable(i, n_live)
         return jnp.where(i < spec.kept_steps, kept_at(i, n_live), own) if spec.kept else own
 
-    def kept_at(i: Any, n_live: Any) -> Any:
+    def kept_at(i: Index, n_live: Ref) -> Array:
         return n_live[1 + jnp.minimum(i, spec.kept_steps - 1)]
 
     def rows(size: int) -> pl.BlockSpec:
@@ -260,7 +262,7 @@ def _dhead_blocks(k: Launch) -> Operands:
     )
 
 
-def dhead_sweep(k: Launch, out_dtype: Any, has_weight: bool = True) -> HeadSums:
+def dhead_sweep(k: Launch, out_dtype: DTypeLike, has_weight: bool = True) -> HeadSums:
     """dW in the head's shape and ``out_dtype`` if ``has_weight``, dbias ``[V]`` float32 if there is a bias, that of
     LoRA's outer factor in whole lanes; ``k`` as for :func:`dhidden_sweep`, with coefficients of whole token tiles."""
     spec, x, vh = k.spec, k.operands, k.spec.layout == "vh"

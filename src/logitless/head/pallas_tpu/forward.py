@@ -47,6 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.pytree import register
 from logitless.core.stats import NEG_INF, RowSums
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
@@ -183,7 +184,7 @@ class _Scratch:
     pending: Any = None  # [tokens, a block] float32, without a direction: logits that are not in the sums yet
 
 
-def _kernel(spec: Spec, n_live: Any, refs: Operands, out: _Out, scratch: _Scratch) -> None:
+def _kernel(spec: Spec, n_live: Ref, refs: Operands, out: _Out, scratch: _Scratch) -> None:
     """One (token tile, vocabulary tile) step. If E leaves in halves, steps behind the last tile of the vocabulary write
     a part of the tokens each; without a direction one such step takes in the last block."""
     i, j = pl.program_id(0), pl.program_id(1)
@@ -209,32 +210,32 @@ class _Step:
     refs: Operands
     out: _Out
     scratch: _Scratch
-    i: Any  # the token tile
-    j: Any  # the vocabulary tile
-    live: Any  # whether the token tile has a live token
+    i: Index  # the token tile
+    j: Index  # the vocabulary tile
+    live: Array | bool  # whether the token tile has a live token
 
     @property
     def expected(self) -> Any:
         """The accumulator E, or ``None``."""
         return self.out.expected if self.scratch.expected is None else self.scratch.expected
 
-    def number(self, rows: Any, k: int) -> Array:
+    def number(self, rows: slice | pl.Slice, k: int) -> Array:
         """The ``k``-th number of each token, ``[rows, 1]``."""
         return self.scratch.token[rows, k : k + 1]
 
-    def transform(self, rows: Any) -> LogitTransform:
+    def transform(self, rows: slice | pl.Slice) -> LogitTransform:
         return self.spec.transform(self.refs.scalars, self.number(rows, TEMPERATURE))
 
-    def read(self, rows: Any) -> RowSums:
+    def read(self, rows: slice | pl.Slice) -> RowSums:
         return jax.tree.map(lambda ref: ref[rows, :], self.scratch.sums)
 
-    def write(self, rows: Any, sums: RowSums) -> None:
+    def write(self, rows: slice | pl.Slice, sums: RowSums) -> None:
         jax.tree.map(lambda ref, value: ref.__setitem__((rows, slice(None)), value), self.scratch.sums, sums)
 
-    def logits(self, rows: Any, pieces: list[slice]) -> list[Array]:
+    def logits(self, rows: slice | pl.Slice, pieces: list[slice]) -> list[Array]:
         return [raw_logits(self.spec, self.refs, rows, piece) for piece in pieces]
 
-    def begin(self, n_live: Any) -> None:
+    def begin(self, n_live: Ref) -> None:
         """Before a token tile's first vocabulary tile."""
         acc = self.scratch.sums
 
@@ -257,7 +258,7 @@ class _Step:
                     clear_dead(self.refs.low, 0, dead[1])
 
     def take_in(
-        self, rows: Any, sums: RowSums, x: list[Array], first: Any, limit: Any = None, beside: Any = None
+        self, rows: slice | pl.Slice, sums: RowSums, x: list[Array], first: Index, limit: Any = None, beside: Any = None
     ) -> tuple[RowSums, Array, list[Array], list[Array]]:
         """:func:`_absorb` a block of raw logits whose first column is the step's ``first``; of its columns ``limit``
         count."""
@@ -329,7 +330,7 @@ class _Direction:
             x = following
         step.write(rows, sums)
 
-    def add(self, rows: Any, block: slice, x: list[Array], a: Array, e: list[Array]) -> Array:
+    def add(self, rows: slice | pl.Slice, block: slice, x: list[Array], a: Array, e: list[Array]) -> Array:
         """E times ``a``, plus the block's exponentials ``e`` times its columns of the head, and the exponentials as
         used."""
         step = self.step
@@ -405,7 +406,7 @@ class _Statistics:
             pending[rows, place] = piece
         step.write(rows, sums)
 
-    def put_maxima(self, rows: Any, sums: RowSums, s: list[Array], at: int) -> None:
+    def put_maxima(self, rows: slice | pl.Slice, sums: RowSums, s: list[Array], at: int) -> None:
         """The block's maxima over these rows, from the step's column ``at`` on."""
         step, maxima = self.step, self.step.out.maxima
         top = times(factor(step.transform(rows)), sums.maximum)
@@ -422,7 +423,7 @@ def _block_of_half(spec: Spec, width: int) -> pl.BlockSpec:
     behind the last token the last part's."""
     size, last = spec.tiles.tokens // spec.leaving, pl.cdiv(spec.n * spec.leaving, spec.tiles.tokens) - 1
 
-    def at(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def at(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         return jnp.minimum(i * spec.leaving + jnp.maximum(j - spec.vocab_steps, 0), last), 0
 
     return pl.BlockSpec((size, width), at)
@@ -446,7 +447,7 @@ def _outputs(k: Launch, direction: bool, room: int, halves: bool, maxima: bool) 
     width += k.rank
 
     # Dead tiles keep their own output block: on a chip with two cores another core may hold the last live one.
-    def own(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def own(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         return i, 0
 
     moved, struct = 4 * n * width * direction, jax.ShapeDtypeStruct

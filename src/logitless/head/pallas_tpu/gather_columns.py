@@ -14,7 +14,6 @@ b``.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
+from logitless.core.compat import Ref
 from logitless.head.pallas_tpu.operands import dot
 from logitless.head.pallas_tpu.tiles import LANES, MIB
 
@@ -42,7 +42,7 @@ def _schedule(y: Array, blocks: int, columns: int) -> tuple[Array, Array, Array]
     return chunk, block.astype(jnp.int32), ends[-1:].astype(jnp.int32)
 
 
-def _kernel(size: tuple[int, int], chunk: Any, block: Any, count: Any, y_ref: Any, w_ref: Any, out_ref: Any) -> None:
+def _kernel(size: tuple[int, int], chunk: Ref, block: Ref, count: Ref, y_ref: Ref, w_ref: Ref, out_ref: Ref) -> None:
     """``size``: columns of the head, and of a block."""
     s, (vocab, columns) = pl.program_id(0), size
 
@@ -65,7 +65,7 @@ def _kernel(size: tuple[int, int], chunk: Any, block: Any, count: Any, y_ref: An
         out_ref[...] += dot(w, chosen, (1, 0)).astype(out_ref.dtype)  # only a single term in the sum is nonzero
 
 
-def columns_at(lm_head: Array, targets: Array, interpret: Any) -> Array:
+def columns_at(lm_head: Array, targets: Array, interpret: object) -> Array:
     """``lm_head[:, targets].T``: ``[N, H]`` from ``[H, V]``, for targets within ``[0, V)``."""
     order = jnp.argsort(targets)
     found = _columns_in_order(lm_head, targets[order], interpret)
@@ -83,7 +83,7 @@ def _in_chunks(y: Array) -> Array:
     return jnp.concatenate([y, jnp.broadcast_to(y[-1:], (more,))]).reshape(-1, TOKENS)
 
 
-def _columns_in_order(lm_head: Array, index: Array, interpret: Any) -> Array:
+def _columns_in_order(lm_head: Array, index: Array, interpret: object) -> Array:
     """:func:`columns_at` of columns that ascend."""
     width, vocab = lm_head.shape
     n, columns, y = index.shape[0], _block(vocab), _in_chunks(index)

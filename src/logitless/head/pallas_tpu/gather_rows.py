@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.head.pallas_tpu.tiles import (
     LANES,
     LEAST_LIMIT,
@@ -55,17 +57,19 @@ def _rows_or_zeros(x: Array, number: Callable[[int], Array], beside: list[Array]
     return jnp.where(number(0) > 0, x, 0.0)
 
 
-def _kernel(made: Made, rows_of: Any, numbers: Any, x: Any, beside: Any, out: Any, *scratch: Any) -> None:
+def _kernel(
+    made: Made, rows_of: tuple[Ref, Ref], numbers: Sequence[Ref], x: Ref, beside: Sequence[Ref], out: Ref, *scratch: Ref
+) -> None:
     (now, following), (turned, buffer, arrived) = rows_of, scratch
     i, slot, tokens = pl.program_id(0), lax.rem(pl.program_id(0), 2), out.shape[0]
     along = buffer.shape[1] // tokens  # rows of a copy
 
-    def copy(row: Any, k: Any, to: Any) -> Any:
+    def copy(row: Index, k: Index, to: Index) -> Any:
         first = pl.multiple_of(lax.div(row, along) * along, along)
         place = pl.ds(pl.multiple_of(k * along, along), along)
         return pltpu.make_async_copy(x.at[pl.ds(first, along), :], buffer.at[to, place, :], arrived.at[to])
 
-    def fetch(rows: Any, to: Any) -> None:
+    def fetch(rows: Ref, to: Index) -> None:
         lax.fori_loop(0, tokens, lambda k, _: copy(rows[0, 0, k], k, to).start(), None, unroll=_UNROLL)
 
     pl.when(i == 0)(lambda: fetch(now, slot))
@@ -101,11 +105,11 @@ def served(x: Array) -> bool:
 def made_of_rows(
     x: Array,
     at: Array,
-    interpret: Any,
+    interpret: object,
     made: Made = _rows,
     numbers: Sequence[Array] = (),
     beside: Sequence[Array] = (),
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """``[K, H]`` in ``dtype`` (default: of ``x``): ``made`` applied to the rows ``at [K]`` of ``x [V, H]``, with
     ``numbers [K]`` and ``beside [K, H]`` per row; overwrites the first ``beside`` if the dtypes match.
@@ -121,7 +125,7 @@ def made_of_rows(
     in_place = bool(beside) and beside[0].dtype == dtype and not (interpret and count % tokens)
 
     # Few rows may stay in VMEM until they are used.
-    shape = jax.ShapeDtypeStruct((count, width), dtype)
+    shape: jax.ShapeDtypeStruct | pl.MemoryRef = jax.ShapeDtypeStruct((count, width), dtype)
     shape = shape if steps <= _FEW else compat.hbm_output((count, width), dtype, interpret)
 
     def own(ahead: int) -> pl.BlockSpec:
@@ -135,12 +139,7 @@ def made_of_rows(
     return pl.pallas_call(
         functools.partial(_kernel, made),
         grid=(steps,),
-        in_specs=[
-            [own(0), own(1)],
-            [line] * (1 + len(rows)),
-            pl.BlockSpec(memory_space=pl.ANY),
-            [block] * len(beside),
-        ],
+        in_specs=[[own(0), own(1)], [line] * (1 + len(rows)), pl.BlockSpec(memory_space=pl.ANY), [block] * len(beside)],
         out_specs=block,
         scratch_shapes=[
             pltpu.VMEM((tokens, _TURNED), jnp.float32),
@@ -163,7 +162,7 @@ def made_of_rows(
     )
 
 
-def rows_at(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
+def rows_at(x: Array, at: Array, interpret: object, keep: Array | None = None) -> Array:
     """Rows ``at [K]`` of ``x [V, H]``; zeros where ``keep [K]``, if given, is false."""
     if keep is None:
         return made_of_rows(x, at, interpret)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.problem import Gradients, HeadGrads, Problem
 from logitless.core.pytree import register, tree_of
 from logitless.core.stats import StatCotangents, TokenStats
@@ -86,7 +88,7 @@ def rows_beside(p: Problem, tokens: int) -> int:
     return (large - small) // (4 * width) // tokens * tokens
 
 
-def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Any, part: Part) -> Array:
+def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Index, part: Part) -> Array:
     """dx for a part of vocabulary tile ``j``, unrounded; zero in ready columns, and from ``end`` (the first padded
     column) on."""
     x = dot(refs.weight[part.rows, :], refs.h[...], (1, 1))
@@ -103,7 +105,7 @@ def _cotangent(spec: Spec, refs: _Read, scratch: _Scratch, end: Array, j: Any, p
     return jnp.where(counts, d, 0.0)
 
 
-def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scratch) -> None:
+def _kernel(spec: Spec, n_live: Ref, refs: _Read, out: Gradients, scratch: _Scratch) -> None:
     vocab, tokens, width = spec.tiles.vocab, spec.tiles.tokens, refs.h.shape[1]
     j, i = pl.program_id(0), pl.program_id(1)
     end = spec.vocab_size - j * vocab  # real columns in the tile
@@ -159,7 +161,7 @@ def _kernel(spec: Spec, n_live: Any, refs: _Read, out: Gradients, scratch: _Scra
     def put(part: Part) -> None:
         dw[part.rows, :] = (acc[part.rows, :] + placing.first(part)).astype(dw.dtype)
 
-    def over_columns(body: Any) -> None:
+    def over_columns(body: Callable[[Part], None]) -> None:
         over_parts(vocab, TURNS * tokens * width, LANES, body)
 
     pl.when(taken)(lambda: over_columns(cotangent))
@@ -243,7 +245,7 @@ def hard_sweep(
     k = prepare("dhead", p, n_live, tiles)
     spec, x, tokens, (n, width) = k.spec, k.operands, k.spec.tiles.tokens, p.h.shape
     passes, times = pl.cdiv(spec.vocab, spec.tiles.vocab), 1 + (known is not None)
-    steps: Any = (
+    steps: Index = (
         spec.token_steps if spec.all_live else jnp.clip(tiles_of_live(k.n_live[0], tokens), 1, spec.token_steps)
     )
     read = _Read(

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.problem import Problem
 from logitless.core.pytree import register, static
 from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
@@ -122,7 +122,7 @@ def schedule(k: Launch, moves: Array) -> Array:
     return jnp.concatenate([k.n_live, at, active.astype(jnp.int32)])
 
 
-def has_gradient(n_live: Any, tile: Any, kept_steps: int) -> Any:
+def has_gradient(n_live: Ref, tile: Index, kept_steps: int) -> Array:
     """Whether a tile of kept tokens has one with a gradient, by what :func:`schedule` says."""
     return n_live[1 + kept_steps + tile] != 0
 
@@ -137,7 +137,7 @@ def block_of_step(spec: Spec) -> pl.BlockSpec:
     last, steps = spec.vocab_steps - 1, spec.kept_steps
     other = steps if spec.spare else steps - 1
 
-    def at(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def at(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         row = jnp.where((i < steps) & spec.live(i, n_live), jnp.minimum(j, last), last)
         column = jnp.minimum(i, other)
         return (row, column) if spec.layout == "vh" else (column, row)

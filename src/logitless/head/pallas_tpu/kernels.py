@@ -32,10 +32,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
@@ -152,7 +152,7 @@ class Terms:
     others: Array  # [N] float32: what E is multiplied by
     targets: Array  # [N] int32, each a column of the head
 
-    def times(self, p: Problem, g: Array, dtype: Any) -> Array:
+    def times(self, p: Problem, g: Array, dtype: DTypeLike) -> Array:
         """``g D [N, H]``, exactly zero where ``g [N]`` is; written over ``high`` if that has its dtype."""
         n, out = self.high.shape[0], self.high
         rest = [] if self.rest is None else [self.rest]
@@ -164,7 +164,7 @@ class Terms:
         # Columns of an [H, V] head are found by one sweep over the head, for any number of tokens.
         size = PART if p.head.layout == "vh" and dtype == out.dtype and n >= 2 * PART else n
 
-        def made(first: Any, count: int, high: Array) -> Array:
+        def made(first: Array | int, count: int, high: Array) -> Array:
             def cut(x: Array) -> Array:
                 return lax.dynamic_slice_in_dim(x, first, count) if count < n else x
 
@@ -224,7 +224,7 @@ def columns_of(p: Problem) -> Array:
 
 
 def token_direction(
-    p: Problem, n_live: Any, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
+    p: Problem, n_live: Count, stats: TokenStats, sums: RowSums, x_y: Array, expected: Array, here: Array | None = None
 ) -> Both:
     """``d logp / d hidden``, or a shard's part; ``here [N]``: whether the target is a local column.
 
@@ -248,7 +248,7 @@ def _by_copies(x: Array, count: int) -> bool:
     return count >= LEAST and gather_rows.served(x)
 
 
-def gather(x: Array, at: Array, interpret: Any, keep: Array | None = None) -> Array:
+def gather(x: Array, at: Array, interpret: object, keep: Array | None = None) -> Array:
     """Rows ``at [K]`` of ``x [V, H]``, zeros where ``keep [K]`` is false: by a kernel, or by XLA in parts."""
     if _by_copies(x, at.size):
         return gather_rows.rows_at(x, at, interpret, keep)
@@ -286,7 +286,7 @@ def dhead(
     n_live: Count,
     stats: TokenStats,
     g: StatCotangents,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     tiles: Tiles | None = None,
     kept: Kept | None = None,
     weight: bool = True,

@@ -7,6 +7,7 @@ call, of references inside. ``None`` is what a call does not have.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.core import compat
+from logitless.core.compat import Index, Ref
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
 from logitless.head.pallas_tpu import lora
@@ -66,7 +68,7 @@ class Launch:
         """LoRA's rank in whole lanes; 0 without LoRA."""
         return 0 if self.operands.low is None else self.operands.low.shape[1]
 
-    def reading(self, **more: Any) -> Launch:
+    def reading(self, **more: Array | None) -> Launch:
         """The same with other operands."""
         return dataclasses.replace(self, operands=dataclasses.replace(self.operands, **more))
 
@@ -109,7 +111,7 @@ def check(p: Problem) -> None:
         tiles_of(kernel, p)
 
 
-def interpreter(interpret: Any) -> Any:
+def interpreter(interpret: object) -> object:
     """What ``pallas_call`` takes for ``Call.interpret``."""
     return pltpu.InterpretParams() if interpret is True else interpret
 
@@ -176,17 +178,17 @@ def sweep_blocks(k: Launch) -> Operands:
     spec, width = k.spec, k.operands.h.shape[1]
     tokens, vocab = spec.tiles.tokens, spec.tiles.vocab
 
-    def token(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def token(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         return spec.readable(i, n_live), 0
 
-    def column(i: Any, j: Any, n_live: Any) -> Any:
+    def column(i: Index, j: Index, n_live: Ref) -> Index:
         j = jnp.where(j < spec.vocab_steps, j, 0) if spec.leaving else j  # the next token tile's first, beforehand
         return j if spec.all_live else jnp.where(spec.live(i, n_live), j, spec.vocab_steps - 1)
 
-    def head_vh(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def head_vh(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         return column(i, j, n_live), 0
 
-    def head_hv(i: Any, j: Any, n_live: Any) -> tuple[Any, Any]:
+    def head_hv(i: Index, j: Index, n_live: Ref) -> tuple[Index, Index]:
         return 0, column(i, j, n_live)
 
     # Changes once per token tile: a second buffer would hide a few microseconds and cost megabytes.
@@ -235,7 +237,7 @@ def raw_logits(spec: Spec, refs: Operands, rows: Any, columns: slice) -> Array:
     return rounded(spec, x)
 
 
-def some_columns(spec: Spec, w_ref: Any, columns: slice) -> Array:
+def some_columns(spec: Spec, w_ref: Ref, columns: slice) -> Array:
     """Some columns of the vocabulary in the block of the head, or of LoRA's outer factor."""
     if columns == slice(0, spec.tiles.vocab):
         return w_ref[...]
@@ -255,12 +257,12 @@ def clear_outside(spec: Spec, refs: Operands, width: int) -> None:
 
 
 def add_head_rows(
-    spec: Spec, refs: Operands, total: Any, tokens: Any, before: Array | None, d: Array, columns: slice
+    spec: Spec, refs: Operands, total: Ref, tokens: slice | pl.Slice, before: Array | None, d: Array, columns: slice
 ) -> None:
     """``total [tokens, H + R] = before total + d [W, outer]`` for a tile's ``tokens`` and some of its columns;
     ``before [tokens, 1]``, ``None``: 1."""
 
-    def add(at: Any, rows: Array) -> None:
+    def add(at: slice, rows: Array) -> None:
         old = total[tokens, at]
         total[tokens, at] = (old if before is None else before * old) + dot(d, rows, (1, spec.axis))
 
@@ -277,7 +279,7 @@ def outer_bytes(k: Launch) -> int:
     return 0 if k.operands.outer is None else k.operands.outer.nbytes
 
 
-def clear_dead(ref: Any, axis: int, kept: Any) -> None:
+def clear_dead(ref: Ref, axis: int, kept: Any) -> None:
     """Zero the tokens of a block from ``kept`` on: dead ones may hold anything, and a block may end after the array."""
 
     def cleared(part: Part) -> Array:
@@ -288,7 +290,7 @@ def clear_dead(ref: Any, axis: int, kept: Any) -> None:
     fill_rows(ref, cleared)
 
 
-def over_vocabulary(spec: Spec, live: Any, step: Any) -> None:
+def over_vocabulary(spec: Spec, live: Array | bool, step: Callable[[int, bool], None]) -> None:
     """``step(width, masked)`` at this grid step of a sweep over the vocabulary: whole tiles, and the last, narrower
     one; ``masked`` if it holds columns that do not count."""
     j, last = pl.program_id(1), spec.vocab_steps - 1

@@ -43,11 +43,12 @@ in VMEM); where V is no multiple of 16 also ``[K limit, H]`` of dW's rows. Hidde
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.backend import Cost, Split, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
@@ -202,7 +203,7 @@ def _in_order(p: Problem, first: Array) -> Ordered:
     )
 
 
-def _some(tree: Any, at: Array) -> Any:
+def _some(tree: PyTree, at: Array) -> PyTree:
     """The rows ``at`` of a tree of ``[N]``."""
     return jax.tree.map(lambda x: x.at[at].get(mode="promise_in_bounds"), tree)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.core.pytree import register
@@ -268,7 +268,7 @@ def _hard_tiles(p: Problem) -> Tiles:
     return dataclasses.replace(tiles, tokens=min(tiles.tokens, HARD_TOKENS)) if tiles.tokens > LANES else tiles
 
 
-def weight_dtype(p: Problem) -> Any:
+def weight_dtype(p: Problem) -> DTypeLike:
     """dtype of dW: the parameter's dtype, but float32 for a part of a sum over devices."""
     whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
     return jnp.dtype(jnp.float32) if whole else p.head.weight.dtype

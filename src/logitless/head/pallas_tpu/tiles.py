@@ -33,6 +33,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from logitless.core.compat import Index, Ref
 from logitless.core.transform import LogitTransform
 
 Kernel = Literal["forward", "dhidden", "dhead"]
@@ -198,24 +199,24 @@ class Spec:
         """The last block of the first ``width`` columns of a tile."""
         return blocks_of(width)[-1]
 
-    def live(self, tile: Any, n_live: Any) -> Any:
+    def live(self, tile: Index, n_live: Ref) -> Array | bool:
         """Whether a token tile has a live token."""
         return True if self.all_live else tile * self.tiles.tokens < n_live[0]
 
-    def dead_rows(self, tile: Any, n_live: Any) -> tuple[Any, Any] | None:
+    def dead_rows(self, tile: Index, n_live: Ref) -> tuple[Array | bool, Index] | None:
         """``(whether a token tile has rows that do not count, how many rows do)``; ``None`` where no tile has any."""
         if self.all_live and self.n % self.tiles.tokens == 0:
             return None
         count = self.n if self.all_live else n_live[0]
         return (tile + 1) * self.tiles.tokens > count, count - tile * self.tiles.tokens
 
-    def readable(self, tile: Any, n_live: Any) -> Any:
+    def readable(self, tile: Index, n_live: Ref) -> Index:
         """The token tile to read at ``tile``: a dead tile repeats the last live tile and fetches nothing."""
         if self.all_live:
             return tile
         return jnp.minimum(tile, jnp.maximum(tiles_of_live(n_live[0], self.tiles.tokens) - 1, 0))
 
-    def transform(self, scalars: Any, temperature: Array | None) -> LogitTransform:
+    def transform(self, scalars: Ref, temperature: Array | None) -> LogitTransform:
         """The transform inside a kernel: scalars from SMEM, a per-token temperature as a column or row."""
         t = temperature if self.per_token_temperature else scalars[0] if self.has_temperature else None
         return LogitTransform(
@@ -237,11 +238,11 @@ def tiles_of_live(count: Array, size: int) -> Array:
 class Part:
     """Rows of a tile."""
 
-    first: Any
+    first: Index
     size: int
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> pl.Slice:
         """Their place, as an index of a reference."""
         return pl.ds(self.first, self.size)
 
@@ -283,7 +284,7 @@ def over_lanes(size: int, body: Callable[[Part], None]) -> None:
     _loop(size, size // LANES, body)
 
 
-def turn_around(rows: Any, columns: Any) -> None:
+def turn_around(rows: Ref, columns: Ref) -> None:
     """``[ROWS, whole lanes]`` to ``[whole lanes, ROWS]``."""
 
     def turn(part: Part) -> None:
@@ -292,7 +293,7 @@ def turn_around(rows: Any, columns: Any) -> None:
     over_lanes(columns.shape[0], turn)
 
 
-def fill_rows(ref: Any, value: Callable[[Part], Any], least: int = _FILLED) -> None:
+def fill_rows(ref: Ref, value: Callable[[Part], Array], least: int = _FILLED) -> None:
     """Write all rows of a two-dimensional reference, a part of about ``least`` rows at a time."""
 
     def fill(part: Part) -> None:
@@ -301,7 +302,7 @@ def fill_rows(ref: Any, value: Callable[[Part], Any], least: int = _FILLED) -> N
     _loop(ref.shape[0], parts_of(ref.shape[0], SUBLANES, least), fill)
 
 
-def zero_rows(ref: Any) -> None:
+def zero_rows(ref: Ref) -> None:
     """Zeros in a two-dimensional reference."""
     fill_rows(ref, lambda part: jnp.zeros((part.size, ref.shape[1]), ref.dtype))
 

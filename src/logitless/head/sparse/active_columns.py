@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.chunk_size import column_tile, platform
 from logitless.core.problem import HeadArrays, HeadGrads, Layout, Problem
@@ -275,12 +276,12 @@ def head_columns(head: HeadArrays, index: Array, ascending: bool = True) -> Head
     )
 
 
-def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: Any = None) -> HeadGrads:
+def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: DTypeLike | None = None) -> HeadGrads:
     """Zeros for the cotangents of the gathered head ``part``, those that ``total`` has; what is not gathered (LoRA's
     inner factor) is ``total``'s own. Zeros in ``dtype``, or in the dtype of ``total``."""
     by_row = part.layout == "vh"
 
-    def blank(whole: Array | None, like: Array | None) -> Any:
+    def blank(whole: Array | None, like: Array | None) -> Array | None:
         return None if whole is None or like is None else jnp.zeros(like.shape, dtype or whole.dtype)
 
     return HeadGrads(

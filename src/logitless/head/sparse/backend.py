@@ -29,15 +29,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from logitless.core import row_passes
 from logitless.core.backend import Cost, Split, Way
-from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
 from logitless.core.stats import StatCotangents, TokenStats, blank_stats
@@ -56,7 +57,7 @@ _PROBE = 64
 """Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
 
 
-def auto_tolerance(dtype: Any) -> float:
+def auto_tolerance(dtype: DTypeLike) -> float:
     """Mass a row may leave out under ``sparse_backward="auto"``: half an ulp of the operands' dtype, since dlogits are
     rounded to it in any case. 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32."""
     return float(jnp.finfo(dtype).eps) / 2
@@ -123,7 +124,7 @@ class Sparse:
     def in_forward(self) -> bool:
         return self.own.in_forward
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: Problem[Linear], columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
 
     def supports(self, p: Problem, split: Split) -> str | None:
@@ -132,7 +133,7 @@ class Sparse:
             return "with a teacher it serves losses whose gradients come out of the forward pass"
         return None
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Linear], way: Way) -> Cost:
         """The saving depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""
         cost, rule = self.own.describe(p, way), chunk_rule(p.head.vocab)
         what = "mass" if p.teacher is None else "gradient"
@@ -179,13 +180,13 @@ class Sparse:
         moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
         common = mean_row(rule, p) if want.hidden else None
 
-        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> Any:
+        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> PyTree:
             out, total, report = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
             part = dataclasses.replace(part, live=own.inputs.mask)
 
-            def look(_: Any) -> tuple[TokenStats, StatCotangents, Columns]:
+            def look(_: None) -> tuple[TokenStats, StatCotangents, Columns]:
                 stats = self.own.row_statistics(x, part)
                 g = own.cotangents(stats)
                 miss = misses(p.tolerance, stats, g, p.call.vocab_size)
@@ -217,7 +218,7 @@ class Sparse:
         moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
         common = mean_row(rule, p) if want.hidden else None
 
-        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> Any:
+        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> PyTree:
             out, total, report = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
@@ -272,7 +273,7 @@ class Sparse:
     ) -> tuple[TokenStats, SparseReport, ChunkColumns]:
         rule = chunk_rule(p.head.vocab, want.matmuls)
 
-        def body(visit: Visit, carry: Any) -> Any:
+        def body(visit: Visit, carry: PyTree) -> PyTree:
             out, kept, report, at = carry
             part, x = chunk_of(visit, p) if known is None else (visit.problem(p), None)
             every, live = _probe_stride(part.n), visit.inside(p.n)
@@ -286,7 +287,7 @@ class Sparse:
             flat = columns_of.surely_dense(rule, few_x, few, some, live[::every])
             miss = misses(limit, stats, None, p.call.vocab_size)
 
-            def look(_: Any) -> Columns:
+            def look(_: None) -> Columns:
                 return columns_of.find(rule, logits_of(part) if x is None else x, part, stats, live, miss)
 
             found = once(~flat, look, columns_of.blank_columns(rule, p.head.vocab, part.n))
@@ -316,7 +317,7 @@ class Sparse:
         easy = without(g, hard | ~moving)
         common = mean_row(rule, p) if want.hidden else None
 
-        def body(visit: Visit, carry: Any) -> Any:
+        def body(visit: Visit, carry: PyTree) -> PyTree:
             total, at = carry
             part, own = visit.problem(p), Known(*visit.known(out, easy, p.n))
             trips = jnp.where(jnp.any(own.g.any_nonzero()), rule.slabs(kept.count[at]), 0)
@@ -348,11 +349,11 @@ def _put(visit: Visit, total: Gradients, chunk: Gradients) -> Gradients:
 
 
 def once_dense(
-    backend: Chunked, dense: Array, visit: Visit, x: Array, p: Problem, loss: Loss, carry: Any
+    backend: Chunked, dense: Array, visit: Visit, x: Array, p: Problem, loss: Loss, carry: PyTree
 ) -> tuple[TokenStats, StatCotangents, Gradients]:
     """``carry`` (statistics, cotangents, gradients), or what all columns give if the chunk is ``dense``."""
 
-    def body(state: Any) -> Any:
+    def body(state: PyTree) -> PyTree:
         x, _, _, total = state
         dtype = x.dtype if backend.in_place else dx_dtype_of(x, p, total)
         stats, dx = backend.row_statistics_and_dx(x, p, loss, dtype)

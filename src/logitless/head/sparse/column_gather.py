@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, HeadArrays, Problem
 from logitless.core.row_passes import swept_columns
@@ -124,6 +124,6 @@ def add_slabs(
     return lax.fori_loop(0, trips, slab, start)
 
 
-def once(when: Array, body: Callable[[Any], Any], carry: Any) -> Any:
+def once(when: Array, body: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
     """``body(carry)`` if ``when``, else ``carry``, in place."""
     return lax.fori_loop(0, when.astype(jnp.int32), lambda _, state: body(state), carry)

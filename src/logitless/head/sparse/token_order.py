@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.problem import Problem
 from logitless.core.row_passes import Visit, inverse, places_by_rank
@@ -53,7 +53,7 @@ class Ordered:
         return jnp.where((rows < self.live)[:, None], h, jnp.zeros((), h.dtype))
 
 
-def some(tree: Any, begin: Array | int, size: int) -> Any:
+def some(tree: PyTree, begin: Array | int, size: int) -> PyTree:
     """``size`` tokens of a problem, or of the arrays of a tree, from ``begin`` on."""
 
     def cut(x: Array) -> Array:

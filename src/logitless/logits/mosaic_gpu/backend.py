@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from logitless.core.compat import gpu_interpreter, mosaic_gpu_reason
+from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
 from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats, stats_of_columns
 from logitless.core.transform import LogitTransform
@@ -45,7 +46,7 @@ _OUT = 2  # slots for dlogits of another dtype than the logits': one is written 
 _BLOCKS = 132  # streaming multiprocessors of an H100 or H200
 
 
-def rounds(v: int, dtype: Any, out: Any) -> bool:
+def rounds(v: int, dtype: DTypeLike, out: DTypeLike | None) -> bool:
     """Whether the kernels themselves write dlogits in ``out``, another dtype than that of the logits.
 
     16 bits of float32, where rows of both start at multiples of 16 bytes: a ragged row would be cut at other columns
@@ -56,7 +57,7 @@ def rounds(v: int, dtype: Any, out: Any) -> bool:
     return narrower and v % (16 // out.itemsize) == 0
 
 
-def tiles_for(n: int, v: int, dtype: Any, out: Any = None) -> Tiles:
+def tiles_for(n: int, v: int, dtype: DTypeLike, out: DTypeLike | None = None) -> Tiles:
     """The rule: four warpgroups, 8 KiB tiles, a ring of three slots, as many slots as shared memory holds.
 
     On an H200 at (4096, 151936) bfloat16 that takes 1.03 times a plain copy; two warpgroups 1.22, 6 KiB tiles 1.07
@@ -71,7 +72,7 @@ def tiles_for(n: int, v: int, dtype: Any, out: Any = None) -> Tiles:
     return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize, out)
 
 
-def fitted(t: Tiles, n: int, v: int, itemsize: int, out: Any = None) -> Tiles:
+def fitted(t: Tiles, n: int, v: int, itemsize: int, out: DTypeLike | None = None) -> Tiles:
     """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are.
 
     Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row. With the dtype
@@ -91,7 +92,7 @@ def fitted(t: Tiles, n: int, v: int, itemsize: int, out: Any = None) -> Tiles:
     return dataclasses.replace(t, slots=slots, ring=ring, blocks=min(t.blocks, n))
 
 
-def check(n: int, v: int, dtype: Any, platform: str = "gpu", interpret: bool = False) -> None:
+def check(n: int, v: int, dtype: DTypeLike, platform: str = "gpu", interpret: bool = False) -> None:
     """Raise ``NotImplementedError`` with the reason where these kernels cannot run."""
     name = jnp.dtype(dtype).name
     why = mosaic_gpu_reason()
@@ -113,7 +114,7 @@ def check(n: int, v: int, dtype: Any, platform: str = "gpu", interpret: bool = F
         )
 
 
-def describe(n: int, v: int, dtype: Any) -> dict[str, Any]:
+def describe(n: int, v: int, dtype: DTypeLike) -> dict[str, object]:
     """Tiles and bytes moved, for ``explain``."""
     t = tiles_for(n, v, dtype)
     itemsize = jnp.dtype(dtype).itemsize
@@ -136,10 +137,10 @@ class Kernel:
     body: Callable[[Operands, Shared], None]
     given: Sequence[Array] = ()  # [N] or [1] each
     writes_stats: bool = False
-    dlogits: Any | None = None  # dtype of written dlogits; ``None`` if the kernel writes none
+    dlogits: DTypeLike | None = None  # dtype of written dlogits; ``None`` if the kernel writes none
 
 
-def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: Any) -> Tiles:
+def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: DTypeLike | None) -> Tiles:
     n, v = p.logits.shape
     if tiles is None:
         tiles = tiles_for(n, v, p.logits.dtype, rounded)
@@ -171,7 +172,7 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
     if k.dlogits is not None and not in_place:
         outputs.append(jax.ShapeDtypeStruct(shape.view, k.dlogits))
 
-    def kernel(x: Any, *refs: Any) -> None:
+    def kernel(x: Ref, *refs: Any) -> None:
         refs_in, rest = refs[: len(inputs)], refs[len(inputs) :]
         refs_out, refs_scratch = rest[: len(outputs)], rest[len(outputs) :]
         at = iter(refs_in)
@@ -219,14 +220,14 @@ def token_stats(p: Problem[Given], tiles: Tiles | None = None) -> TokenStats:
     return stats_of_columns(values)
 
 
-def _written(p: Problem[Given], dtype: Any) -> jnp.dtype:
+def _written(p: Problem[Given], dtype: DTypeLike | None) -> jnp.dtype:
     """The dtype in which a kernel writes dlogits that are wanted in ``dtype`` (``None``: in that of the logits)."""
     own = p.logits.dtype
     return jnp.dtype(dtype) if dtype is not None and rounds(p.logits.shape[-1], own, dtype) else own
 
 
 def dlogits(
-    p: Problem[Given], stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: Any = None
+    p: Problem[Given], stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: DTypeLike | None = None
 ) -> Array:
     """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits); rows whose cotangents are all zero are not
     read either."""
@@ -244,7 +245,7 @@ def dlogits(
 
 
 def stats_and_dlogits(
-    p: Problem[Given], program: TokenProgram, tiles: Tiles | None = None, dtype: Any = None
+    p: Problem[Given], program: TokenProgram, tiles: Tiles | None = None, dtype: DTypeLike | None = None
 ) -> tuple[TokenStats, Array]:
     """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` as
     for :func:`dlogits`."""
@@ -262,14 +263,14 @@ class MosaicGpu(Chunked):
     name: ClassVar[str] = "mosaic_gpu"
     kernels: ClassVar[str | None] = "gpu"
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: Problem[Given], columns_apart: bool) -> None:
         if columns_apart:
             raise NotImplementedError("it has no vocabulary-parallel form yet")
         if p.teacher is not None:
             raise NotImplementedError("it has no kernel for a second distribution")
         check(p.n, p.logits.shape[-1], p.logits.dtype)
 
-    def tiles(self, p: Any) -> dict[str, Any]:
+    def tiles(self, p: Problem[Given]) -> dict[str, object]:
         return describe(p.n, p.logits.shape[-1], p.logits.dtype)
 
     token_stats = staticmethod(token_stats)

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from logitless.core import stats as st
-from logitless.core.compat import gpu_load
+from logitless.core.compat import Ref, gpu_load
 from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
@@ -50,13 +51,13 @@ class Operands:
 
     shape: Shape
     tiles: Tiles
-    x: Any
-    targets: Any
-    live: Any | None
+    x: Ref
+    targets: Ref
+    live: Ref | None
     transform: LogitTransform
-    out: Any | None
-    stats: tuple[Any, ...]  # written by the kernel, or read by ``gradient``, in the order of STAT_FIELDS
-    given: tuple[Any, ...]  # whatever else it reads
+    out: Any  # or None
+    stats: tuple[Ref, ...]  # written by the kernel, or read by ``gradient``, in the order of STAT_FIELDS
+    given: tuple[Ref, ...]  # whatever else it reads
 
     def transform_at(self, row: Array) -> LogitTransform:
         return jax.tree.map(lambda ref: ref[row if ref.shape[0] > 1 else 0], self.transform)
@@ -85,16 +86,16 @@ class Shared:
     """Shared memory: tiles, other warpgroups' sums, a row's coefficients; the barriers of each; and tiles of dlogits
     where these are not made in place."""
 
-    buf: Any
-    lanes: Any
-    row: Any
-    full: Any
+    buf: Ref
+    lanes: Ref
+    row: Ref
+    full: Any  # barriers
     gathered: Any
     ready: Any
-    out: Any | None = None
+    out: Ref | None = None
 
 
-def scratch(t: Tiles, dtype: Any, sums: bool, out: Any) -> list[Any]:
+def scratch(t: Tiles, dtype: DTypeLike, sums: bool, out: Any) -> list[Any]:
     """Allocations behind :class:`Shared`, in its order; ``out`` is the dtype of dlogits with slots of their own."""
     others = max(t.warpgroups - 1, 1)
     lanes = t.lanes if sums else 128

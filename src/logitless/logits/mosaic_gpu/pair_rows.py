@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from logitless.core.compat import gpu_interpreter, gpu_load
+from logitless.core.compat import Ref, gpu_interpreter, gpu_load
 from logitless.core.divergences import HALF, is_dominated
-from logitless.core.problem import Given, Problem
+from logitless.core.problem import Given, Problem, Source
 from logitless.core.row_passes import swept_columns, teacher_logits
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz_at_target, dz_line, valid_targets
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
@@ -41,6 +43,7 @@ from logitless.logits.mosaic_gpu.peaked_sums import (
     stats_of,
 )
 
+Refs = Sequence[Ref]
 _COLUMNS = 1024
 _LANES = 512
 _SLOTS = 4
@@ -50,7 +53,7 @@ _PART = 40960
 _FIELDS = tuple(f.name for f in dataclasses.fields(PeakedSums))
 
 
-def not_served_because(p: Problem[Any], dtype: Any) -> str | None:
+def not_served_because(p: Problem[Source], dtype: DTypeLike) -> str | None:
     """Why these kernels do not serve rows of logits of a ``dtype`` (arrays or shapes), or ``None``."""
     assert p.teacher is not None
     if p.teacher.divergence == "jsd":
@@ -79,7 +82,7 @@ class _Part:
         row, part = lax.div(block, jnp.int32(parts)), lax.rem(block, jnp.int32(parts))
         return _Part(row, part * most, jnp.minimum(most, tiles - part * most), width), part
 
-    def copying(self, j: Array, copy: Callable[[Any, int], None]) -> None:
+    def copying(self, j: Array, copy: Callable[[Array, int], None]) -> None:
         """``copy(first column, columns)`` of tile ``j``; the row's last tile may be narrower."""
         tile, tiles = self.first + j, -(-self.width // _COLUMNS)
         last = self.width - (tiles - 1) * _COLUMNS
@@ -99,15 +102,13 @@ def _cut(width: int) -> tuple[int, int]:
     return tiles, -(-tiles // -(-tiles // parts))
 
 
-def _stream(
-    refs: Sequence[Any], slots: Sequence[Any], full: Any, part: _Part, body: Callable[..., Any], carry: Any
-) -> Any:
+def _stream(refs: Refs, slots: Refs, full: Ref, part: _Part, body: Callable[..., PyTree], carry: PyTree) -> PyTree:
     """``body(tile, slot, carry)`` over a block's tiles of ``refs`` ``[rows, width]``, copied into ``slots``."""
 
     def load(j: Array) -> None:
         slot = lax.rem(j, jnp.int32(_SLOTS))
 
-        def copy(start: Any, n: int) -> None:
+        def copy(start: Array, n: int) -> None:
             for ref, to in zip(refs, slots, strict=True):
                 plgpu.copy_gmem_to_smem(
                     ref.at[part.row, pl.ds(start, n)], to.at[slot, pl.ds(0, n)], full.at[slot],
@@ -116,7 +117,7 @@ def _stream(
 
         part.copying(j, copy)
 
-    def tile(j: Array, carry: Any) -> Any:
+    def tile(j: Array, carry: PyTree) -> PyTree:
         slot = lax.rem(j, jnp.int32(_SLOTS))
         plgpu.barrier_wait(full.at[slot])
         carry = body(j, slot, carry)
@@ -128,11 +129,11 @@ def _stream(
     return lax.fori_loop(jnp.int32(0), part.count, tile, carry)
 
 
-def _numbers(t: LogitTransform) -> tuple[list[Array], Callable[[Sequence[Any], Array], LogitTransform]]:
+def _numbers(t: LogitTransform) -> tuple[list[Array], Callable[[Sequence[Ref], Array], LogitTransform]]:
     """A transform's arrays, and how a kernel has it back for a row from references to them."""
     there = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if getattr(t, f.name) is not None}
 
-    def of_row(refs: Sequence[Any], row: Array) -> LogitTransform:
+    def of_row(refs: Refs, row: Array) -> LogitTransform:
         return LogitTransform(**{
             name: ref[row if ref.shape[0] > 1 else 0] for name, ref in zip(there, refs, strict=True)
         })  # fmt: skip
@@ -144,8 +145,8 @@ def _launch(
     p: Problem[Given],
     body: Callable[..., None],
     given: Sequence[Array],
-    out: Sequence[Any],
-    dtype: Any,
+    out: Sequence[jax.ShapeDtypeStruct],
+    dtype: DTypeLike | None,
     in_place: bool = False,
 ) -> list[Array]:
     """The outputs of ``body(logits, teacher's, transforms of a row, given, outputs, slots, part, number)``,
@@ -156,7 +157,7 @@ def _launch(
     (own, own_at), (other, other_at) = _numbers(p.transform), _numbers(p.teacher.transform)
     inputs, interpret = [t, *own, *other, *given], p.call.interpret
 
-    def kernel(x: Any, *refs: Any) -> None:
+    def kernel(x: Ref, *refs: Ref) -> None:
         ins, outs = refs[: len(inputs)], refs[len(inputs) : len(inputs) + len(out)]
         t, own_refs, other_refs = ins[0], ins[1 : 1 + len(own)], ins[1 + len(own) : 1 + len(own) + len(other)]
         part, number = _Part.own(width)
@@ -187,12 +188,12 @@ def _launch(
     return list(launch(x, *inputs))
 
 
-def _layout(*dtypes: Any) -> Any:
+def _layout(*dtypes: DTypeLike) -> Any:
     vec = min(_LANES // 128, *(8 // min(jnp.dtype(d).itemsize, 4) * 2 for d in dtypes))
     return plgpu.Layout.WG_STRIDED((_LANES,), vec_size=vec)
 
 
-def _piece(buf: Any, slot: Array, piece: int, layout: Any) -> Array:
+def _piece(buf: Ref, slot: Array, piece: int, layout: Any) -> Array:
     return gpu_load(buf.at[slot, pl.ds(piece * _LANES, _LANES)], layout)
 
 
@@ -200,14 +201,14 @@ def _piece(buf: Any, slot: Array, piece: int, layout: Any) -> Array:
 
 
 def _sums(
-    x: Any, t: Any, transforms: Any, given: Any, outs: Any, scratch: Any, part: _Part, number: Array, vocab: int
+    x: Ref, t: Ref, transforms: Any, given: Refs, outs: Refs, scratch: Refs, part: _Part, number: Array, vocab: int
 ) -> None:
     own, other = transforms
     k, k_o = factor(own), factor(other)
     layout = _layout(x.dtype, t.dtype)
     *slots, full = scratch
 
-    def tile(j: Array, slot: Array, carry: Any) -> Any:
+    def tile(j: Array, slot: Array, carry: PyTree) -> PyTree:
         a, b = PeakedSums(*carry[: len(_FIELDS)]), PeakedSums(*carry[len(_FIELDS) :])
         for piece in range(_COLUMNS // _LANES):
             inside = part.columns(j, piece, layout) < vocab
@@ -228,7 +229,7 @@ def _sums(
         out[part.row, number] = value
 
 
-def statistics(x: Array, p: Problem[Any]) -> TokenStats:
+def statistics(x: Array, p: Problem[Source]) -> TokenStats:
     """Statistics of the student's rows ``x [C, V]`` and of the pair."""
     p = p.with_logits(x)
     assert p.teacher is not None
@@ -268,7 +269,7 @@ def _row_numbers(p: Problem[Given], s: TokenStats, g: StatCotangents) -> list[Ar
 
 
 def _dx(
-    x: Any, t: Any, transforms: Any, given: Any, outs: Any, scratch: Any, part: _Part, number: Array, p: Any
+    x: Ref, t: Ref, transforms: Any, given: Refs, outs: Refs, scratch: Refs, part: _Part, number: Array, p: Any
 ) -> None:
     label, peak, a, b, at_target, moves, teacher_peak, own, other, cut, at_peak = (ref[part.row] for ref in given)
     k, k_o = factor(transforms[0]), factor(transforms[1])
@@ -298,7 +299,7 @@ def _dx(
             buf[to, pl.ds(piece * _LANES, _LANES)] = d.astype(buf.dtype)
         plgpu.commit_smem()
 
-        def copy(start: Any, n: int) -> None:
+        def copy(start: Array, n: int) -> None:
             plgpu.copy_smem_to_gmem(buf.at[to, pl.ds(0, n)], to_all.at[part.row, pl.ds(start, n)])
 
         part.copying(j, copy)
@@ -307,7 +308,7 @@ def _dx(
     plgpu.wait_smem_to_gmem(0)
 
 
-def dlogits(x: Array, p: Problem[Any], stats: TokenStats, g: StatCotangents, dtype: Any) -> Array:
+def dlogits(x: Array, p: Problem[Source], stats: TokenStats, g: StatCotangents, dtype: DTypeLike) -> Array:
     """Gradient ``[C, V]`` for the student's rows ``x`` in ``dtype``; overwrites ``x`` if the dtypes match."""
     p, dtype = p.with_logits(x), jnp.dtype(dtype)
     in_place = dtype == x.dtype

@@ -22,7 +22,7 @@ clamped only at the end of the *array*, and write into the next row.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import transform as tr
-from logitless.core.compat import gpu_load
+from logitless.core.compat import Ref, gpu_load
 from logitless.core.stats import NEG_INF
 from logitless.core.transform import LogitTransform
 from logitless.logits.mosaic_gpu.layout import Number, row_index, select
@@ -98,7 +98,7 @@ class Sweep:
         width = jnp.where(tile * c == last, self.shape.loaded_end(row, shift) - last, c)
         select(width, sorted({*lasts, *([c] if last else [])}, reverse=True), copy)
 
-    def store(self, out: Any, row: Array, j: Array, slot: Array) -> None:
+    def store(self, out: Ref, row: Array, j: Array, slot: Array) -> None:
         """Start copying a slot of dlogits to tile ``j`` of ``out[row]``; one bulk copy, and the entries in shared
         words."""
         tile, i, c, last = self.tile(j), self.index_out(slot), self.t.columns, self.shape.last(self.t)
@@ -194,7 +194,7 @@ class Sweep:
         """Write a column of the row's dlogits, if the column lies in this tile."""
         self._put(self.out, self.index_out(slot), j, column, value)
 
-    def _put(self, buf: Any, i: Array, j: Array, column: Array, value: Array) -> None:
+    def _put(self, buf: Ref, i: Array, j: Array, column: Array, value: Array) -> None:
         inside = column - (self.tile(j) * self.t.columns - self.shift)
 
         @pl.when(jnp.logical_and(inside >= 0, inside < self.t.columns))
@@ -246,7 +246,7 @@ class Sweep:
             self.out[self.index_out(slot), pl.ds(s * self.t.lanes, self.t.lanes)] = zero
 
 
-def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:
+def next_row(row: Array, live: Ref | None, rows: int, blocks: int) -> Array:
     """The block's next live row (``>= rows``: none left)."""
     if live is None:
         return row + blocks
@@ -263,7 +263,7 @@ def next_row(row: Array, live: Any | None, rows: int, blocks: int) -> Array:
     return lax.while_loop(dead, step, (row, jnp.int32(0)))[0]
 
 
-def clear_dead_rows(sweep: Sweep, out: Any | None, stats_out: Sequence[Any], live: Any | None, rows: int) -> None:
+def clear_dead_rows(sweep: Sweep, out: Ref | None, stats_out: Sequence[Ref], live: Ref | None, rows: int) -> None:
     """Zeros in the rows that were not swept. Everything this warpgroup copied before must have been read."""
     if live is None:
         return

@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from logitless.core import stats as S
 from logitless.core.backend import Cost, Way
+from logitless.core.compat import Ref
 from logitless.core.problem import Given, Problem
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.transform import factor
@@ -92,7 +94,7 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> dict[str, Arra
     if k.writes_stats and t.tiles > 1:
         scratch["sums"] = pltpu.VMEM((t.rows, STAT_COLUMNS), jnp.float32)
 
-    def kernel(scalar_ref: Any, places: Any, column_ref: Any, x: Any, *rest: Any) -> None:
+    def kernel(scalar_ref: Ref, places: Ref, column_ref: Ref, x: Ref, *rest: Ref) -> None:
         refs = dict(zip((*outputs, *scratch), rest, strict=True))
         k.body(Block(t, vocab_size, names, scalar_ref, places, column_ref, x, **refs))
 
@@ -134,7 +136,7 @@ def _unpacked(columns: Array) -> TokenStats:
 # -- public functions ------------------------------------------------------------------------------------------------
 
 
-def supports(n: int, v: int, dtype: Any) -> bool:
+def supports(n: int, v: int, dtype: DTypeLike) -> bool:
     """Whether :func:`check` passes."""
     try:
         check(n, v, dtype)
@@ -195,15 +197,15 @@ class PallasTpu(Chunked):
     name: ClassVar[str] = "pallas_tpu"
     kernels: ClassVar[str | None] = "tpu"
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: Problem[Given], columns_apart: bool) -> None:
         if p.teacher is not None:
             raise NotImplementedError("it has no kernel for a second distribution")
         check(p.n, p.logits.shape[-1], p.logits.dtype)
 
-    def tiles(self, p: Any) -> dict[str, Any]:
+    def tiles(self, p: Problem[Given]) -> dict[str, object]:
         return describe(p.n, p.logits.shape[-1], p.logits.dtype)
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Given], way: Way) -> Cost:
         cost = super().describe(p, way)
         if not way.in_forward or cost.tiles["tiles"] == 1:
             return cost

@@ -19,6 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from logitless.core import stats as S
+from logitless.core.compat import Index, Ref
 from logitless.core.stats import RowSums, StatCotangents
 from logitless.core.transform import LogitTransform, factor, times
 from logitless.logits.pallas_tpu import rows
@@ -74,10 +75,10 @@ class Block:
     vocab_size: int
     numbers: Numbers
     scalars: Any  # SMEM [S]
-    places: Any  # SMEM [1, 1, rows + groups]: see backend._places
-    columns: Any  # [rows, K] int32
-    x: Any  # [rows, width]
-    u: Any  # [group, width] float32
+    places: Ref  # SMEM [1, 1, rows + groups]: see backend._places
+    columns: Ref  # [rows, K] int32
+    x: Ref  # [rows, width]
+    u: Ref  # [group, width] float32
     stats: Any = None  # [rows, 8] float32, where the kernel writes statistics
     out: Any = None  # [rows, width], if the kernel writes dlogits
     sums: Any = None  # [rows, 8] float32, sums over previous vocabulary tiles, if there are several
@@ -87,9 +88,9 @@ class Block:
         t = self.tiles
         tile = pl.program_id(1)
         base = tile * t.width if t.tiles > 1 else 0
-        limit: Array | int = self.vocab_size - base
+        limit: Index = self.vocab_size - base
 
-        def one(i: Any, carry: int) -> int:
+        def one(i: Index, carry: int) -> int:
             first = i * t.group if isinstance(i, int) else pl.multiple_of(i * t.group, t.group)
             starts = [self.places[0, 0, first + r] for r in range(t.group)]
             if t.tiles > 1:
@@ -176,7 +177,7 @@ def dlogits_body(block: Block) -> None:
             centre = rows.lanes(numbers.column("centre"), group.size)
             a, b = (rows.row_slope(group.transform, numbers.column(k)) for k in ("a", "b"))
 
-            def s_of(start: Any, columns: int) -> Array:
+            def s_of(start: Index, columns: int) -> Array:
                 u = rows.swept_of(group, start, columns)
                 return times(rows.step_factor(group, columns), u - rows.across(centre, columns))
 

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jaxtyping import PyTree
 
 from logitless.core import stats as S
+from logitless.core.compat import Index, Ref
 from logitless.core.transform import LogitTransform, factor, pull_back, slope, swept, times
 from logitless.logits.pallas_tpu.tiles import LANES
 
@@ -49,17 +50,17 @@ STAT_COLUMNS = 8
 class Group:
     """A group of rows within the current block."""
 
-    x: Any  # ref [rows, width], logits
-    u: Any  # ref [group, width] float32 scratch
-    first: Array | int  # first row within the block
+    x: Ref  # ref [rows, width], logits
+    u: Ref  # ref [group, width] float32 scratch
+    first: Index  # first row within the block
     size: int
-    limit: Array | int  # vocabulary columns in this block; a Python int if static
+    limit: Index  # vocabulary columns in this block; a Python int if static
     starts: Sequence[Array]  # a scalar per row: first of the 128 columns with its target; any if it is not in the block
     label: Array  # [group, 1] target column within the block; anything outside it if it is elsewhere
     transform: LogitTransform  # scalars, and a temperature that may be [group, 1]
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> pl.Slice:
         return pl.ds(self.first, self.size)
 
     @property
@@ -102,7 +103,7 @@ def step_columns(columns: int) -> int:
     return tiles // count * LANES
 
 
-def sweep(group: Group, body: Callable[[Any, int, Any], Any], carry: Any, rare: bool = False) -> Any:
+def sweep(group: Group, body: Callable[[Index, int, PyTree], PyTree], carry: PyTree, rare: bool = False) -> PyTree:
     """``carry = body(first column, columns, carry)`` over the block: equal steps, and what is left.
 
     The equal steps lie inside the vocabulary and need no mask; the start of the last step is static.
@@ -118,17 +119,17 @@ def sweep(group: Group, body: Callable[[Any, int, Any], Any], carry: Any, rare: 
     return body(at, group.active - at, carry) if at < group.active else carry
 
 
-def crosses(group: Group, start: Any, columns: int) -> bool:
+def crosses(group: Group, start: Index, columns: int) -> bool:
     """Whether a step may reach past the vocabulary; always in doubt where the limit is not static."""
     return not isinstance(group.limit, int) or (isinstance(start, int) and start + columns > group.limit)
 
 
-def inside(group: Group, start: Any, columns: int) -> Array:
+def inside(group: Group, start: Index, columns: int) -> Array:
     """Which of a step's columns belong to the vocabulary."""
     return jax.lax.broadcasted_iota(jnp.int32, (group.size, columns), 1) < group.limit - start
 
 
-def swept_of(group: Group, start: Any, columns: int) -> Array:
+def swept_of(group: Group, start: Index, columns: int) -> Array:
     """``u`` of a step, float32, at least ``LOWEST``, which is also what columns past the vocabulary get."""
     u = swept(group.x[group.rows, pl.ds(start, columns)], group.transform)
     u = jnp.maximum(u, LOWEST)
@@ -141,7 +142,7 @@ def step_factor(group: Group, columns: int) -> Array | None:
     return across(lanes(k, group.size), columns) if k is not None and group.transform.per_token else k
 
 
-def at_targets(group: Group, ref: Any, rows: Any, value: Array | float | None) -> Array:
+def at_targets(group: Group, ref: Ref, rows: slice | pl.Slice, value: Array | float | None) -> Array:
     """What ``ref`` holds in each row's target column, ``[group, 1]`` float32, 0 where that is not in this block.
 
     ``value`` (a number or ``[group, 1]``), if given, is then written there.
@@ -177,7 +178,7 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
     ``odd`` is a scalar: some row's target leads by far, or some row is not finite.
     """
 
-    def fill(start: Any, columns: int, top: Array) -> Array:
+    def fill(start: Index, columns: int, top: Array) -> Array:
         u = swept_of(group, start, columns)
         group.u[:, pl.ds(start, columns)] = u
         return jnp.maximum(top, tree(jnp.maximum, u))
@@ -192,7 +193,7 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
     centre = jnp.max(top, axis=1, keepdims=True)
 
     def others_maximum() -> Array:
-        def step(start: Any, columns: int, m: Array) -> Array:
+        def step(start: Index, columns: int, m: Array) -> Array:
             return jnp.maximum(m, tree(jnp.maximum, group.u[:, pl.ds(start, columns)]))
 
         return jnp.max(sweep(group, step, lowest, rare=True), axis=1, keepdims=True)
@@ -203,7 +204,7 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
     centre = jax.lax.cond(odd, others_maximum, lambda: centre)
     c = lanes(centre, group.size)
 
-    def sums(start: Any, columns: int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def sums(start: Index, columns: int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         s = times(step_factor(group, columns), group.u[:, pl.ds(start, columns)] - across(c, columns))
         group.u[:, pl.ds(start, columns)] = s
         e = jnp.exp(s)
@@ -224,7 +225,9 @@ def group_sums(group: Group) -> tuple[S.RowSums, Array, Array]:
     return found, centre, odd
 
 
-def gradient(group: Group, out: Any, s_of: Callable[[Any, int], Array], a: Array, b: Array, keep: Array | None) -> None:
+def gradient(
+    group: Group, out: Ref, s_of: Callable[[Index, int], Array], a: Array, b: Array, keep: Array | None
+) -> None:
     """Sweep 3: dlogits of every column but the target's, from ``s_of(start, columns)``; ``keep``: rows not to zero.
 
     ``a`` and ``b`` are ``[group, 1]`` and hold the transform's slope already where it is the same for a whole row.
@@ -232,7 +235,7 @@ def gradient(group: Group, out: Any, s_of: Callable[[Any, int], Array], a: Array
     a, b = lanes(a, group.size), lanes(b, group.size)
     kept = None if keep is None else lanes(keep.astype(jnp.float32), group.size)
 
-    def step(start: Any, columns: int, carry: Any) -> Any:
+    def step(start: Index, columns: int, carry: PyTree) -> PyTree:
         s = s_of(start, columns)
         d = jnp.exp(s) * (across(a, columns) - across(b, columns) * s)
         if group.transform.softcap is not None:
@@ -249,13 +252,13 @@ def gradient(group: Group, out: Any, s_of: Callable[[Any, int], Array], a: Array
     blank(group, out, group.active)
 
 
-def blank(group: Group, out: Any, start: int) -> None:
+def blank(group: Group, out: Ref, start: int) -> None:
     """Zeros from column ``start`` (a multiple of 128) on."""
 
-    def write(at: Any, columns: int) -> None:
+    def write(at: Index, columns: int) -> None:
         out[group.rows, pl.ds(at, columns)] = jnp.zeros((group.size, columns), out.dtype)
 
-    def step(i: Any, carry: int) -> int:
+    def step(i: Array, carry: int) -> int:
         write(pl.multiple_of(start + i * SHORT_STEP, LANES), SHORT_STEP)
         return carry
 
@@ -274,11 +277,11 @@ def row_slope(transform: LogitTransform, value: Array) -> Array:
     return value if d is None else value * d
 
 
-def erase(group: Group, out: Any, rows_to_zero: Array) -> None:
+def erase(group: Group, out: Ref, rows_to_zero: Array) -> None:
     """Zero the rows ``[group, 1]`` in the output."""
     drop = lanes(rows_to_zero.astype(jnp.float32), group.size)
 
-    def step(start: Any, columns: int, carry: Any) -> Any:
+    def step(start: Index, columns: int, carry: PyTree) -> PyTree:
         at = (group.rows, pl.ds(start, columns))
         out[at] = jnp.where(across(drop, columns) > 0, 0.0, out[at].astype(jnp.float32)).astype(out.dtype)
         return carry
@@ -286,7 +289,7 @@ def erase(group: Group, out: Any, rows_to_zero: Array) -> None:
     sweep(group, step, 0, rare=True)
 
 
-def store_stats(ref: Any, rows: Any, stats: S.TokenStats, live: Array) -> None:
+def store_stats(ref: Ref, rows: slice | pl.Slice, stats: S.TokenStats, live: Array) -> None:
     """The statistics as columns of ``ref [rows, 8]`` in the order of ``STAT_FIELDS``; zeros where not live."""
     size = live.shape[0]
     column = jax.lax.broadcasted_iota(jnp.int32, (size, STAT_COLUMNS), 1)

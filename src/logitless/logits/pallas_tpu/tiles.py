@@ -10,9 +10,9 @@ Otherwise the width is at most ``NARROW`` and rows are swept twice. All chips fr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from logitless.core import compat
 
@@ -49,7 +49,7 @@ class Tiles:
         return self.group * self.groups
 
 
-def check(n: int, v: int, dtype: Any) -> None:
+def check(n: int, v: int, dtype: DTypeLike) -> None:
     """Raise ``NotImplementedError`` with the reason where these kernels cannot run."""
     name = jnp.dtype(dtype).name
     if name not in _GROUP:
@@ -64,7 +64,7 @@ def budget() -> int:
     return min(VMEM_BUDGET, compat.tpu_vmem_bytes() - VMEM_SLACK)
 
 
-def tiles_for(n: int, v: int, dtype: Any, *, width: int | None = None) -> Tiles:
+def tiles_for(n: int, v: int, dtype: DTypeLike, *, width: int | None = None) -> Tiles:
     """The rule; ``width`` (a multiple of 128) forces narrower blocks."""
     group, itemsize = _GROUP[jnp.dtype(dtype).name], jnp.dtype(dtype).itemsize
     full = -(-v // LANES) * LANES
@@ -84,12 +84,12 @@ def _vmem(t: Tiles, itemsize: int) -> int:
     return 4 * t.rows * t.width * itemsize + 4 * t.group * t.width
 
 
-def vmem_limit(t: Tiles, dtype: Any) -> int:
+def vmem_limit(t: Tiles, dtype: DTypeLike) -> int:
     """What the compiler is allowed: just above the need, since too large a limit crowds out other buffers."""
     return _vmem(t, jnp.dtype(dtype).itemsize) + VMEM_SLACK
 
 
-def describe(n: int, v: int, dtype: Any) -> dict[str, Any]:
+def describe(n: int, v: int, dtype: DTypeLike) -> dict[str, object]:
     """Tiles and bytes moved by ``stats_and_dlogits``, for ``explain``."""
     t = tiles_for(n, v, dtype)
     size = n * v * jnp.dtype(dtype).itemsize

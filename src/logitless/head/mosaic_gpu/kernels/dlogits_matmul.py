@@ -27,8 +27,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from logitless.core import transform as tr
+from logitless.core.compat import Ref
 from logitless.core.problem import HeadArrays, Linear, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
@@ -84,14 +86,14 @@ def rows_of(p: Problem, known: Known) -> Rows:
 class _Refs:
     """References of the kernel beside the matmul's: global memory, then shared memory."""
 
-    rows: Any  # float32 [6, padded N]: Rows.at
-    columns: Any  # float32 [padded K]: a column's number if it counts, else -2
+    rows: Ref  # float32 [6, padded N]: Rows.at
+    columns: Ref  # float32 [padded K]: a column's number if it counts, else -2
     transform: LogitTransform  # of references [1]; no temperature
-    bias: Any | None  # float32 [padded K]
+    bias: Ref | None  # float32 [padded K]
     out: Slots
-    mass: Any  # float32 [column tiles, padded N]
-    piece: Any  # the way out
-    sums: Any  # float32 [2, the bytes of a warpgroup's piece]: M values, in the memory of the piece
+    mass: Ref  # float32 [column tiles, padded N]
+    piece: Ref  # the way out
+    sums: Ref  # float32 [2, the bytes of a warpgroup's piece]: M values, in the memory of the piece
 
 
 def _compute(m: Running, refs: _Refs) -> None:
@@ -172,7 +174,7 @@ def tiles_of(p: Problem, part: HeadArrays) -> Tiles:
     return dataclasses.replace(tiles_for(n, width, part.vocab), stagger=0)
 
 
-def ways_out(t: Tiles, dtype: Any, narrow: bool) -> tuple[Any, Any]:
+def ways_out(t: Tiles, dtype: DTypeLike, narrow: bool) -> tuple[Any, Any]:
     """Shared memory for a piece of dx and for sums, one in the place of the other. Both have equal sizes in bytes, so a
     warpgroup's sums stay within its piece."""
     piece = pipeline.way_out(t, dtype, narrow)

@@ -29,7 +29,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless.core.compat import gpu_load
+from logitless.core.compat import Index, Ref, gpu_load
 from logitless.head.mosaic_gpu.dx_tiles import Slots
 from logitless.head.mosaic_gpu.kernels import pipeline
 from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running
@@ -56,7 +56,7 @@ class Lists:
     group: int
     piece: int
     by_columns: bool = False
-    behind: Any = 0  # row tiles: offset of the result
+    behind: Index = 0  # row tiles: offset of the result
 
 
 Operand = Array | Slots
@@ -65,16 +65,16 @@ Operand = Array | Slots
 def product(
     left: Operand,
     right: Operand,
-    live: tuple[Any, Any, Any],
+    live: tuple[Index, Index, Index],
     *,
     left_deep: bool = False,
     right_deep: bool = False,
     shape: tuple[int, int] | None = None,
     into: Array | None = None,
     lists: Lists | None = None,
-    add: Any = None,
+    add: Array | None = None,
     wide: bool = False,
-    interpret: Any = False,
+    interpret: object = False,
 ) -> Array:
     """``left [R, D]`` times ``right [C, D]`` (each the other way round where its depth is first), in their dtype, or in
     float32 if it is to be ``wide``, over the first ``live`` rows, columns and numbers along the depth (traced). Along
@@ -108,11 +108,11 @@ def in_parts(
     left: Operand,
     right: Array,
     rows: int,
-    live: tuple[Any, Any, Any],
+    live: tuple[Index, Index, Index],
     *,
     right_deep: bool = False,
     more: int = 0,
-    interpret: Any = False,
+    interpret: object = False,
 ) -> Array:
     """:func:`product` of at most so many ``rows`` in float32, its depth cut into parts that are added up; zero beyond
     the live rows, and anything beyond the live columns. There is room for the parts of ``more`` row tiles than there
@@ -134,7 +134,7 @@ def in_parts(
     return jnp.sum(jnp.where(there[:, :, None, None], own, 0.0), axis=0).reshape(-1, c)[:rows]
 
 
-def _best_parts(rows: Array, columns: Array, most: int, room: int, blocks: int) -> Array:
+def _best_parts(rows: Array, columns: Index, most: int, room: int, blocks: int) -> Array:
     """Of 1 to ``most`` parts that there is ``room`` for, the number with which all blocks are busy to the end."""
     parts = jnp.arange(1, most + 1, dtype=jnp.int32)
     rounds = (rows * columns * parts + (blocks - 1)) // blocks
@@ -158,7 +158,7 @@ class _Operand:
         return self.x.shape[0 if self.deep else 1]  # type: ignore[union-attr]
 
 
-def _slots(operands: list[_Operand]) -> tuple[Any, Any]:
+def _slots(operands: list[_Operand]) -> tuple[Index, Index]:
     """The numbers of the operand that lies in slots."""
     return next((o.x.numbers() for o in operands if isinstance(o.x, Slots)), (0, 1))
 
@@ -169,14 +169,14 @@ def _given(operands: list[_Operand]) -> tuple[Any, ...]:
     return (*arrays, tuple(o.deep for o in operands), tuple(isinstance(o.x, Slots) for o in operands))
 
 
-def _tiles(live: tuple[Any, Any, Any], t: Tiles) -> tuple[Any, ...]:
+def _tiles(live: tuple[Index, Index, Index], t: Tiles) -> tuple[Array, Index, Index]:
     """Of rows, columns and depth; no rows without a depth, which the pipeline would wait for without end."""
     sizes = t.tokens, t.columns, TILE_K
     rows, columns, steps = ((x + (size - 1)) // size for x, size in zip(live, sizes, strict=True))
     return jnp.where(steps > 0, rows, 0), columns, steps
 
 
-def _compute(m: Running, out: Any, pieces: Any, adds: Any, behind: Any) -> None:
+def _compute(m: Running, out: Ref, pieces: Ref, adds: Ref | None, behind: Index) -> None:
     """A computing warpgroup: half of the block's rows. If ``adds`` is not zero, add to existing values."""
     wg, t, width = jax.lax.axis_index("wg"), m.static.tiles, pieces.shape[-1]
 
@@ -225,7 +225,7 @@ def _product(
     shape: tuple[int, ...],
     t: Tiles,
     form: tuple[bool, int, int] | None,
-    interpret: Any,
+    interpret: object,
 ) -> Array:
     """A result of three dimensions is in parts, tile by tile of rows: ``[row tile times parts + part, M, C]``.
 
@@ -235,7 +235,7 @@ def _product(
     dtype = jnp.dtype(jnp.float32) if wide else left.dtype
     pieces = pipeline.way_out(t, dtype, narrow=adds and shape[1] * dtype.itemsize % pipeline.PIECE != 0)
 
-    def kernel(left: Any, right: Any, live: Any, *refs: Any) -> None:
+    def kernel(left: Any, right: Any, live: Ref, *refs: Any) -> None:
         listed, (out, pieces, *ring) = (None, refs) if form is None else (refs[0], refs[1:])
         left, right = (Slots(x, live[5], live[6]) if y else x for x, y in zip((left, right), in_slots, strict=True))
         m = line.of(left, right, TileByTile(live, t) if form is None else ByLists(live, listed, t, *form), ring)

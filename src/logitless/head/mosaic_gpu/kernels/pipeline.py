@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
 
-from logitless.core.compat import gpu_interpreter, gpu_load
+from logitless.core.compat import Index, Ref, gpu_interpreter, gpu_load
 from logitless.head.mosaic_gpu.dx_tiles import Slots
 from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Schedule, Tiles
 from logitless.head.mosaic_gpu.kernels.stats_epilogue import LOW
@@ -33,14 +34,14 @@ PIECE = 2 * SWIZZLE
 there is half as much to compile. For more, shared memory has no room."""
 
 
-def atoms(dtype: Any) -> tuple[Any, Any]:
+def atoms(dtype: DTypeLike) -> tuple[Any, Any]:
     """How tiles lie in shared memory: as the matrix unit reads them."""
     atom = SWIZZLE // jnp.dtype(dtype).itemsize
     tiles = plgpu.TilingTransform((8, atom))  # type: ignore[abstract, unused-ignore]
     return tiles, plgpu.SwizzleTransform(SWIZZLE)  # type: ignore[abstract, unused-ignore]
 
 
-def way_out(t: Tiles, dtype: Any, narrow: bool = False) -> Any:
+def way_out(t: Tiles, dtype: DTypeLike, narrow: bool = False) -> Any:
     """Shared memory for a piece of each warpgroup; ``narrow``: of half the size, one atom."""
     columns = (SWIZZLE if narrow else PIECE) // jnp.dtype(dtype).itemsize
     return plgpu.SMEM((COMPUTE, t.rows, columns), dtype, transforms=atoms(dtype))
@@ -60,7 +61,7 @@ class Pipeline:
     right: Any  # [columns, depth], or [depth, columns]; or an array of slots
     left_deep: bool
     right_deep: bool
-    interpret: Any
+    interpret: object
 
     @property
     def steps(self) -> int:
@@ -130,11 +131,11 @@ class Running:
     left: Any
     right: Any
     walk: Any  # of schedule.py
-    left_read: Any  # the ring as the matmul reads it
-    left_written: Any  # and as the copies write it
-    right_read: Any
-    right_written: Any
-    full: Any
+    left_read: Ref  # the ring as the matmul reads it
+    left_written: Ref  # and as the copies write it
+    right_read: Ref
+    right_written: Ref
+    full: Any  # barriers
     free: Any
     ahead: Any  # or None
 
@@ -151,7 +152,7 @@ class Running:
             plgpu.set_max_registers(40, action="decrease")
             self._copy()
 
-    def depth(self, part: Array) -> tuple[Any, Any]:
+    def depth(self, part: Array) -> tuple[Index, Index]:
         """The steps that a part of the depth has."""
         return self.walk.depth(part, self.static.steps)
 
@@ -198,7 +199,7 @@ class Running:
         x = pl.run_scoped(lambda acc: self._multiply(acc, n, last - first, wg), accumulator)
         return x, n + (last - first)
 
-    def _multiply(self, acc: Any, n: Array, steps: Any, wg: Array) -> Array:
+    def _multiply(self, acc: Any, n: Array, steps: Index, wg: Array) -> Array:
         """Of at least one step."""
         s, t = self.static, self.static.tiles
         mine = pl.ds(wg * t.rows, t.rows)
@@ -230,7 +231,7 @@ class Running:
             plgpu.barrier_arrive(self.free.at[slot])
         return acc[...]
 
-    def leave(self, way_out: Any, x: Array, out: Any) -> None:
+    def leave(self, way_out: Ref, x: Array, out: Any) -> None:
         """A piece of a tile to ``out``, by ``way_out`` (:func:`way_out`); nobody waits for it to arrive."""
         own = way_out.at[lax.axis_index("wg")]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -243,15 +244,15 @@ class Running:
         t = self.static.tiles
         return tile * t.tokens + lax.axis_index("wg") * t.rows
 
-    def rows_of(self, tile: Array) -> Any:
+    def rows_of(self, tile: Array) -> pl.Slice:
         """A warpgroup's rows of an array over the tokens."""
         return pl.ds(self.first_row(tile), self.static.tiles.rows)
 
-    def load_rows(self, ref: Any, tile: Array) -> Array:
+    def load_rows(self, ref: Ref, tile: Array) -> Array:
         """``[M]`` numbers of a warpgroup's rows."""
         return gpu_load(ref.at[self.rows_of(tile)], plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
-    def load_columns(self, ref: Any, first: Array, count: int) -> Array:
+    def load_columns(self, ref: Ref, first: Array, count: int) -> Array:
         """``[M, count]``: numbers of the columns from ``first`` on, along the rows."""
         numbers = gpu_load(ref.at[pl.ds(first, count)], plgpu.Layout.WGMMA.reduce(0), optimized=False)
         return lax.broadcast_in_dim(numbers, (self.static.tiles.rows, count), (1,))
@@ -263,7 +264,7 @@ def table(plan: Schedule) -> Array:
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in parts])
 
 
-def token_rows(x: Array, tokens: int, fill: Any) -> Array:
+def token_rows(x: Array, tokens: int, fill: ArrayLike) -> Array:
     """``x [..., N]`` filled up to ``tokens``."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, tokens - x.shape[-1])], constant_values=fill)
 

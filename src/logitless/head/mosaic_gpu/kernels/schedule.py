@@ -12,11 +12,15 @@ tiles in one of four ways:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
+
+from logitless.core.compat import Index, Ref
 
 COMPUTE = 2
 """Computing warpgroups per block."""
@@ -54,15 +58,15 @@ class Schedule:
     and writes their sums as part ``slot``.
     """
 
-    token: Any
-    count: Any
-    first: Any
-    last: Any
-    slot: Any
-    parts: Any
+    token: Array
+    count: Array
+    first: Array
+    last: Array
+    slot: Array
+    parts: Array
 
 
-def schedule(t: Tiles, token_tiles: int, vocab_tiles: int, live: Array | int) -> Schedule:
+def schedule(t: Tiles, token_tiles: int, vocab_tiles: int, live: Index) -> Schedule:
     """Equal work for every block, for ``live`` token tiles (traced).
 
     Order: groups of about ``t.group`` token tiles. In a group of ``g``, block ``b`` takes token tile ``b % g`` and run
@@ -117,7 +121,7 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
 class _Walk:
     """A block's walk over tiles with whole depth."""
 
-    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+    def depth(self, part: Array, steps: int) -> tuple[Index, Index]:
         """Steps along the depth for a part of the matmul."""
         return 0, steps
 
@@ -130,18 +134,18 @@ class _Walk:
 class Runs(_Walk):
     """A block's walk through the runs of :func:`schedule`."""
 
-    tasks: Any  # int32 [5, blocks, groups], a reference
+    tasks: Ref  # int32 [5, blocks, groups], a reference
 
-    def runs(self, per_tile: Any, per_run: Any, carry: Any) -> Any:
+    def runs(self, per_tile: Callable[..., PyTree], per_run: Callable[..., PyTree], carry: PyTree) -> PyTree:
         """``per_tile(row tile, column tile, 0, c)`` for all tiles of this block, and ``per_run(row tile, slot, c)``
         after each run."""
         block = lax.axis_index("block")
 
-        def group(j: Array, c: Any) -> Any:
+        def group(j: Array, c: PyTree) -> PyTree:
             token, count, first, last, slot = (self.tasks[i, block, j] for i in range(5))
 
-            def run(i: Array, c: Any) -> Any:
-                def step(v: Array, c: Any) -> Any:
+            def run(i: Array, c: PyTree) -> PyTree:
+                def step(v: Array, c: PyTree) -> PyTree:
                     return per_tile(token + i, v, jnp.int32(0), c)
 
                 return per_run(token + i, slot, lax.fori_loop(first, last, step, c))
@@ -150,12 +154,18 @@ class Runs(_Walk):
 
         return lax.fori_loop(0, self.tasks.shape[2], group, carry)
 
-    def tiles(self, per_tile: Any, carry: Any) -> Any:
+    def tiles(self, per_tile: Callable[..., PyTree], carry: PyTree) -> PyTree:
         return self.runs(per_tile, lambda tile, slot, c: c, carry)
 
 
 def extents(
-    rows: Any, columns: Any, depth: Any, parts: Any = 1, add: Any = 0, slots: tuple[Any, Any] = (0, 1), behind: Any = 0
+    rows: Index,
+    columns: Index,
+    depth: Index,
+    parts: Index = 1,
+    add: Index = 0,
+    slots: tuple[Index, Index] = (0, 1),
+    behind: Index = 0,
 ) -> Array:
     """int32 ``[8]``: how many tiles of rows and columns a product has, in how many parts its depth is cut, how many
     steps that has in all, whether it is added to what is there, the numbers of the operand that lies in slots, and
@@ -163,7 +173,7 @@ def extents(
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows, columns, parts, depth, add, *slots, behind)])
 
 
-def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]:
+def tile_at(i: Index, rows: Index, columns: Index, group: int) -> tuple[Array, Array, Array]:
     """``(row tile, column tile, part)`` of the ``i``-th tile: ``group`` row tiles share a column tile, by L2."""
     part, at = lax.div(i, rows * columns), lax.rem(i, rows * columns)
     first = lax.div(at, group * columns) * group
@@ -176,29 +186,29 @@ def tile_at(i: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any, Any]
 class TileByTile(_Walk):
     """The walk of a block that takes a tile a round, for products which runs would cut into unequal shares."""
 
-    extents: Any  # int32 [8], a reference
+    extents: Ref  # int32 [8], a reference
     t: Tiles
 
     @property
     def parts(self) -> Array:
         return self.extents[2]
 
-    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+    def depth(self, part: Array, steps: int) -> tuple[Index, Index]:
         """The steps of a part of the depth."""
         whole, parts = self.extents[3], self.parts
         return lax.div(part * whole, parts), lax.div((part + 1) * whole, parts)
 
-    def tiles(self, per_tile: Any, carry: Any) -> Any:
+    def tiles(self, per_tile: Callable[..., PyTree], carry: PyTree) -> PyTree:
         """Call ``per_tile(row tile, column tile, part, c)`` for every tile in the block's share."""
         rows, columns = self.extents[0], self.extents[1]
 
-        def step(i: Array, c: Any) -> Any:
+        def step(i: Array, c: PyTree) -> PyTree:
             return per_tile(*tile_at(i, rows, columns, self.t.group), c)
 
         return _in_turns(self.t, rows * columns * self.parts, step, carry)
 
 
-def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
+def _in_turns(t: Tiles, count: Array, step: Callable[..., PyTree], carry: PyTree) -> PyTree:
     """Call ``step(i, c)`` for the block's share of ``count``."""
     block, blocks = lax.axis_index("block"), jnp.int32(t.blocks)
     trips = lax.div(count - block + (blocks - 1), blocks)
@@ -209,7 +219,7 @@ def _in_turns(t: Tiles, count: Array, step: Any, carry: Any) -> Any:
 class Listed(_Walk):
     """The walk over the tiles of a list."""
 
-    listed: Any  # int32 [3 + most], a reference: how many, and the slots of the result (``dx_tiles.py``);
+    listed: Ref  # int32 [3 + most], a reference: how many, and the slots of the result (``dx_tiles.py``);
     # then row times columns of the tile, plus its column
     columns: int
     t: Tiles
@@ -217,10 +227,10 @@ class Listed(_Walk):
     def slots(self) -> tuple[Array, Array]:
         return self.listed[1], self.listed[2]
 
-    def tiles(self, per_tile: Any, carry: Any) -> Any:
+    def tiles(self, per_tile: Callable[..., PyTree], carry: PyTree) -> PyTree:
         """Call ``per_tile(row tile, column tile, 0, c)`` for every tile in the block's share."""
 
-        def step(i: Array, c: Any) -> Any:
+        def step(i: Array, c: PyTree) -> PyTree:
             tile = self.listed[3 + i]
             return per_tile(lax.div(tile, self.columns), lax.rem(tile, self.columns), jnp.int32(0), c)
 
@@ -232,25 +242,25 @@ class ByLists(_Walk):
     """The walk over all tiles of a product in which a group of ``share`` row tiles (or column tiles) has a list of the
     pieces of the depth that count, each of ``steps`` steps."""
 
-    extents: Any  # int32 [8], a reference; rows (columns) in the order of the lists
+    extents: Ref  # int32 [8], a reference; rows (columns) in the order of the lists
     lists: Any  # int32 [groups, 2 + most], a reference: which group, how many pieces (at least one), and which
     t: Tiles
     by_columns: bool
     share: int
     steps: int
 
-    def depth(self, part: Array, steps: int) -> tuple[Any, Any]:
+    def depth(self, part: Array, steps: int) -> tuple[Index, Index]:
         return 0, self.lists[part, 1] * self.steps
 
     def at(self, part: Array, step: Array) -> Array:
         size = jnp.int32(self.steps)
         return self.lists[part, 2 + lax.div(step, size)] * size + lax.rem(step, size)
 
-    def tiles(self, per_tile: Any, carry: Any) -> Any:
+    def tiles(self, per_tile: Callable[..., PyTree], carry: PyTree) -> PyTree:
         """Call ``per_tile(row tile, column tile, list, c)`` for every tile in the block's share."""
         rows, columns, share = self.extents[0], self.extents[1], jnp.int32(self.share)
 
-        def step(i: Array, c: Any) -> Any:
+        def step(i: Array, c: PyTree) -> PyTree:
             row, column, _ = tile_at(i, rows, columns, self.t.group)
             own = column if self.by_columns else row
             which = lax.div(own, share)

@@ -14,7 +14,6 @@ target, those beyond the vocabulary) are masked only in the tiles that hold one,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -112,7 +111,7 @@ def above(u: Array, screen: Array) -> Array:
     return word
 
 
-def bit_of(column: Any, columns: int) -> Any:
+def bit_of(column: Array, columns: int) -> Array:
     """The bit in :func:`above` for a column, in tiles with this many columns."""
     width = min(PIECE, columns)
     parts = columns // width

@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from logitless.core import stats as st
 from logitless.core import transform as tr
+from logitless.core.compat import Ref
 from logitless.core.problem import Problem
 from logitless.core.stats import TokenStats, masked_stats, valid_targets
 from logitless.core.transform import LogitTransform
@@ -39,18 +41,18 @@ from logitless.head.mosaic_gpu.limits import TILE_K, check
 class _Refs:
     """References of the kernel beside the matmul's: global memory, then shared memory."""
 
-    special: Any  # int32 [token tiles * 2, vocab tiles]: a masked column lies in the tile
-    targets: Any  # int32 [padded N]
+    special: Ref  # int32 [token tiles * 2, vocab tiles]: a masked column lies in the tile
+    targets: Ref  # int32 [padded N]
     transform: LogitTransform  # of references: [padded N] or [1]
-    bias: Any | None  # [padded V]
-    screen: Any | None  # float32 [padded N]
-    out: Any  # float32 [5, slots, padded N]
-    words: Any | None  # int32 [vocab tiles, padded N, 8]
-    sums: Any  # [2, 5, M]: the way out
-    bits: Any | None  # int32 [2, M, 8]: staging for the words
+    bias: Ref | None  # [padded V]
+    screen: Any  # float32 [padded N]
+    out: Ref  # float32 [5, slots, padded N]
+    words: Ref | None  # int32 [vocab tiles, padded N, 8]
+    sums: Ref  # [2, 5, M]: the way out
+    bits: Ref | None  # int32 [2, M, 8]: staging for the words
 
 
-def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: Any) -> None:
+def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: DTypeLike) -> None:
     """A computing warpgroup: half of the block's rows."""
     wg, t = lax.axis_index("wg"), m.static.tiles
     per_row = plgpu.Layout.WGMMA.reduce(1)
