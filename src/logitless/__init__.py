@@ -29,6 +29,7 @@ from logitless.core.top_k import TopK
 from logitless.core.validation import validate_targets
 from logitless.data.group_advantages import group_advantages
 from logitless.data.next_tokens import next_tokens
+from logitless.data.optimal_token_advantages import optimal_token_advantages
 from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.mesh.sharding import Sharding
@@ -76,6 +77,7 @@ __all__ = [
     "loss_denominator",
     "metric_values",
     "next_tokens",
+    "optimal_token_advantages",
     "oracle",
     "pack",
     "plan",

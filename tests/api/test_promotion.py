@@ -127,6 +127,8 @@ def test_what_stands_around_a_loss() -> None:
     logitless.next_tokens(TARGETS, mask, segment_ids=segments)
     logitless.group_advantages(normal(4), 2)
     logitless.group_advantages(normal(4), 2, scale="batch", baseline="leave_one_out")
+    stats = logitless.TokenStats(logp=-jnp.ones((B, T)), log_sum_p2=-jnp.ones((B, T)))
+    logitless.optimal_token_advantages(normal(B), stats, mask, 1, token_weights=np.ones((B, T), np.float32))
     logitless.loss_denominator(o, mask, segments)
     logitless.loss_denominator(OBJECTIVES["dual"], mask)
     logitless.entropy_denominator(OBJECTIVES["sequence"], mask, np.abs(normal(B, T)))

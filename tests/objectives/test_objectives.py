@@ -512,6 +512,47 @@ def test_one_reward() -> None:
         np.testing.assert_allclose(got, [3.0 / 1.0001], rtol=1e-6)
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("peaked", [1.0, 40.0])
+def test_optimal_token_advantages(group_size: int, peaked: float) -> None:
+    """Against float64 with ragged masks, NaN where masked, tails and peaked distributions."""
+    rng = np.random.default_rng(group_size)
+    logits = peaked * rng.normal(size=(6, 9, 7))
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    targets = np.where(rng.random((6, 9)) < 0.7, p.argmax(-1), rng.integers(0, 7, (6, 9)))
+    logp = np.log(np.take_along_axis(p, targets[..., None], -1)[..., 0])
+    rewards, weights = rng.normal(size=6).astype(np.float32), rng.random((6, 9)).astype(np.float32)
+    mask = np.arange(9) < rng.integers(0, 10, (6, 1))
+    hidden = [np.where(mask, x, np.nan).astype(np.float32) for x in (logp, np.log((p * p).sum(-1)))]
+    stats = logitless.TokenStats(logp=jnp.asarray(hidden[0]), log_sum_p2=jnp.asarray(hidden[1]))
+    exact = [np.where(mask, x.astype(np.float64), 0.0) for x in hidden]  # the rounded inputs
+    cases: list[dict[str, Any]] = [{}, {"token_weights": weights}, {"zero_tail": True}]
+    for given in cases:
+        got = logitless.optimal_token_advantages(rewards, stats, mask, group_size, **given)
+        want = oracle.optimal_token_advantages(rewards, exact[0], np.exp(exact[1]), mask, group_size, **given)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimal_token_baseline_by_hand() -> None:
+    """p 0.5 of two has energy 0.5 a token, 1 none: W = 0.5, 1 against 0.5, 0.5, and b_2 = (1 + 0) / 1.5."""
+    p = np.array([[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]])
+    s2 = p**2 + (1 - p) ** 2
+    stats = logitless.TokenStats(logp=jnp.log(jnp.float32(p)), log_sum_p2=jnp.log(jnp.float32(s2)))
+    rewards, mask = np.float32([1, 0]), np.array([[1, 1, 1], [1, 1, 0]])
+    want = np.array([[1 / 2, 1 / 3, 0], [-1 / 2, -2 / 3, 0]])
+    np.testing.assert_allclose(logitless.optimal_token_advantages(rewards, stats, mask, 2), want, atol=1e-6)
+    np.testing.assert_allclose(oracle.optimal_token_advantages(rewards, np.log(p), s2, mask, 2), want, atol=1e-7)
+    tail = logitless.optimal_token_advantages(rewards, stats, mask, 2, zero_tail=True)
+    np.testing.assert_allclose(tail, want + np.array([[0, 0, 1], [0, 0, 0]]), atol=1e-6)
+    with pytest.raises(TypeError, match="expected stats to be TokenStats with log_sum_p2"):
+        logitless.optimal_token_advantages(rewards, logitless.TokenStats(logp=stats.logp), mask, 2)
+    with pytest.raises(ValueError, match=r"stats.logp has shape \(2, 3\), expected \[4, T\]"):
+        logitless.optimal_token_advantages(np.float32([1, 0, 1, 0]), stats, mask, 2)
+    with pytest.raises(ValueError, match="optimal_token_advantages: 2 rewards do not split into groups of 4"):
+        logitless.optimal_token_advantages(rewards, stats, mask, 4)
+
+
 # -- any shape, mask and layout -------------------------------------------------------------------------------------
 
 

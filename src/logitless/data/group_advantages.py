@@ -7,6 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float
 
 from logitless.core import validation
 from logitless.objectives.checks import shown
@@ -51,20 +52,10 @@ def group_advantages(
     >>> group_advantages(rewards, group_size=3, scale="none", baseline="by_length", lengths=lengths).tolist()
     [0.0, -1.0, 1.0]
     """
-    rewards = validation.floats("group_advantages", "rewards", rewards)
-    if rewards.ndim != 1:
-        raise ValueError(f"group_advantages: rewards has shape {rewards.shape}, expected one reward a completion [B].")
-    if not isinstance(group_size, (int, np.integer)) or isinstance(group_size, bool):
-        raise TypeError(f"group_advantages: group_size is {shown(group_size)}, expected a Python int (it is static).")
-    if group_size < 1 or rewards.size == 0 or rewards.size % group_size:
-        raise ValueError(
-            f"group_advantages: {rewards.size} rewards do not split into groups of {group_size}; "
-            "expected a non-empty multiple of group_size."
-        )
+    r = checked_groups("group_advantages", rewards, group_size)
     if scale not in ("group", "batch", "tokens", "none"):
         raise ValueError(f"group_advantages: scale={scale!r}, expected 'group', 'batch', 'tokens' or 'none'.")
-    weights = _checked_lengths(baseline, scale, lengths, rewards, group_size)
-    r = rewards.astype(jnp.float32).reshape(-1, group_size)
+    weights = _checked_lengths(baseline, scale, lengths, r)
     if group_size == 1:
         centred, std = r, jnp.ones_like(r)
     else:
@@ -72,7 +63,7 @@ def group_advantages(
         shifted = r - r[:, :1]
         centred = shifted - jnp.mean(shifted, axis=1, keepdims=True)
         std = jnp.std(shifted, axis=1, keepdims=True, ddof=1)
-    if scale == "batch" and rewards.size > 1:
+    if scale == "batch" and r.size > 1:
         std = jnp.std(r, ddof=1)
     if baseline == "by_length" and weights is not None and group_size > 1:
         w = weights.reshape(r.shape)
@@ -93,6 +84,21 @@ def group_advantages(
     return centred.reshape(-1)
 
 
+def checked_groups(call: str, rewards: Array, group_size: int) -> Float[Array, "G N"]:
+    """The rewards ``[B]`` as float32, a row for each group of ``group_size``; what does not split is refused."""
+    rewards = validation.floats(call, "rewards", rewards)
+    if rewards.ndim != 1:
+        raise ValueError(f"{call}: rewards has shape {rewards.shape}, expected one reward a completion [B].")
+    if not isinstance(group_size, (int, np.integer)) or isinstance(group_size, bool):
+        raise TypeError(f"{call}: group_size is {shown(group_size)}, expected a Python int (it is static).")
+    if group_size < 1 or rewards.size == 0 or rewards.size % group_size:
+        raise ValueError(
+            f"{call}: {rewards.size} rewards do not split into groups of {group_size}; "
+            "expected a non-empty multiple of group_size."
+        )
+    return rewards.astype(jnp.float32).reshape(-1, group_size)
+
+
 def _whitened(advantages: Array, lengths: Array, eps: float) -> Array:
     """``(a - mean) / sqrt(var + eps^2)``, the mean and the unbiased variance over tokens (veRL: eps 1e-4)."""
     shifted = advantages - advantages[0]  # the mean of equal values is then exact
@@ -102,12 +108,12 @@ def _whitened(advantages: Array, lengths: Array, eps: float) -> Array:
     return jnp.where(centred == 0, 0.0, centred / jnp.sqrt(variance + jnp.square(eps)))
 
 
-def _checked_lengths(baseline: str, scale: str, lengths: Array | None, rewards: Array, group_size: int) -> Array | None:
+def _checked_lengths(baseline: str, scale: str, lengths: Array | None, r: Float[Array, "G N"]) -> Array | None:
     """The lengths as float32, where baseline or scale take them; what does not fit the baseline is refused."""
     known = ("mean", "leave_one_out", "by_length", "second_best", "none")
     if baseline not in known:
         raise ValueError(f"group_advantages: baseline={baseline!r}, expected one of {', '.join(map(repr, known))}.")
-    if baseline == "second_best" and group_size < 2:
+    if baseline == "second_best" and r.shape[1] < 2:
         raise ValueError("group_advantages: baseline='second_best' needs groups of at least 2, got group_size=1.")
     if (lengths is None) == (baseline == "by_length" or scale == "tokens"):
         need = "needs lengths, tokens of each completion [B]" if lengths is None else "does not take lengths"
@@ -116,5 +122,5 @@ def _checked_lengths(baseline: str, scale: str, lengths: Array | None, rewards: 
     if lengths is None:
         return None
     array = validation.as_array("group_advantages", "lengths", lengths)
-    validation.same_shape("group_advantages", "lengths", array, rewards.shape, "rewards")
+    validation.same_shape("group_advantages", "lengths", array, (r.size,), "rewards")
     return array.astype(jnp.float32)

@@ -6,7 +6,7 @@ bfloat16 included, is taken at its exact value and computed with in float64. A P
 ``numpy.float32(0.9)`` where a float32 computation is to be judged to its last bit.
 """
 
-from logitless.oracle.advantages import group_advantages
+from logitless.oracle.advantages import group_advantages, optimal_token_advantages
 from logitless.oracle.distillation_loss import distillation_loss
 from logitless.oracle.divergences import divergence, divergence_vjp, sparse_divergence, sparse_divergence_vjp
 from logitless.oracle.end_to_end import grpo_loss, linear_grpo_loss
@@ -34,6 +34,7 @@ __all__ = [
     "linear_token_stats",
     "linear_token_stats_vjp",
     "logits_rows",
+    "optimal_token_advantages",
     "policy_loss",
     "policy_loss_grad",
     "selected_logprobs",

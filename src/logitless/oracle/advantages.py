@@ -63,3 +63,31 @@ def group_advantages(
         spread = np.sqrt(per_token.var(ddof=1) + eps**2)
         advantages = np.where(advantages == per_token.mean(), 0.0, (advantages - per_token.mean()) / spread)
     return advantages.reshape(r.shape)
+
+
+def optimal_token_advantages(
+    rewards: ArrayLike,
+    logp: ArrayLike,
+    sum_p2: ArrayLike,
+    mask: ArrayLike,
+    group_size: int,
+    *,
+    token_weights: ArrayLike | None = None,
+    zero_tail: bool = False,
+) -> Floats:
+    """``r - b_t`` per live token: ``b_t`` is the mean of the group's rewards in column ``t``, weighted with each
+    completion's energy up to there, the sum of ``(1 - 2 p + sum_v p_v^2) weight^2``. ``sum_p2 [B, T]`` is ``sum_v
+    p_v^2``. A group of one has no baseline, nor, with ``zero_tail``, has a completion that alone is live."""
+    r, live = to_float64(rewards), np.asarray(mask) > 0
+    p, squares = np.exp(to_float64(logp)), to_float64(sum_p2)
+    weights = np.ones(p.shape) if token_weights is None else to_float64(token_weights)
+    energy = np.cumsum(np.where(live, ((1 - p) ** 2 + np.maximum(squares - p**2, 0.0)) * weights**2, 0.0), axis=1)
+    advantages = np.zeros(p.shape)
+    for row, t in np.argwhere(live):
+        first = row - row % group_size
+        members = [i for i in range(first, first + group_size) if live[i, t]]
+        baseline = sum(r[i] * energy[i, t] for i in members) / (sum(energy[i, t] for i in members) + 1e-8)
+        if group_size == 1 or (zero_tail and members == [row]):
+            baseline = 0.0
+        advantages[row, t] = r[row] - baseline
+    return advantages
