@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from logitless.core import validation
 from logitless.core.divergences import DIVERGENCES
@@ -26,6 +27,7 @@ from logitless.core.transform import LogitTransform, transform_of
 from logitless.objectives.checks import did_you_mean, mixture, shown
 from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import logp_temperature, loss_inputs, statistics_temperature
+from logitless.objectives.objective import Objective
 
 _LOSS_ARRAYS = (
     "advantages", "old_logp", "ref_logp", "rollout_logp", "segment_ids", "denominator", "entropy_denominator",
@@ -47,7 +49,7 @@ _ONE_LEVEL = {
 """Options that a call from hidden states, or from logits, does not have."""
 
 
-def head_by_name(head: Head | Array) -> dict[str, Any]:
+def head_by_name(head: Head | Array) -> dict[str, object]:
     """The fields of a head by the names of a call's arguments."""
     whole = head if isinstance(head, Head) else Head(head)
     return {argument: getattr(whole, field) for field, argument in HEAD_NAMES.items()}
@@ -148,7 +150,7 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
     mix = 0.5 if mix is None else validation.scalar(name, "mix", mix)
     own = {k: v for k, v in given.items() if k not in ("divergence", "mix")} | dict(targets=p.targets, mask=None)
     own |= dict(validate=False, sparse_backward="off")
-    teacher: Problem[Any]
+    teacher: Problem[Source]
     if "hidden" in given:
         own |= dict(head_by_name(given["teacher_lm_head"]), hidden=given["teacher_hidden"])
         teacher, what = _head_problem(whose, own, is_loss), "Head(lm_head, vocab_size={})"
@@ -250,7 +252,7 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
     return (f"{name}, the reference", {k: v for k, v in call.items() if k not in _LOSS_ARRAYS}), rest
 
 
-def _reference_head(name: str, head: Any, given: dict[str, Any]) -> Head:
+def _reference_head(name: str, head: object, given: dict[str, Any]) -> Head:
     """The reference's head; an array has the policy's layout, scale, softcap and vocabulary size."""
     if isinstance(head, Head):
         return head
@@ -263,7 +265,7 @@ def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
     return dict(given, ref_logp=jax.lax.stop_gradient(logp))
 
 
-def _temperature(name: str, given: Any, objective: Any) -> Any:
+def _temperature(name: str, given: object, objective: Objective) -> Array | float | None:
     """The temperature that divides the logits: the objective's, which a second one must not contradict."""
     if given is not None and not (isinstance(given, (int, float)) and given == 1):
         raise ValueError(
@@ -273,7 +275,7 @@ def _temperature(name: str, given: Any, objective: Any) -> Any:
     return statistics_temperature(objective)
 
 
-def _placed(p: Any, loss: Loss | None, route: Route) -> Any:
+def _placed(p: Problem[Source], loss: Loss | None, route: Route) -> Problem[Source]:
     """The problem as the route's backend takes it: with the route's choices, flat unless it runs over a mesh."""
     p = dataclasses.replace(p, call=route.static)
     if route.placement is not None and not route.dense:
@@ -287,7 +289,7 @@ def _placed(p: Any, loss: Loss | None, route: Route) -> Any:
     return p.flat(p.targets.ndim)
 
 
-def _on_one_device(p: Any, loss: Loss | None, route: Route) -> Any:
+def _on_one_device(p: Any, loss: Loss | None, route: Route) -> Problem[Source]:
     """``p`` as it is. Raises, now or when the program is lowered, where a kernel would run whole on every device."""
     linear = isinstance(p.policy, Linear)
     arrays = (("hidden", p.h), ("lm_head", p.head.weight)) if linear else (("logits", p.logits),)
@@ -395,7 +397,7 @@ def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem[
 # -- single arguments ------------------------------------------------------------------------------------------------
 
 
-def tolerance_of(name: str, given: Any, dtype: Any) -> tuple[Array | None, float | None]:
+def tolerance_of(name: str, given: Any, dtype: DTypeLike) -> tuple[Array | None, float | None]:
     """``(tolerance, mass)``: what a row may leave out, as an array and as a number (NaN if it is traced); ``None`` for
     an exact backward pass."""
     expected = "expected 'off', 'auto' or a probability mass between 0 and 1, such as 2**-8"
@@ -442,7 +444,7 @@ def layout_of(name: str, shape: tuple[int, ...], width: int, given: str | None) 
     return next(k for k in fits if given in (None, k))
 
 
-def _lora(name: str, lora: Any, scale: Any, weight: Array) -> tuple[Array | None, Array | None, Any]:
+def _lora(name: str, lora: object, scale: object, weight: Array) -> tuple[Array | None, Array | None, Array | float]:
     if lora is None:
         return None, None, 1.0
     if not isinstance(lora, (tuple, list)) or len(lora) != 2:

@@ -7,13 +7,16 @@ A backend is a small frozen object without arrays. ``registry`` knows them by na
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from jaxtyping import PyTree
 
 from logitless.core.divergences import PairSums, ShardOfPair
-from logitless.core.problem import Loss
+from logitless.core.problem import Loss, Take
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.top_k import TopK
+
+P = TypeVar("P", contravariant=True)  # the problems that a backend serves: Problem[Linear], Problem[Given] or both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Cost:
     """Statistics without a gradient never hold logits."""
 
 
-class Backend(Protocol):
+class Backend(Protocol[P]):
     """How a problem (``Problem``, from hidden states or from logits) is worked on. Hashable: it is a static argument.
 
     Gradients are ``Gradients`` at the head level and an array of dlogits at the logits level. A ``report`` says what a
@@ -75,39 +78,39 @@ class Backend(Protocol):
     def in_forward(self) -> bool:
         """Whether it has :meth:`gradients_in_forward`."""
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: P, columns_apart: bool) -> None:
         """Raise ``NotImplementedError`` with the reason if it cannot serve (one device's shapes; ``columns_apart``: a
         device has a part of the vocabulary only)."""
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: P, way: Way) -> Cost:
         """Cost of a call, from the shapes on one device."""
 
-    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, Any]:
+    def statistics(self, p: P, loss: Loss | None = None) -> tuple[TokenStats, object]:
         """``(statistics, report)`` where no gradient is wanted; with ``loss``, to the bit those that
         :meth:`gradients_in_forward` gives."""
 
-    def forward(self, p: Any, want: Any) -> tuple[TokenStats, Any, Any]:
+    def forward(self, p: P, want: Any) -> tuple[TokenStats, object, PyTree]:
         """``(statistics, report, residual)``: statistics equal to :meth:`statistics` bit by bit, and the residual for
         :meth:`backward`."""
 
-    def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
+    def backward(self, p: P, want: Any, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool) -> Any:
         """The gradients that are wanted, for cotangents ``g``; ``only_logp``: those of entropy and lse are zero."""
 
-    def gradients_in_forward(self, p: Any, want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
+    def gradients_in_forward(self, p: P, want: Any, loss: Loss) -> tuple[TokenStats, object, PyTree]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
 
 
-class Ranking(Backend, Protocol):
+class Ranking(Backend[P], Protocol[P]):
     """A backend that finds the likeliest ids."""
 
-    def top_k(self, p: Any) -> TopK:
+    def top_k(self, p: P) -> TopK:
         """The likeliest ids of each token, as many as ``Call.top_k``."""
 
 
-class SparseBackend(Backend, Protocol):
+class SparseBackend(Backend[P], Protocol[P]):
     """A sparse backward around an exact backend of the same name."""
 
-    def supports(self, p: Any, split: Split) -> str | None:
+    def supports(self, p: P, split: Split) -> str | None:
         """Why the exact backend has to serve a call (one device's shapes) instead; ``None`` if this one can."""
 
 
@@ -119,22 +122,22 @@ class PlainJax:
     def check(self, p: Any, columns_apart: bool) -> None:
         """They serve everything."""
 
-    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: None, total: Any) -> None:
+    def shard_residual(self, p: object, stats: TokenStats, sums: RowSums, part: None, total: Take) -> None:
         """Nothing of the forward pass is kept."""
 
 
-class Divisible(Backend, Protocol):
+class Divisible(Backend[P], Protocol[P]):
     """A backend that can serve a shard of the vocabulary (``mesh/vocab_parallel.py``)."""
 
-    def sums(self, p: Any, want: Any) -> tuple[RowSums, Any]:
+    def sums(self, p: P, want: Any) -> tuple[RowSums, PyTree]:
         """``(sums, part)`` over the local columns: the contribution of a vocabulary shard, and the input of
         :meth:`shard_residual`."""
 
-    def shard_of_pair(self, p: Any) -> ShardOfPair:
+    def shard_of_pair(self, p: P) -> ShardOfPair:
         """Sums and statistics of both distributions over the columns that are here, in one sweep."""
 
-    def pair_sums(self, p: Any, stats: TokenStats, teacher: TokenStats) -> PairSums:
+    def pair_sums(self, p: P, stats: TokenStats, teacher: TokenStats) -> PairSums:
         """Sums of the divergence over the columns that are here, from the statistics over all columns."""
 
-    def shard_residual(self, p: Any, stats: TokenStats, sums: RowSums, part: Any, total: Callable[[Any], Any]) -> Any:
+    def shard_residual(self, p: P, stats: TokenStats, sums: RowSums, part: PyTree, total: Take) -> PyTree:
         """The residual of a shard, once the statistics of all shards are known; ``total`` sums an array over them."""

@@ -17,7 +17,7 @@ the other columns: there ``log p`` is 0 to all digits of a logsumexp, and ``p (d
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,9 @@ def _sums(columns: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 @_sums.defjvp
-def _sums_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _sums_jvp(
+    primals: tuple[tuple[Array, ...]], tangents: tuple[tuple[Array, ...]]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     return _sums(*primals), tuple(jnp.sum(t, axis=-1) for t in tangents[0])
 
 
@@ -166,12 +168,7 @@ def rounded_alike(stats: TokenStats, teacher: TokenStats) -> TokenStats:
 
 
 def finish_pair(
-    kind: Divergence,
-    stats: TokenStats,
-    teacher: TokenStats,
-    sums: PairSums,
-    mix: Array | None,
-    shard: bool = False,
+    kind: Divergence, stats: TokenStats, teacher: TokenStats, sums: PairSums, mix: Array | None, shard: bool = False
 ) -> TokenStats:
     """The student's statistics, with the pair's statistics filled in."""
     dominated = is_dominated(stats, shard)

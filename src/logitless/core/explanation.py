@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from logitless import api
 from logitless.core.arguments import bind, by_name, distillation_calls, reference_call, with_reference
@@ -24,7 +26,7 @@ _CALLS = (
 )  # fmt: skip
 
 
-def explain(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Route:
+def explain(call: Callable[..., object], *args: object, **kwargs: object) -> Route:
     """The backend, way, tiles, bytes moved and matmul count of a call; nothing is computed.
 
     Takes one of the public calls and the arguments it would get; arrays may be ``jax.ShapeDtypeStruct``, and
@@ -52,12 +54,12 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
     leaves, tree = jax.tree.flatten(given)
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
-    def trace(arrays: list[Any]) -> None:
+    def trace(arrays: list[Array]) -> None:
         given_now = iter(arrays)
         leaves_now = [next(given_now) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         found.append(_described(name, jax.tree.unflatten(tree, leaves_now)))
 
-    where: Any = contextlib.nullcontext()
+    where: AbstractContextManager[object] = contextlib.nullcontext()
     if given["sharding"] is not None:
         from logitless.mesh import ambient, sharding
 
@@ -80,7 +82,7 @@ def _described(name: str, given: dict[str, Any]) -> Route:
 
 
 def call_arguments(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], who: str = "explain"
+    call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], who: str = "explain"
 ) -> dict[str, Any]:
     """Every argument of a call by its name; what the route does not depend on may be missing."""
     signature = inspect.signature(call)
@@ -107,7 +109,7 @@ def call_arguments(
     return by_name(call.__name__, given)
 
 
-def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
+def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     """Stand-ins for arrays that the objective asks for and that do not change the route."""
     objective, shape = given["objective"], jax.ShapeDtypeStruct(tokens, jnp.float32)
     missing = {}

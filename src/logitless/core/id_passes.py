@@ -18,11 +18,12 @@ A softmax over a support is that of a row which is ``-inf`` outside: ``[C, K]`` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from logitless.core import row_passes
 from logitless.core.row_passes import Line, Rows
@@ -57,7 +58,7 @@ def statistics(x: Array, p: Rows) -> TokenStats:
     return row_passes.statistics(x, p)
 
 
-def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None) -> Array:
+def dx(x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: DTypeLike, tile: int | None = None) -> Array:
     """The cotangent of the rows ``x [C, V]``; see :func:`logitless.core.row_passes.dx`."""
     if p.ids is not None:
         return _selected_dx(x, p, p.ids, stats, g, dtype, tile)
@@ -113,7 +114,7 @@ def row_ids(ids: Array, vocab_size: int) -> RowIds:
     return RowIds(ids, first, there, there & (first == place), valid)
 
 
-def _column(tree: Any) -> Any:
+def _column(tree: PyTree) -> PyTree:
     """``[C]`` arrays as ``[C, 1]``."""
     return jax.tree.map(lambda a: a[:, None], tree)
 
@@ -187,7 +188,7 @@ def selected(u: Array, at: RowIds, stats: TokenStats, rest: RowSums, k: Array | 
 
 
 def _selected_dx(
-    x: Array, p: Rows, ids: Array, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None
+    x: Array, p: Rows, ids: Array, stats: TokenStats, g: StatCotangents, dtype: DTypeLike, tile: int | None
 ) -> Array:
     """A line outside the ids, and the ids' own columns over it."""
     own, gs, at = stats.selected, g.selected, row_ids(ids, p.call.vocab_size)
@@ -247,7 +248,7 @@ def _support_statistics(x: Array, p: Rows, support: Array) -> TokenStats:
 
 
 def _support_dx(
-    x: Array, p: Rows, support: Array, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None
+    x: Array, p: Rows, support: Array, stats: TokenStats, g: StatCotangents, dtype: DTypeLike, tile: int | None
 ) -> Array:
     """Zeros in a row with a support, and its ids' own columns over them."""
     at, t = row_ids(support, p.call.vocab_size), p.transform.column()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from jax import Array
 
@@ -15,7 +15,7 @@ from logitless.objectives.metrics import LossAux, Metrics
 
 P = ParamSpec("P")
 
-_LOSSES: tuple[Any, ...] = (api.grpo_loss, api.linear_grpo_loss)
+_LOSSES: tuple[Callable[..., object], ...] = (api.grpo_loss, api.linear_grpo_loss)
 
 
 def with_stats(call: Callable[P, tuple[Array, Metrics]]) -> Callable[P, tuple[Array, LossAux]]:

@@ -5,11 +5,12 @@ the call is carried out. ``core/arguments.py`` lays both open, one entry for eac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from logitless.core.problem import Layout
@@ -89,7 +90,7 @@ class Options:
     backend: str | None = None
     chunk_size: int | None = None
     memory_budget: int | None = None
-    logits_dtype: Any = "float32"
+    logits_dtype: DTypeLike = "float32"
     head_grad_dtype: str = "float32"
     sparse_backward: SparseBackward = "off"
     bwd_impl: str = "pallas"
@@ -117,7 +118,7 @@ def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _flatten(head: Head) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]]:
+def _flatten(head: Head) -> tuple[list[tuple[object, object]], tuple[tuple[str, ...], tuple[tuple[str, object], ...]]]:
     """Arrays are leaves; numbers, strings and what is not there are structure."""
     fields = {f: getattr(head, f) for f in HEAD_NAMES}
     fixed = {f: x for f, x in fields.items() if x is None or isinstance(x, (int, float, str))}
@@ -125,7 +126,7 @@ def _flatten(head: Head) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], 
     return leaves, (tuple(f for f in fields if f not in fixed), tuple(fixed.items()))
 
 
-def _unflatten(structure: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]], leaves: Any) -> Head:
+def _unflatten(structure: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]], leaves: Iterable[Any]) -> Head:
     names, fixed = structure
     return Head(**dict(zip(names, leaves, strict=True)), **dict(fixed))
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
+from jaxtyping import PyTree
 
 from logitless.core.divergences import Divergence
 from logitless.core.pytree import register, static, tree_of
@@ -54,7 +55,7 @@ class Call:
     chunk: int = 0  # tokens per chunk, as decided
     kept: int = 0  # tokens whose logits (on TPU exponentials) a forward sweep keeps for the backward pass, as decided
     mass: float | None = None  # what a row may leave out of a sparse backward; NaN if it is traced
-    logits_dtype: Any = jnp.dtype(jnp.float32)
+    logits_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     sum_head_grad_in: str = "float32"  # or "param"
     logp_only: bool = True  # no gradient of entropy or lse is expected
     interpret: Any = False
@@ -135,7 +136,7 @@ class Wanted:
         return self.hidden or self.weight or self.bias or self.lora
 
 
-def perturbed(tree: Any) -> bool:
+def perturbed(tree: PyTree) -> bool:
     """Whether a gradient is asked for with respect to anything in a tree of ``CustomVJPPrimal``."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     return any(p.perturbed for p in leaves if isinstance(p, CustomVJPPrimal))
@@ -318,13 +319,13 @@ class Problem(Generic[S]):
         """The problem with the loss's counting tokens, if there is a loss."""
         return self if loss is None else dataclasses.replace(self, live=loss.inputs.mask)
 
-    def wanted(self) -> Any:
+    def wanted(self) -> Wanted | bool:
         """Gradients that ``custom_vjp`` asks for, read from a problem of ``CustomVJPPrimal``."""
         return self.policy.wanted()
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, PyTree]:
         """What carries no gradient, by the names that users know."""
-        own: dict[str, Any] = {"temperature, softcap or scale": self.transform}
+        own: dict[str, PyTree] = {"temperature, softcap or scale": self.transform}
         if isinstance(self.policy, Linear):
             own |= dict(lora_scale=self.policy.head.lora_scale, sparse_backward=self.tolerance)
         return own | {"the teacher": self.teacher}
@@ -362,6 +363,6 @@ class Loss:
         return may_have_gradient(self.objective, self.inputs)
 
 
-def flat_tokens(tree: Any, rank: int) -> Any:
+def flat_tokens(tree: PyTree, rank: int) -> PyTree:
     """Arrays with their first ``rank`` dimensions, those of the tokens, flattened; numbers stay."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[rank:]) if jnp.ndim(x) else x, tree)

@@ -7,7 +7,7 @@ tracers or the placeholder objects that transformations put into leaves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ import jax
 T = TypeVar("T")
 
 
-def static(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+def static(default: object = dataclasses.MISSING, **kwargs: Any) -> Any:
     """A dataclass field that is part of the tree's structure: changing it compiles anew."""
     if default is not dataclasses.MISSING:
         kwargs["default"] = default
@@ -29,14 +29,14 @@ def register(cls: type[T]) -> type[T]:
     leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    def flatten_with_keys(obj: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    def flatten_with_keys(obj: T) -> tuple[list[tuple[object, object]], tuple[object, ...]]:
         children = [(jax.tree_util.GetAttrKey(n), getattr(obj, n)) for n in leaves]
         return children, tuple(getattr(obj, n) for n in statics)
 
-    def flatten(obj: T) -> tuple[list[Any], tuple[Any, ...]]:
+    def flatten(obj: T) -> tuple[list[object], tuple[object, ...]]:
         return [getattr(obj, n) for n in leaves], tuple(getattr(obj, n) for n in statics)
 
-    def unflatten(aux: tuple[Any, ...], children: Any) -> T:
+    def unflatten(aux: tuple[object, ...], children: Iterable[object]) -> T:
         obj = object.__new__(cls)
         for name, value in zip(leaves, children, strict=True):
             object.__setattr__(obj, name, value)

@@ -101,7 +101,7 @@ class Route:
         return f"{text}\n  first    {self.reference.backend}: log-probabilities of the reference, no gradient"
 
 
-def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False) -> Route:
+def decide(p: Problem[Source], loss: Loss | None, place: Any = None, describe: bool = False) -> Route:
     """The route of a problem whose tokens still have their own dimensions (arrays or shapes).
 
     ``place`` is the ``mesh.spec.Placement`` of a call over a mesh; ``describe`` fills in the route's cost.
@@ -145,7 +145,7 @@ def decide(p: Any, loss: Loss | None, place: Any = None, describe: bool = False)
     return Route(p.call.name, runs, own.call, way, because, place, cost, exact_because=exact_because)
 
 
-def _on_one_device(p: Any, place: Any) -> Any:
+def _on_one_device(p: Problem[Source], place: Any) -> Problem[Source]:
     """The shapes of what a device works on: flat tokens, and over a mesh its own part."""
     if place is not None:
         return place.one_device(p)
@@ -160,7 +160,7 @@ def _on_one_device(p: Any, place: Any) -> Any:
     return dataclasses.replace(p.over_sources(local), targets=flat(p.targets))
 
 
-def _later_because(loss: Loss, p: Any, columns_apart: bool) -> str | None:
+def _later_because(loss: Loss, p: Problem[Source], columns_apart: bool) -> str | None:
     """Why a token's cotangents do not follow from its own statistics; ``None`` if they do."""
     coupled = loss.objective.coupling(old_known=loss.inputs.old is not None)
     if coupled is not None:
@@ -224,7 +224,7 @@ def _split(p: Problem, exact: Backend, place: Any, late: bool) -> Split:
     )
 
 
-def _choose(p: Any, level: Level, columns_apart: bool) -> tuple[str, str]:
+def _choose(p: Problem[Source], level: Level, columns_apart: bool) -> tuple[str, str]:
     """``(name of a backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
     name, named, here, sparse = p.call.name, p.call.backend, tiles.platform(), p.call.mass is not None
     if sparse and named == DENSE:

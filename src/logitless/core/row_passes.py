@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.core.chunk_size import column_tile
 from logitless.core.divergences import (
@@ -77,7 +78,7 @@ def swept_columns(x: Array, transform: LogitTransform, vocab_size: int, ids: Arr
     return jnp.where(ids < vocab_size, swept(x, transform), NEG_INF)
 
 
-def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, Any], Any], carry: Any) -> Any:
+def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int, T], T], carry: T) -> T:
     """``step(first column, number of columns, carry)`` over slices of the vocabulary; all at once without a tile."""
     if tile is None or tile >= width:
         return step(0, width, carry)
@@ -86,11 +87,11 @@ def over_columns(width: int, tile: int | None, step: Callable[[Array | int, int,
     return step(whole * tile, width % tile, carry) if width % tile else carry
 
 
-def in_parts(make: Callable[[Any, int, Array], Array], size: int, out: Array) -> Array:
+def in_parts(make: Callable[[Array | int, int, Array], Array], size: int, out: Array) -> Array:
     """``out [N, ...]`` with its rows made ``size`` at a time, the last ones fewer: ``make(first, count, so_far)
     [count, ...]``, of anything that ``so_far`` still holds in their place."""
 
-    def put(first: Any, count: int, so_far: Array) -> Array:
+    def put(first: Array | int, count: int, so_far: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(so_far, make(first, count, so_far), first, 0)
 
     return over_columns(out.shape[0], size, put, out)
@@ -102,7 +103,7 @@ def rows_in_parts(x: Array, at: Array, size: int, keep: Array | None = None) -> 
     # Not before they are known: an array of zeros would be there from the program's start.
     at, nothing = lax.optimization_barrier((at, jnp.zeros((), x.dtype)))
 
-    def some(first: Any, count: int, _: Array | None = None) -> Array:
+    def some(first: Array | int, count: int, _: Array | None = None) -> Array:
         def cut(a: Array) -> Array:
             return a if count == at.size else lax.dynamic_slice_in_dim(a, first, count)
 
@@ -303,7 +304,7 @@ class Line:
 
 
 def dx(
-    x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: Any, tile: int | None = None,
+    x: Array, p: Rows, stats: TokenStats, g: StatCotangents, dtype: DTypeLike, tile: int | None = None,
     line: Line | None = None,
 ) -> Array:  # fmt: skip
     """The cotangent of the rows ``x [C, V]``, computed in float32 and rounded to ``dtype``; zero rows where ``g`` is.

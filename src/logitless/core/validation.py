@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from logitless.core.stats import TokenStats
 from logitless.objectives.checks import argument_hint, shown, whole_objective
@@ -37,7 +38,7 @@ def named_arguments(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_arguments(
-    call: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], partial: bool = False
+    call: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object], partial: bool = False
 ) -> None:
     """Raise ``TypeError`` for arguments that ``signature`` does not bind; ``partial``: some may be missing."""
     parameters = signature.parameters
@@ -61,7 +62,7 @@ def check_arguments(
         raise TypeError(f"{call}: missing {wanted}.")
 
 
-def as_array(call: str, name: str, value: Any) -> Array:
+def as_array(call: str, name: str, value: object) -> Array:
     """``value`` as a JAX array; anything that is not array-like is refused by name."""
     if isinstance(value, TokenStats):
         raise TypeError(f"{call}: {name} is TokenStats, expected an array; pass its .logp.")
@@ -75,7 +76,7 @@ def as_array(call: str, name: str, value: Any) -> Array:
         raise TypeError(f"{call}: {name} is {type(value).__name__}, expected an array{why}.") from None
 
 
-def float_array(call: str, name: str, value: Any) -> Array:
+def float_array(call: str, name: str, value: object) -> Array:
     """An array of a float dtype."""
     array = as_array(call, name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -87,14 +88,14 @@ def float_array(call: str, name: str, value: Any) -> Array:
     return array
 
 
-def floats(call: str, name: str, value: Any) -> Array:
+def floats(call: str, name: str, value: object) -> Array:
     """Numbers of the loss, in a float dtype of 16 bits or more."""
     array = as_array(call, name, value)
     float_dtype(call, name, array.dtype)
     return array
 
 
-def float_dtype(call: str, name: str, dtype: Any) -> None:
+def float_dtype(call: str, name: str, dtype: DTypeLike) -> None:
     """``dtype`` is a float dtype of 16 bits or more."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{call}: {name} has dtype {dtype}, expected a float dtype.")
@@ -102,7 +103,7 @@ def float_dtype(call: str, name: str, dtype: Any) -> None:
         raise TypeError(f"{call}: {name} is {dtype}, too coarse for the numbers of a loss; give it as float32.")
 
 
-def token_array(call: str, name: str, value: Any, shape: tuple[int, ...], shape_of: str) -> Array:
+def token_array(call: str, name: str, value: object, shape: tuple[int, ...], shape_of: str) -> Array:
     """A float array with one value per token."""
     array = floats(call, name, value)
     same_shape(call, name, array, shape, shape_of)
@@ -115,14 +116,14 @@ def same_shape(call: str, name: str, array: Array, shape: tuple[int, ...], shape
         raise ValueError(f"{call}: {name} has shape {array.shape}, expected {shape}, the shape of {shape_of}.")
 
 
-def target_array(call: str, targets: Any, shape: tuple[int, ...], shape_of: str) -> Array:
+def target_array(call: str, targets: object, shape: tuple[int, ...], shape_of: str) -> Array:
     """Integer targets of the given shape, as int32."""
     array = int32_ids(call, "targets", targets)
     same_shape(call, "targets", array, shape, shape_of)
     return array
 
 
-def id_array(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Array:
+def id_array(call: str, name: str, value: object, shape: tuple[int, ...]) -> Array:
     """Ids ``[*tokens, K]`` of each token as int32; -1 is none, and one outside int32 becomes -2, which is invalid."""
     array = int32_ids(call, name, value, unknown=-2)
     if array.ndim != len(shape) + 1 or array.shape[:-1] != shape:
@@ -135,7 +136,7 @@ def id_array(call: str, name: str, value: Any, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def validate_ids(call: str, name: str, ids: Any, vocab_size: int, mask: Any, targets: Any = None) -> None:
+def validate_ids(call: str, name: str, ids: object, vocab_size: int, mask: object, targets: object = None) -> None:
     """Raise ``ValueError`` if a live token has an id that names no column, or a target outside its ids; on the host."""
     if any(isinstance(x, jax.core.Tracer) for x in (ids, mask, targets)):
         raise TypeError(f"{call}: validate=True got traced {name}; validate outside jit, where the ids are known.")
@@ -159,7 +160,7 @@ def validate_ids(call: str, name: str, ids: Any, vocab_size: int, mask: Any, tar
         )
 
 
-def int32_ids(call: str, name: str, value: Any, unknown: int = -1) -> Array:
+def int32_ids(call: str, name: str, value: object, unknown: int = -1) -> Array:
     """Token ids of any integer dtype as int32. An id outside int32 becomes ``unknown``: it names no column, and
     conversion alone would wrap it around to a valid id."""
     if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
@@ -183,7 +184,7 @@ def host_int32_ids(ids: np.ndarray, unknown: int = -1) -> np.ndarray:
     return np.where((ids < _INT32.min) | (ids > _INT32.max), np.int32(unknown), ids.astype(np.int32))
 
 
-def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:
+def segment_array(call: str, segment_ids: object, shape: tuple[int, ...]) -> Array:
     """Segment ids with the targets' shape; equality of ids is preserved for all 64 bits."""
     if isinstance(segment_ids, np.ndarray) and segment_ids.dtype in (np.int64, np.uint64) and segment_ids.size:
         if segment_ids.min() < _INT32.min or segment_ids.max() > _INT32.max:  # JAX would drop an id's upper half
@@ -196,7 +197,7 @@ def segment_array(call: str, segment_ids: Any, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def mask_array(call: str, mask: Any, shape: tuple[int, ...]) -> Array | None:
+def mask_array(call: str, mask: object, shape: tuple[int, ...]) -> Array | None:
     """A mask as bool; of numbers, those that can be seen are 0 or 1 (:func:`zero_or_one`)."""
     if mask is None:
         return None
@@ -257,7 +258,7 @@ def scalar_or_per_token(call: str, name: str, value: Any, shape: tuple[int, ...]
     return value if isinstance(value, (int, float)) else array
 
 
-def scalar(call: str, name: str, value: Any, *, positive: bool = True) -> Any:
+def scalar(call: str, name: str, value: object, *, positive: bool = True) -> Any:
     """A number (above zero, unless ``positive`` is false) or a scalar array, or ``None``."""
     if value is not None and not isinstance(value, str) and (shape := as_array(call, name, value).shape):
         raise ValueError(f"{call}: {name} has shape {shape}, expected a scalar.")
@@ -275,7 +276,7 @@ def vocabulary(call: str, vocab_size: int | None, width: int, of: str) -> int:
     return int(vocab_size)
 
 
-def objective_of(call: str, objective: Any) -> Objective:
+def objective_of(call: str, objective: object) -> Objective:
     """An Objective; a preset's name is a common slip."""
     if isinstance(objective, str):
         raise TypeError(f"{call}: objective={shown(objective)} is a string; {whole_objective(objective, PRESETS)}.")
@@ -289,7 +290,7 @@ def objective_of(call: str, objective: Any) -> Objective:
     return objective
 
 
-def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, object]) -> dict[str, Any]:
     """The arrays of a loss call, by their names among ``given``, checked against the objective and the token shape
     ``[B, T]``."""
     rows = shape[0]
@@ -342,7 +343,7 @@ def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: 
     return dict(arrays, **counts, advantages=a, segment_ids=segment_ids, token_weights=token_weights)
 
 
-def validate_targets(targets: Any, vocab_size: int, mask: Any = None) -> None:
+def validate_targets(targets: object, vocab_size: int, mask: object = None) -> None:
     """Raise ``ValueError`` if a live target lies outside ``[0, vocab_size)``; runs on the host.
 
     Inside ``jit``, where a program cannot raise, such a token has NaN statistics and the loss is NaN.

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from logitless.core.backend import Backend
-from logitless.core.problem import Loss, perturbed
+from logitless.core.problem import Loss, Wanted, perturbed
 from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, static
 from logitless.core.stats import StatCotangents, TokenStats
@@ -30,15 +32,15 @@ from logitless.core.stats import StatCotangents, TokenStats
 class Static:
     """A hashable value among the residuals of a custom_vjp: a pytree without leaves."""
 
-    value: Any = static()
+    value: Wanted | bool = static()
 
 
-def _values(tree: Any) -> Any:
+def _values(tree: PyTree) -> PyTree:
     """The values inside a tree of ``CustomVJPPrimal``."""
     return jax.tree.map(lambda p: p.value, tree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
 
 
-def _refuse(call: str, constants: dict[str, Any]) -> None:
+def _refuse(call: str, constants: dict[str, PyTree]) -> None:
     """Raise if a gradient is asked for with respect to an argument that this call holds constant."""
     for name, tree in constants.items():
         if perturbed(tree):
@@ -48,7 +50,7 @@ def _refuse(call: str, constants: dict[str, Any]) -> None:
             )
 
 
-def _instantiate(ct: Any) -> Array:
+def _instantiate(ct: ArrayLike | SymbolicZero) -> Array:
     """A cotangent as a JAX array, symbolic zeros and NumPy arrays included."""
     return jnp.zeros(ct.shape, jnp.float32) if isinstance(ct, SymbolicZero) else jnp.asarray(ct)
 
@@ -67,14 +69,14 @@ def only_three_differentiable(stats: TokenStats) -> TokenStats:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stats(backend: Backend, p: Any) -> tuple[TokenStats, Any]:
+def stats(backend: Backend, p: Any) -> tuple[TokenStats, object]:
     """``(statistics, report)``; differentiable with respect to what the problem says. The report is empty unless a
     gradient is taken."""
     return backend.statistics(p)
 
 
 @own_promotion
-def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
+def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, object], PyTree]:
     _refuse(p.call.name, p.constants())
     want, p = p.wanted(), _values(p)
     out, report, residual = backend.forward(p, want)
@@ -82,7 +84,7 @@ def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, Any], Any]:
 
 
 @own_promotion
-def _stats_bwd(backend: Backend, saved: Any, ct: tuple[TokenStats, Any]) -> tuple[Any]:
+def _stats_bwd(backend: Backend, saved: PyTree, ct: tuple[TokenStats, object]) -> tuple[PyTree]:
     want, p, out, residual = saved
     of = ct[0]
     is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
@@ -101,7 +103,7 @@ stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats, Any]:
+def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats, object]:
     """``(loss, statistics, report)`` of an uncoupled objective; the loss is differentiable as :func:`stats` is.
 
     The statistics are for metrics: the caller must wrap them in ``stop_gradient``, and a cotangent for them is an
@@ -112,7 +114,7 @@ def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats,
 
 
 @own_promotion
-def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, TokenStats, Any], Any]:
+def _token_loss_fwd(backend: Backend, p: Any, loss: Loss) -> tuple[tuple[Array, TokenStats, object], PyTree]:
     _refuse(p.call.name, dict(p.constants(), objective=loss.objective, **{"the loss's inputs": loss.inputs}))
     want = p.wanted()
     p, loss = _values((p, loss))
@@ -123,7 +125,7 @@ def _token_loss_fwd(backend: Backend, p: Any, loss: Any) -> tuple[tuple[Array, T
 
 
 @own_promotion
-def _token_loss_bwd(backend: Backend, gradients: Any, ct: tuple[Any, TokenStats, Any]) -> tuple[Any, None]:
+def _token_loss_bwd(backend: Backend, gradients: PyTree, ct: tuple[Any, TokenStats, object]) -> tuple[PyTree, None]:
     # Keep each gradient's dtype. XLA folds the multiplication away for the constant cotangent 1, as under
     # ``value_and_grad``.
     g = _instantiate(ct[0])

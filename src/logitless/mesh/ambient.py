@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from logitless.core import compat
 from logitless.core.backend import Backend
@@ -49,7 +51,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
     leaves, tree = jax.tree.flatten(given)
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
-    def automatic(arrays: list[jax.Array]) -> Any:
+    def automatic(arrays: list[jax.Array]) -> PyTree:
         found = iter(arrays)
         return run(jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves]))
 
@@ -59,7 +61,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
         return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
     tokens = lies(sharding.tokens)
-    out: Any = lies(PartitionSpec()) if "advantages" in given else tokens
+    out: PyTree = lies(PartitionSpec()) if "advantages" in given else tokens
     if with_stats:
         out = (out, LossAux(out, tokens))
     with under(mesh):
@@ -95,13 +97,13 @@ def _refuse_elsewhere(call: str, mesh: Mesh | AbstractMesh, given: dict[str, Any
                 )
 
 
-def _named(devices: set[Any]) -> str:
+def _named(devices: set[jax.Device]) -> str:
     """Devices in words."""
     shown = ", ".join(str(d.id) for d in sorted(devices, key=lambda d: d.id)[:8])
     return f"{len(devices)} device{'s' * (len(devices) > 1)} ({shown}{', ...' * (len(devices) > 8)})"
 
 
-def under(mesh: Mesh | AbstractMesh) -> Any:
+def under(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
     """The context in which a call's backend and tiles are chosen: its mesh as the ambient one, if it is not."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     if jax.sharding.get_abstract_mesh() == abstract:
@@ -109,7 +111,7 @@ def under(mesh: Mesh | AbstractMesh) -> Any:
     return jax.sharding.use_abstract_mesh(abstract)
 
 
-def refuse_replication(call: str, backend: Backend, arrays: Iterable[tuple[str, Any]]) -> None:
+def refuse_replication(call: str, backend: Backend, arrays: Iterable[tuple[str, object]]) -> None:
     """Raise where a call without ``sharding=`` would run a kernel once per device on the whole arrays.
 
     ``arrays`` are named ones. Arrays of an explicit-sharding mesh are refused for every backend.

@@ -25,11 +25,13 @@ whole dW bit by bit; statistics differ from a single sweep by the order of a sum
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Divisible
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Problem, Wanted
@@ -115,12 +117,12 @@ class Arriving:
         y = jnp.where((y >= 0) & (column // size == k), y // columns * size + column % size, -1)
         return dataclasses.replace(p.with_head(head), targets=y).calling(vocab_size=head.vocab)
 
-    def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, Any]:
+    def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, PyTree]:
         """``(statistics, d logp / d hidden or None)``, one matmul per live token. A barrier keeps the statistics' bits
         the same with and without a gradient."""
         factor = factor_of(p.transform)
 
-        def swept(k: Array | int) -> Any:
+        def swept(k: Array | int) -> PyTree:
             q = self._part(p, k)
             sums, (x_y, expected) = self.own.sums(q, want)
             if expected is None:
@@ -128,7 +130,7 @@ class Arriving:
             rows = q.head.weight.at[jnp.maximum(q.targets, 0)].get(mode="promise_in_bounds")
             return sums, x_y, expected, jnp.where((q.targets >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
 
-        def add(k: Array, before: Any) -> Any:
+        def add(k: Array, before: PyTree) -> PyTree:
             sums, x_y, expected, rows = before
             more, more_x, more_expected, more_rows = swept(k)
             both = merge(sums, more, factor)
@@ -151,7 +153,7 @@ class Arriving:
         return stats, self.own.shard_residual(last, stats, sums, (x_y, expected), lambda x: x)
 
     def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool
     ) -> Gradients:
         """dH from the direction if that is enough, else from the sweeps that make dW; the head's gradients reduced."""
         dh = None
@@ -177,7 +179,7 @@ def _moved(before: Array, after: Array, k: Array | None) -> Array:
     return jnp.where(before > NEG_INF, jnp.exp(times(k, before - after)), 0.0)
 
 
-def _each_part(parts: int, columns: int, axis: int, made: Any) -> Gradients:
+def _each_part(parts: int, columns: int, axis: int, made: Callable[[Array], Any]) -> Gradients:
     """``made(k)`` for every part: dH summed, the head's gradients put into their place among ``columns``."""
     size = columns // parts
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Cost, Way
 from logitless.core.problem import (
@@ -48,7 +49,7 @@ from logitless.mesh.vocab_parallel import shard_of
 # -- where the arrays are --------------------------------------------------------------------------------------------
 
 
-def _of_tokens(place: Placement, tree: Any) -> Any:
+def _of_tokens(place: Placement, tree: PyTree) -> PyTree:
     """The PartitionSpec of each leaf: that of the tokens, or replicated for a number."""
     return jax.tree.map(lambda x: place.token_spec if jnp.ndim(x) else PartitionSpec(), tree)
 
@@ -58,10 +59,10 @@ def _logits_spec(place: Placement) -> PartitionSpec:
     return PartitionSpec(*place.token_spec, place.vocab or None)
 
 
-def _specs(place: Placement, p: Problem[Source]) -> Any:
+def _specs(place: Placement, p: Problem[Source]) -> PyTree:
     """A problem's PartitionSpecs, in its structure."""
 
-    def spec(x: Any) -> Any:
+    def spec(x: PyTree) -> PyTree:
         if isinstance(x, HeadArrays):
             return place.head_specs(x)
         if isinstance(x, Given):
@@ -71,13 +72,13 @@ def _specs(place: Placement, p: Problem[Source]) -> Any:
     return jax.tree.map(spec, p, is_leaf=lambda x: isinstance(x, (HeadArrays, Given)))
 
 
-def _loss_specs(place: Placement, loss: Loss | None) -> Any:
+def _loss_specs(place: Placement, loss: Loss | None) -> PyTree:
     if loss is None:
         return None
     return Loss(jax.tree.map(lambda _: PartitionSpec(), loss.objective), _of_tokens(place, loss.inputs))
 
 
-def _gradient_specs(place: Placement, p: Problem[Source], want: Wanted | bool) -> Any:
+def _gradient_specs(place: Placement, p: Problem[Source], want: Wanted | bool) -> PyTree:
     """The PartitionSpec of each gradient that is asked for."""
     if isinstance(p.policy, Given):
         return _logits_spec(place)
@@ -88,7 +89,7 @@ def _gradient_specs(place: Placement, p: Problem[Source], want: Wanted | bool) -
     return Gradients(place.token_spec, head)  # type: ignore[arg-type]
 
 
-def placed(place: Placement, p: Problem[Source]) -> Any:
+def placed(place: Placement, p: Problem[Source]) -> Problem[Source]:
     """The problem's arrays where the placement has them, for a computation that the compiler partitions."""
 
     def at(x: Array, where: PartitionSpec) -> Array:
@@ -128,12 +129,12 @@ def _flat(place: Placement, p: Problem[Source]) -> Any:
     return flat.calling(partial_hidden=bool(place.vocab), partial_head=summed)
 
 
-def _unflat(tree: Any, shape: tuple[int, ...]) -> Any:
+def _unflat(tree: PyTree, shape: tuple[int, ...]) -> PyTree:
     """Flat arrays with the token dimensions ``shape`` again."""
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
 
-def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank: bool = False) -> Any:
+def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank: bool = False) -> object:
     """A device's report with the counts of all devices (a ``blank`` one has none), and its tokens in their own
     ``shape``.
 
@@ -192,7 +193,7 @@ class OverMesh:
         """What each device's part costs."""
         return self.own.describe(p, way)
 
-    def _run(self, local: Callable[..., Any], given: Any, specs: Any, out_specs: Any) -> Any:
+    def _run(self, local: Callable[..., PyTree], given: PyTree, specs: PyTree, out_specs: PyTree) -> PyTree:
         """``local`` on each device's own part of what is ``given``.
 
         Replication is not checked: what the collectives leave equal on all devices of an axis is known to us, not to
@@ -201,7 +202,7 @@ class OverMesh:
         run = jax.shard_map(local, mesh=self.place.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         return run(*given)
 
-    def _report_specs(self, p: Problem[Source]) -> Any:
+    def _report_specs(self, p: Problem[Source]) -> PyTree:
         """Specs for the report, if present."""
         if isinstance(p.policy, Given) or p.tolerance is None:
             return None
@@ -215,10 +216,10 @@ class OverMesh:
         """Spec for per-device values: concatenated along the first axis."""
         return PartitionSpec((*self.place.token_axes, *self.place.vocab) or None)
 
-    def statistics(self, p: Problem[Source], loss: Loss | None = None) -> tuple[TokenStats, Any]:
+    def statistics(self, p: Problem[Source], loss: Loss | None = None) -> tuple[TokenStats, object]:
         place, rank = self.place, len(self.place.tokens)
 
-        def local(p: Any, loss: Any) -> Any:
+        def local(p: Any, loss: Loss | None) -> PyTree:
             shape = p.targets.shape
             own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
             arriving = self._arriving(p)
@@ -230,10 +231,10 @@ class OverMesh:
         specs = (_specs(place, p), _loss_specs(place, loss))
         return self._run(local, (p, loss), specs, (place.token_spec, self._report_specs(p)))
 
-    def forward(self, p: Problem[Source], want: Any) -> tuple[TokenStats, Any, Any]:
+    def forward(self, p: Problem[Source], want: Any) -> tuple[TokenStats, object, PyTree]:
         place = self.place
 
-        def local(p: Any) -> Any:
+        def local(p: Any) -> PyTree:
             shape, arriving = p.targets.shape, self._arriving(p)
             if arriving is not None:
                 out, residual = arriving.forward(_flat(place, p), want)
@@ -249,11 +250,11 @@ class OverMesh:
         return self._run(local, (p,), (_specs(place, p),), out_specs)
 
     def backward(
-        self, p: Problem[Source], want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
-    ) -> Any:
+        self, p: Problem[Source], want: Any, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool
+    ) -> PyTree:
         place, rank = self.place, len(self.place.tokens)
 
-        def local(p: Any, out: TokenStats, g: StatCotangents, kept: Any) -> Any:
+        def local(p: Any, out: TokenStats, g: StatCotangents, kept: PyTree) -> PyTree:
             residual, whole = kept
             out, g = flat_tokens((out, g), rank)
             arriving = self._arriving(p)
@@ -275,10 +276,10 @@ class OverMesh:
         specs = (_specs(place, p), place.token_spec, place.token_spec, self._own_spec)
         return self._run(local, (p, out, g, residual), specs, _gradient_specs(place, p, want))
 
-    def gradients_in_forward(self, p: Problem[Source], want: Any, loss: Loss) -> tuple[TokenStats, Any, Any]:
+    def gradients_in_forward(self, p: Problem[Source], want: Any, loss: Loss) -> tuple[TokenStats, object, PyTree]:
         place, rank = self.place, len(self.place.tokens)
 
-        def local(p: Any, loss: Loss) -> Any:
+        def local(p: Any, loss: Loss) -> PyTree:
             own, shape = _gathered(place, p), p.targets.shape
             flat = Loss(loss.objective, flat_tokens(loss.inputs, rank))
             out, report, found = self.device.gradients_in_forward(own, want, flat)
@@ -293,7 +294,7 @@ class OverMesh:
         return self._run(local, (p, loss), specs, out_specs)
 
 
-def _with_head(place: Placement, p: Problem, whole: Any) -> Problem:
+def _with_head(place: Placement, p: Problem, whole: HeadArrays) -> Problem:
     """A device's own problem, flat, with the head that the forward pass gathered."""
     kept = dataclasses.replace(whole, lora_scale=p.head.lora_scale)
     nothing = dataclasses.replace(place, vocab_gathered=(), hidden_gathered=())

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from logitless.core.problem import Given, HeadArrays, Layout, Linear, Problem, Source
+from logitless.core.problem import Given, HeadArrays, HeadGrads, Layout, Linear, Problem, Source
 
 Axes = tuple[str, ...]
 Kinds = tuple[str | None, ...]
@@ -31,7 +32,7 @@ _KINDS: dict[Layout, dict[str, Kinds]] = {
 """Vocabulary and hidden dimension for each of a head's arrays."""
 
 
-def each_array(f: Callable[..., Any], layout: Layout, *heads: Any) -> dict[str, Any]:
+def each_array(f: Callable[..., object], layout: Layout, *heads: HeadArrays | HeadGrads) -> dict[str, Any]:
     """``f(arrays with this name, kinds of their dimensions)`` for each array of heads or gradients; ``None`` if any is
     ``None``."""
     found = {name: ([getattr(head, name) for head in heads], kinds) for name, kinds in _KINDS[layout].items()}
@@ -79,7 +80,7 @@ class Sharding:
         object.__setattr__(self, "replicated", _axes("replicated", self.replicated))
 
 
-def _axes(name: str, entry: Any) -> Axes:
+def _axes(name: str, entry: object) -> Axes:
     """An entry of a PartitionSpec as a tuple of names."""
     if entry is None:
         return ()
@@ -121,17 +122,17 @@ class Placement:
     def head_specs(self, head: HeadArrays) -> HeadArrays:
         """Specs for the head's arrays before gathering, structured like the head."""
 
-        def spec(_: Any, kinds: Kinds) -> PartitionSpec:
+        def spec(_: object, kinds: Kinds) -> PartitionSpec:
             return PartitionSpec(*(((self.vocab if k == "v" else ()) + self.gathered_over(k)) or None for k in kinds))
 
         specs = each_array(spec, head.layout, head)
         return HeadArrays(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
 
-    def one_device(self, p: Any) -> Any:
+    def one_device(self, p: Any) -> Problem[Source]:
         """The shapes of what a device works on: flat tokens, the head once it is gathered."""
         tokens, parts = p.targets.size // self.count(self.token_axes), self.count(self.vocab)
 
-        def local(x: Any, kinds: Kinds) -> Any:
+        def local(x: Array, kinds: Kinds) -> jax.ShapeDtypeStruct:
             shape = tuple(n // parts if kind == "v" else n for n, kind in zip(x.shape, kinds, strict=True))
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -181,7 +182,7 @@ def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
     mesh, tokens = mesh_of(call, sharding), p.targets.shape
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
-    def known(name: str, entries: Iterable[Any]) -> tuple[Axes, ...]:
+    def known(name: str, entries: Iterable[object]) -> tuple[Axes, ...]:
         """The axes per entry, without axes of size one; checks that each exists and appears once."""
         found = tuple(_axes(name, e) for e in entries)
         flat = [a for axes in found for a in axes]

@@ -16,11 +16,13 @@ may cancel.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
@@ -74,15 +76,15 @@ class VocabularyShard:
         """The problem with targets as local columns; -1 for targets on other devices."""
         return dataclasses.replace(p, targets=own_targets(self.place, p.targets, width_of(p)))
 
-    def by_columns(self, p: Any, f: Any, empty: Any = zeros) -> Any:
+    def by_columns(self, p: Any, f: Callable[..., PyTree], empty: Callable[[PyTree], PyTree] = zeros) -> PyTree:
         """``f`` applied to the problem with the number of real columns on this device."""
         place, call = self.place, p.call
         return by_columns(place, call.vocab_size, width_of(p), lambda k: f(p.calling(vocab_size=k)), empty)
 
-    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, None]:
+    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, object]:
         return self.forward(p, None)[0], None
 
-    def forward(self, p: Any, want: Any) -> tuple[TokenStats, None, Any]:
+    def forward(self, p: Any, want: Any) -> tuple[TokenStats, object, PyTree]:
         """Statistics over the vocabulary of all devices. A barrier keeps their bits the same with and without a
         gradient."""
         mine = self.shard(p)
@@ -90,7 +92,7 @@ class VocabularyShard:
             stats = self._with_teacher_at_once(p, mine, p.teacher)
             return lax.optimization_barrier(masked_stats(stats, p.live)), None, None
 
-        def none(shapes: Any) -> Any:
+        def none(shapes: PyTree) -> PyTree:
             return no_columns(shapes[0]), zeros(shapes[1])
 
         local, part = self.by_columns(mine, lambda q: self.own.sums(q, want), none)
@@ -126,7 +128,7 @@ class VocabularyShard:
         pair = jax.tree.map(lambda x: lax.psum(x, axes), pair)
         return finish_pair(teacher.divergence, stats, other, pair, teacher.mix)
 
-    def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool) -> Any:
+    def backward(self, p: Any, want: Any, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool) -> Any:
         """Gradients of a device's own columns; dH, complete."""
         mine = self.shard(p)
         if isinstance(p.policy, Given):

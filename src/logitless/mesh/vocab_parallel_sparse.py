@@ -15,10 +15,10 @@ one of its results.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
@@ -38,7 +38,7 @@ _NO_COLUMN = jnp.iinfo(jnp.int32).max
 class Found:
     """What the forward pass leaves for the backward pass."""
 
-    kept: Any  # each device's own columns, with left_out [N], infinite where a row went dense with its chunk
+    kept: PyTree  # each device's own columns, with left_out [N], infinite where a row went dense with its chunk
     total: Array  # [N] float32: mass left out of all vocabulary shards, before any row is hard
 
 
@@ -48,18 +48,18 @@ class SparseShard(VocabularyShard):
 
     own: Sparse  # type: ignore[assignment]
 
-    def shard(self, p: Any) -> Any:
+    def shard(self, p: Problem) -> Problem:
         own = own_targets(self.place, p.targets, width_of(p))
         return dataclasses.replace(p, targets=jnp.where(own < 0, _NO_COLUMN, own))
 
     def _statistics(self, p: Problem) -> TokenStats:
         return VocabularyShard(self.own.own, self.place).statistics(p)[0]
 
-    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, Any]:
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, object]:
         blank = blank_report(p.n)
         return self._statistics(p), dataclasses.replace(blank, hard=jnp.zeros((p.n,), jnp.float32))
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, Any, Found]:
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, object, Found]:
         """Statistics of flat tokens over all shards, this shard's columns, and what all shards together leave out."""
         shards = self.place.count(self.place.vocab)
         assert p.tolerance is not None

@@ -115,11 +115,7 @@ def aggregation_weights(objective: Objective, sequences: Sequences, denominator:
 
 
 def dapo_denominator(
-    total_tokens: Array | float,
-    *,
-    world_size: int = 1,
-    accumulation: int = 1,
-    steps_per_generation: int = 1,
+    total_tokens: Array | float, *, world_size: int = 1, accumulation: int = 1, steps_per_generation: int = 1
 ) -> Array:
     """TRL's ``dapo`` denominator, ``max(N, 1) / world * accumulation / steps_per_generation``.
 

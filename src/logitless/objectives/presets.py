@@ -12,13 +12,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "trl": dict(eps_low=0.2, eps_high=0.2, aggregation="dapo", kl="k3", kl_bias_correction=True),
     # Liger-Kernel 0.8.5: KL on by default and without bias correction; eps_high 0.4, temperature 0.9 (Triton entry).
     "liger": dict(
-        eps_low=0.2,
-        eps_high=0.4,
-        aggregation="grpo",
-        beta=0.04,
-        kl="k3",
-        temperature=0.9,
-        clip_metrics="liger",
+        eps_low=0.2, eps_high=0.4, aggregation="grpo", beta=0.04, kl="k3", temperature=0.9, clip_metrics="liger"
     ),
     # veRL 0.9: dual clip 3, token mean, cispo as an interval, clamped k3 and log-ratios.
     "verl": dict(

@@ -198,7 +198,7 @@ def lse_floor(p: Problem, counts: Array, before: Array | None) -> Array:
     """``[N]``: what the sweep may take the logsumexp to be at least; infinite for tokens that do not count. The
     targets' rows of the head are gathered ``kernels.PART`` at a time."""
 
-    def guess(first: Array, count: int, _: Array) -> Array:
+    def guess(first: Array | int, count: int, _: Array) -> Array:
         return expected_lse(some(p, first, count), some(before, first, count), functools.partial(kernels.head_rows, p))
 
     floor = in_parts(guess, kernels.PART, jnp.zeros((p.n,), jnp.float32))

@@ -248,7 +248,7 @@ def _dh_in_call_order(f: Ordered, dh: Array, row: Array, mean: Mean, p: Problem)
     scale, c = f.put_back(mean.scale), mean.row()
     dtype = jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
 
-    def made(first: Array, count: int, _: Array) -> Array:
+    def made(first: Array | int, count: int, _: Array) -> Array:
         at, by = (lax.dynamic_slice_in_dim(a, first, count) for a in (row, scale))
         return (kernels.gather(dh, at, interpreter(p.call.interpret)) + by[:, None] * c).astype(dtype)
 
