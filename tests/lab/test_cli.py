@@ -52,6 +52,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for word in ("linear_grpo_loss: backend chunked", "reference", "chunked", "MiB", "ratio", "the two agree"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_demo_where_hidden_is_as_wide_as_the_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.explanation import explain
 from logitless.core.options import Head, Options
 from logitless.data.group_advantages import group_advantages
+from logitless.lab.tools.text import WIDTH
 from logitless.lab.tools.timing import wall_times
 from logitless.objectives.metrics import metric_values
 from logitless.objectives.objective import Objective
@@ -110,7 +112,9 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
     objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
     shape = arrays["targets"].shape
     print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
-    print(explain(linear_grpo_loss, arrays["hidden"], Head(arrays["lm_head"], layout="vh"), objective=objective))
+    route = explain(linear_grpo_loss, arrays["hidden"], Head(arrays["lm_head"], layout="vh"), objective=objective)
+    for line in str(route).splitlines():
+        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False))
     arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
     print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
     for name, arm in arms.items():
