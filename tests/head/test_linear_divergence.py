@@ -371,7 +371,7 @@ def refused(**changes: Any) -> Any:
         (refused(divergence="jsd", mix=0.0), "mix=0.0 lies within 0.001 of 0"),
         (refused(mix=0.4), "mix=0.4 belongs to divergence='jsd'"),
         (refused(teacher_lm_head=np.zeros((100, H2), np.float32)), "the teacher has 100 token ids and the policy 211"),
-        (refused(teacher_hidden=np.zeros((3, H2), np.float32)), "the teacher: .*shape"),
+        (refused(teacher_hidden=np.zeros((3, H2), np.float32)), r"hidden has shape \(3, \d+\), expected \(\d+, H\)"),
         (refused(options=L.Options(backend="pallas_tpu", interpret=True)), "no kernel for a second distribution"),
         (lambda: L.Objective(divergence="jsd"), "divergence belongs to kl='full'"),
         (lambda: L.Objective(kl="full", beta=1.0, kl_bias_correction=True), "kl_bias_correction acts on an estimate"),

@@ -147,6 +147,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         L.linear_distillation_loss(h, w, teacher=(top.ids, top.logp))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"teacher\.logp has shape"):
         L.linear_distillation_loss(h, w, teacher=L.TopK(top.ids, top.logp[..., :3]))
+    with pytest.raises(ValueError, match=r"teacher\.log_rest has shape .*, the shape of teacher\.ids without its last"):
+        L.linear_distillation_loss(h, w, teacher=L.TopK(top.ids, top.logp, log_rest=top.logp))
     with pytest.raises(ValueError, match="outside='renormalised' is for teacher="):
         L.linear_distillation_loss(h, w, h, w, distillation=L.Distillation(outside="renormalised"))
     ids = np.array(top.ids)

@@ -150,8 +150,15 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
     mix = 0.5 if mix is None else validation.scalar(name, "mix", mix)
     own = {k: v for k, v in given.items() if k not in ("divergence", "mix")} | dict(targets=p.targets, mask=None)
     own |= dict(validate=False, sparse_backward="off")
+    level, width = ("hidden", "H") if "hidden" in given else ("logits", "V")
+    array = validation.as_array(whose, level, given[f"teacher_{level}"])
+    if array.shape[:-1] != p.targets.shape:
+        tokens = ", ".join(map(str, p.targets.shape))
+        raise ValueError(
+            f"{whose}: {level} has shape {array.shape}, expected ({tokens}, {width}): the policy's tokens."
+        )
     teacher: Problem[Source]
-    if "hidden" in given:
+    if level == "hidden":
         own |= dict(head_by_name(given["teacher_lm_head"]), hidden=given["teacher_hidden"])
         teacher, what = _head_problem(whose, own, is_loss), "Head(lm_head, vocab_size={})"
     else:
@@ -194,7 +201,9 @@ def _top_teacher(name: str, given: dict[str, Any], p: Problem[Source]) -> TopTea
         raise ValueError(f"{name}: teacher and teacher_hidden were both given; leave one of them out.")
     ids = validation.id_array(name, "teacher.ids", top.ids, shape)
     logp = validation.token_array(name, "teacher.logp", top.logp, ids.shape, "teacher.ids")
-    rest = None if top.log_rest is None else validation.token_array(name, "teacher.log_rest", top.log_rest, shape, "it")
+    rest = top.log_rest
+    if rest is not None:
+        rest = validation.token_array(name, "teacher.log_rest", rest, shape, "teacher.ids without its last dimension")
     if given["validate"]:
         validation.validate_ids(name, "teacher.ids", top.ids, p.call.vocab_size, given["mask"])
     logp, rest = jax.lax.stop_gradient((logp.astype(jnp.float32), None if rest is None else rest.astype(jnp.float32)))
