@@ -206,6 +206,19 @@ def test_a_correction_without_bounds() -> None:
     assert loss == pytest.approx(-math.exp(3.0), rel=1e-6)
 
 
+def test_a_geometric_mask_weighs_tokens_of_sequences_inside_the_band() -> None:
+    """Weights 2, 0.5 have the geometric mean 1, and stay; 2, 1 have 1.41, and are dropped."""
+    o = Objective(correction="geometric_mask", correction_mode="mask", correction_min=0.9, correction_max=1.1)
+    old = np.float32([[-1.0, -2.0], [-1.0, -2.0]])
+    rollout = old - np.log([[2.0, 0.5], [2.0, 1.0]]).astype(np.float32)
+    given = dict(old_logp=old, rollout_logp=rollout, advantages=[1.0, 1.0])
+    loss, gradient = both(o, old, **given)
+    assert loss == pytest.approx(-(2 + 0.5) / 4, rel=1e-6)
+    np.testing.assert_allclose(gradient, [[-0.5, -0.125], [0, 0]], rtol=1e-6)
+    on_policy, _ = both(o, old, rollout_logp=rollout, advantages=[1.0, 1.0])  # Tunix: of the current policy
+    assert on_policy == pytest.approx(loss, rel=1e-6)
+
+
 def test_the_entropy_denominator_replaces_the_kept_tokens_of_top_entropy() -> None:
     """Entropies 1 to 4, the upper half kept: a bonus of 0.1 * (3 + 4) over 2, or over what is given."""
     o = Objective(top_entropy=0.5, entropy_coef=0.1)

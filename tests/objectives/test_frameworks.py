@@ -13,6 +13,8 @@ import pytest
 from logitless import Objective
 from logitless.settings import from_trl, from_tunix, from_verl
 
+TIS = {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio_min": 0.9,
+       "truncated_importance_sampling_ratio": 1.1}  # fmt: skip
 TRL, LIGER, VERL, TUNIX = Objective.from_trl, Objective.from_liger, Objective.from_verl, Objective.from_tunix
 ROWS: dict[str, Any] = {"count_rows": "non_empty", "clip_metrics": "liger"}
 CLIPPED: dict[str, Any] = {"dual_clip": 3.0, "log_ratio_clamp": 20.0, **ROWS}
@@ -80,6 +82,9 @@ MAPPED: list[tuple[Callable[..., Objective], dict[str, Any], Objective]] = [
     (TUNIX, {"loss_agg_mode": "sequence-mean-token-scale", "max_length": 32, "beta": None, "sampler_is": "token"},
      Objective.preset("tunix", kl="k3", beta=None, aggregation="dr_grpo", max_length=32, correction="token",
          correction_max=2.0)),
+    (TUNIX, {"beta": None, **TIS, "force_on_policy_ratio": True},
+     Objective.preset("tunix", beta=None, kl="k3", correction="geometric_mask", correction_mode="mask",
+         correction_min=0.9, correction_max=1.1)),
     (TUNIX, {"loss_agg_mode": "sequence-mean-token-sum-norm", "kl_loss_mode": "mse_kl"},
      Objective.preset("tunix", aggregation="luspo", kl="k2")),
 ]  # fmt: skip
@@ -128,6 +133,11 @@ REFUSED: list[tuple[Callable[..., Objective], dict[str, Any], type[Exception], s
     (TUNIX, {"loss_agg_mode": "sequence-mean-token-scale"}, ValueError, "give it as max_length=T"),
     (TUNIX, {"kl_loss_mode": "k3"}, ValueError, "kl_loss_mode='k3' is not known; expected one of 'kl'"),
     (TUNIX, {"sampler_is": "sequence"}, ValueError, "sampler_is='sequence' is not known"),
+    (TUNIX, TIS, ValueError, "needs force_on_policy_ratio=True"),
+    (TUNIX, TIS | {"truncated_importance_sampling_ratio": None}, ValueError, "needs both of its ratio bounds"),
+    (TUNIX, TIS | {"truncated_importance_sampling_type": "tis"}, ValueError, "expected one of 'seq-mask-tis'"),
+    (TUNIX, {"seq_logprob_error_threshold": 2.0}, ValueError, "leave them out of the mask"),
+    (TUNIX, {"overlong_loss_masking": True}, ValueError, "leave them out of the mask"),
     (TUNIX, {"num_iterations": 2}, TypeError, "num_iterations does not concern the loss"),
     (TUNIX, {"config": "grpo"}, TypeError, "the config is the string 'grpo'"),
     (TUNIX, {"config": NotImplemented}, TypeError, "NotImplementedType has none of the settings of Tunix's loss"),

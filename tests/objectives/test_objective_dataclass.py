@@ -120,6 +120,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"policy": "sapo", "dual_clip": 3.0}, r"dual_clip belongs to policy='clip'.*'sapo'"),
     ({"aggregation": "dr_grpo"}, r"aggregation='dr_grpo'.*give max_length"),
     ({"max_length": 8.0}, r"max_length belongs to aggregation='dr_grpo'.*'grpo'"),
+    ({"correction": "geometric_mask"}, r"correction='geometric_mask' drops.*correction_mode='mask'"),
     ({"policy": "vespo", "correction": "geometric"}, r"policy='vespo'.*correction='geometric'"),
     ({"sequence_log_ratio_max": 10.0}, r"sequence_log_ratio_max bounds the ratio of a sequence.*level='token'"),
     ({"correction_min": 3.0}, r"correction_min=3.0 lies above correction_max=2.0"),

@@ -205,12 +205,14 @@ CORRECTION_BOUNDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("every_bound", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("correction", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(
+    ("correction", "mode"),
+    [*itertools.product(["token", "sequence", "geometric"], ["truncate", "mask"]), ("geometric_mask", "mask")],
+)
 def test_correction(correction: str, mode: str, every_bound: bool) -> None:
     """Every policy with one of the bounds, and every bound: the weight knows nothing of the policy it multiplies."""
     # VESPO refuses the geometric one: test_objective_dataclass.py.
-    policies = [pl for pl in POLICY_LEVELS if not (pl[0] == "vespo" and correction == "geometric")]
+    policies = [pl for pl in POLICY_LEVELS if not (pl[0] == "vespo" and correction.startswith("geometric"))]
     one_each = zip(policies, itertools.cycle(CORRECTION_BOUNDS), strict=False)
     pairs = itertools.product(policies, CORRECTION_BOUNDS) if every_bound else one_each
     fields = {"correction": correction, "correction_mode": mode}
@@ -220,7 +222,10 @@ def test_correction(correction: str, mode: str, every_bound: bool) -> None:
 @pytest.mark.parametrize("correction", ["token", "sequence", "geometric"])
 def test_correction_on_policy_uses_the_current_logp(correction: str) -> None:
     check(objective_of("clip", correction=correction, beta=0.1), seed=5, layout="packed", old_logp=None)
-    if correction != "geometric":
+    if correction == "geometric":
+        band = {"correction": "geometric_mask", "correction_mode": "mask", "correction_max": 1.05}
+        check(objective_of("clip", **band), seed=5, layout="packed", old_logp=None)
+    else:
         check(objective_of("vespo", correction=correction), seed=5, layout="packed", old_logp=None)
 
 

@@ -359,8 +359,10 @@ def combination(o: Objective) -> None:
         refuse("aggregation='dr_grpo' divides by batch * max_length; give max_length (L_max, the completion budget).")
     if o.aggregation != "dr_grpo" and o.max_length is not None:
         refuse(f"max_length belongs to aggregation='dr_grpo' and would be ignored with {o.aggregation!r}.")
-    if o.correction == "geometric" and o.policy == "vespo":
-        refuse("policy='vespo' folds the importance weight in as a sum of logs; correction='geometric' is not defined.")
+    if o.correction in ("geometric", "geometric_mask") and o.policy == "vespo":
+        refuse(f"policy='vespo' folds the weight in as a sum of logs; correction={o.correction!r} is not defined.")
+    if o.correction == "geometric_mask" and o.correction_mode != "mask":
+        refuse("correction='geometric_mask' drops sequences outside of its bounds; set correction_mode='mask'.")
     if o.sequence_log_ratio_max is not None and o.level == "token":
         refuse("sequence_log_ratio_max bounds the ratio of a sequence and would be ignored with level='token'.")
     if o.kl != "full" and (o.divergence != "reverse_kl" or o.mix is not None):

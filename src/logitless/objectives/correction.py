@@ -1,8 +1,8 @@
 """Train/rollout correction: importance weights and masks for samples that an inference engine drew.
 
 With ``delta = old - rollout`` (0 where masked) the weight is ``exp(delta)`` per token, ``exp(sum delta)`` per sequence
-or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. Nothing here carries a
-gradient.
+or ``exp(mean delta)`` geometrically, then truncated to ``[min, max]`` or zeroed outside. ``geometric_mask`` weighs by
+token, and zeroes sequences whose geometric weight lies outside. Nothing here carries a gradient.
 
 A NaN in ``rollout`` is a value that the sampler did not give, and means "no correction for this token": its log weight
 is 0, here and in the off-policy mask. Any other NaN stays NaN: comparisons are written to keep NaN.
@@ -29,9 +29,10 @@ _VESPO_LOG_MAX = 20.0
 def correction_weight(objective: Objective, old: Array, rollout: Array, sequences: Sequences) -> Array:
     """The train/rollout weight of every token."""
     delta = jax.lax.stop_gradient(jnp.where(sequences.mask & ~jnp.isnan(rollout), old - rollout, 0.0))
+    of_token = jnp.exp(delta)
     if objective.correction == "sequence":
         delta = sequences.total(delta)
-    elif objective.correction == "geometric":
+    elif objective.correction in ("geometric", "geometric_mask"):
         delta = sequences.mean(delta)
     weight = jnp.exp(delta)
     low, high = objective.correction_min, objective.correction_max
@@ -42,7 +43,7 @@ def correction_weight(objective: Objective, old: Array, rollout: Array, sequence
         inside &= ~(weight < low)
     if high is not None:
         inside &= ~(weight > high)
-    return jnp.where(inside, weight, 0.0)
+    return jnp.where(inside, of_token if objective.correction == "geometric_mask" else weight, 0.0)
 
 
 def vespo_log_weight(weight: Array, sequences: Sequences, per_token: bool) -> Array:

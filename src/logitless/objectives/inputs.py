@@ -172,7 +172,7 @@ def _reads_rollout(o: Objective) -> bool:
 
 def _reads_sequences(o: Objective) -> bool:
     of_policy = o.level != "token" or o.policy in ("vespo", "gmpo") or o.off_policy_threshold is not None
-    return of_policy or o.aggregation not in ("bnpo", "dapo") or o.correction in ("sequence", "geometric")
+    return of_policy or o.aggregation not in ("bnpo", "dapo") or o.correction not in (None, "token")
 
 
 _NO_KL = (

@@ -15,7 +15,7 @@ Level = Literal["token", "sequence", "sequence_token"]
 Aggregation = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "full"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-Correction = Literal["token", "sequence", "geometric"]
+Correction = Literal["token", "sequence", "geometric", "geometric_mask"]
 CorrectionMode = Literal["truncate", "mask"]
 CispoBound = Literal["raw", "interval"]
 ClipMetrics = Literal["trl", "liger"]
@@ -92,7 +92,8 @@ class Objective:
     kl_bias_correction: bool = static(False)
     """Multiply the KL by the raw importance ratio (TRL's default)."""
     correction: Correction | None = static(None)
-    """Train/rollout importance weight: per token, per sequence (product) or geometric mean of the sequence."""
+    """Train/rollout importance weight: per token, per sequence (product) or geometric mean of the sequence;
+    ``geometric_mask`` weighs per token and drops sequences by their geometric mean (seq-mask-tis)."""
     correction_mode: CorrectionMode = static("truncate")
     """Weights outside ``[correction_min, correction_max]``: truncated to the bound, or set to zero."""
     cispo_bound: CispoBound = static("raw")

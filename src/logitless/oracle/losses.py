@@ -70,23 +70,26 @@ def _sequences(valid: Bools, segment_ids: ArrayLike | None) -> list[list[Positio
 
 
 def _correction_weights(s: _Sequence, o: Objective) -> list[float]:
-    """Train/rollout weights: ``exp`` of ``old - rollout`` per token, summed, or averaged; truncated or masked."""
+    """Train/rollout weights: ``exp`` of ``old - rollout`` per token, summed, or averaged; truncated or masked.
+    ``geometric_mask`` keeps the tokens' own weights where the average lies inside the bounds."""
     if o.correction is None:
         return [1.0] * len(s.logp)
     if s.rollout is None:
         raise ValueError(f"correction={o.correction!r} needs rollout_logp.")
     deltas = [0.0 if np.isnan(rollout) else old - rollout for old, rollout in zip(s.old, s.rollout, strict=True)]
+    own = [exp(delta) for delta in deltas]
     if o.correction == "sequence":
         deltas = [sum(deltas)] * len(deltas)
-    elif o.correction == "geometric":
+    elif o.correction in ("geometric", "geometric_mask"):
         deltas = [sum(deltas) / len(deltas)] * len(deltas)
     low, high = number_or_none(o.correction_min), number_or_none(o.correction_max)
     weights = []
-    for delta in deltas:
+    for delta, of_token in zip(deltas, own, strict=True):
         weight = exp(delta)
         bounded = clamp(weight, low, high)
         outside = bounded < weight or bounded > weight
-        weights.append(0.0 if o.correction_mode == "mask" and outside else bounded)
+        kept = of_token if o.correction == "geometric_mask" else bounded
+        weights.append(0.0 if o.correction_mode == "mask" and outside else kept)
     return weights
 
 

@@ -9,16 +9,18 @@
 | ``kl_clamp_value`` | ``kl_clamp`` |
 | ``temperature`` (0 means 1) | ``temperature`` |
 | ``sampler_is``, ``sampler_is_threshold`` | ``correction="token"``, ``correction_max`` |
+| ``truncated_importance_sampling_type`` seq-mask-tis, with ``force_on_policy_ratio`` | ``correction="geometric_mask"``; a token without a sampler's value weighs 1 (there: 0), and no weight is clamped (there: exp(+-20)) |
+| ``seq_logprob_error_threshold``, ``overlong_loss_masking`` | refused: leave these sequences out of the mask |
 | ``force_on_policy_ratio`` (after 0.1.8) | leave ``old_logp`` out: the ratio is then 1 |
 | log-ratios clamped to +-20; gspo-token's at most 10 | ``log_ratio_clamp``, ``sequence_log_ratio_max`` |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
 from typing import Any
 
 from logitless.objectives.objective import Objective
-from logitless.settings.reader import Library, read
+from logitless.settings.reader import Library, Settings, read
 
 TUNIX = Library(
     "Tunix",
@@ -36,11 +38,17 @@ TUNIX = Library(
         "temperature": 1.0,
         "sampler_is": None,
         "sampler_is_threshold": 2.0,
+        "truncated_importance_sampling_type": None,
+        "truncated_importance_sampling_ratio_min": None,
+        "truncated_importance_sampling_ratio": None,
+        "force_on_policy_ratio": False,
+        "seq_logprob_error_threshold": None,
+        "overlong_loss_masking": False,
     },
     other=frozenset(
         """algo_variant advantage_estimator reward_manager num_generations num_iterations force_compute_kl system_prompt
         max_concurrency off_policy_steps degenerate_group_masking use_rollout_logps max_response_length episode_timeout
-        filter_statuses overlong_filter dynamic_sampling overlong_buffer force_on_policy_ratio
+        filter_statuses overlong_filter dynamic_sampling overlong_buffer
         log_sampler_trainer_agreement""".split()  # noqa: SIM905
     ),
 )
@@ -88,4 +96,29 @@ def from_tunix(config: Any = None, *, max_length: Any = None, **given: Any) -> O
         s.ignored(["sampler_is_threshold"], "without sampler_is='token'")
     else:
         fields.update(correction=s.choice("sampler_is", {"token": "token"}), correction_max=s["sampler_is_threshold"])
-    return Objective(**fields)
+    for name in ("seq_logprob_error_threshold", "overlong_loss_masking"):
+        if s[name] not in (None, False):
+            s.refuse(
+                f"{name}={s[name]!r} drops sequences from the loss and its denominator: leave them out of the mask of "
+                "the call."
+            )
+    return Objective(**fields | _truncated(s))
+
+
+def _truncated(s: Settings) -> dict[str, Any]:
+    """``seq-mask-tis``: per-token weights from the current policy, for sequences inside a band."""
+    bounds = ["truncated_importance_sampling_ratio_min", "truncated_importance_sampling_ratio"]
+    if s["truncated_importance_sampling_type"] is None:
+        s.ignored(bounds, "without truncated_importance_sampling_type")
+        return {}
+    s.choice("truncated_importance_sampling_type", {"seq-mask-tis": None})
+    if s["sampler_is"] is not None or None in [s[name] for name in bounds]:
+        s.refuse("seq-mask-tis needs both of its ratio bounds, and takes the place of sampler_is.")
+    if not s["force_on_policy_ratio"]:
+        s.refuse(
+            "seq-mask-tis weighs by the current policy, as here without old_logp: it needs force_on_policy_ratio=True."
+        )
+    low, high = (s[name] for name in bounds)
+    return {
+        "correction": "geometric_mask", "correction_mode": "mask", "correction_min": low, "correction_max": high
+    }  # fmt: skip

@@ -61,6 +61,8 @@ def _loss(
 
     width = example.completion_mask.shape[-1]
     objective = Objective.from_tunix(algo_config, max_length=float(width))
+    if objective.correction == "geometric_mask":
+        raise ValueError("logitless: the fused loss does not serve truncated_importance_sampling_type.")
     objective = objective.replace(correction=None, correction_max=2.0)  # sampler weights come with the example
     denominator = None
     if interface == "0.1.8":  # the trainer divides, by the denominator of Tunix' own loss
