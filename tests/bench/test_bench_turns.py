@@ -45,7 +45,7 @@ def test_arms_take_turns_and_every_round_counts(monkeypatch: pytest.MonkeyPatch)
         np.exp(np.mean(np.log([5 / 10, 11 / 20, 18 / 40])))
     )
     text = text_table.table(record)
-    assert f"{found['ratio']:.3f}x [{found['low']:.3f}, {found['high']:.3f}] of strong" in text
+    assert f"of strong: {found['ratio']:.3f}x [{found['low']:.3f}, {found['high']:.3f}]" in text
 
 
 def test_the_devices_clock_comes_first_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ..
     from logitless.train.config import load
 
     begin = time.perf_counter()
-    print("1. What the two losses need at a real vocabulary: 512 tokens, V = 151,936 (Qwen2.5's).", flush=True)
+    print("1. What both losses need: 512 tokens, Qwen2.5's vocabulary of 151,936.", flush=True)
     c = case.BenchConfig(
         name="loss_memory", baselines=["strong"], tokens=512, hidden=64, vocab=151936, dtype="float32", repeats=1,
         rounds=3,
@@ -89,7 +89,7 @@ def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ..
     measured = microbench.run(c, say=lambda text: print(f"  ... {text}", flush=True))
     print(text_table.table(measured))
 
-    print(f"\n2. Two-number addition, {steps} GRPO steps with the dense loss and with the chunked one.", flush=True)
+    print(f"\n2. Two-number addition: {steps} GRPO steps with the dense and the chunked loss.", flush=True)
     settings = [f"seed={seed}", f"run_dir={folder}", f"train.steps={steps}", "ab.kernel=chunked", "ab.parallel=true"]
     settings += [f"ab.replay_steps={min(steps, REPLAYED)}"]
     result = ab.run(load(None, [*settings, *overrides]), say=lambda text: print(f"  {text}", flush=True))

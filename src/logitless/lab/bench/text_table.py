@@ -25,7 +25,7 @@ def table(record: dict[str, Any]) -> str:
         said = [f"  {name:28s} {row['median_ms']:10.2f} ms"]
         memory = {"plan": row.get("mem/compiler"), "seen": row.get("mem/device")}
         said += [f"{k} {m['temporaries'] / 2**20:,.1f} MiB" for k, m in memory.items() if m]
-        said += [f"{ratios.shown(next(iter(x.values())))} of {other}" for other, x in row.get("ratios", {}).items()]
+        said += [f"of {other}: {ratios.shown(next(iter(x.values())))}" for other, x in row.get("ratios", {}).items()]
         if row.get("clock") == "device_ms":
             said.append(f"wall {row['wall_ms']:.2f}")
         if "back_to_back_ms" in row:
