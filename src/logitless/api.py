@@ -8,11 +8,12 @@ Each call binds its arguments (``core/arguments.py``), which decides the route (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from logitless.core import vjp
 from logitless.core.arguments import (
@@ -451,7 +452,7 @@ def top_k(b: Bound) -> TopK:
 
 
 @own_promotion
-def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
+def run(name: str, given: dict[str, Any], with_stats: bool = False) -> PyTree:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     given = by_name(name, given)
     if "advantages" in given:
@@ -463,7 +464,7 @@ def run(name: str, given: dict[str, Any], with_stats: bool = False) -> Any:
     return ambient.over_mesh(name, lambda arguments: _bind_and_run(name, arguments, with_stats), given, with_stats)
 
 
-def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> Any:
+def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> PyTree:
     """The call, after a call without gradients for the log-probabilities of a reference head, if given."""
     reference, given = reference_call(name, given)
     if reference is not None:
@@ -471,7 +472,7 @@ def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> Any:
     return _run(bind(name, given), with_stats)
 
 
-def _run(b: Bound, with_stats: bool) -> Any:
+def _run(b: Bound, with_stats: bool) -> PyTree:
     """What the route says."""
     if b.loss is None:
         stats, _ = _statistics(b)
@@ -507,6 +508,6 @@ def _as_read(b: Bound, stats: TokenStats) -> TokenStats:
     return dataclasses.replace(stats, logp=divided(stats.logp, b.logp_temperature))
 
 
-def _with_gradient(f: Any) -> Any:
+def _with_gradient(f: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """``f``, a custom gradient; jitted inside a ``shard_map``, since JAX runs none in one that is not jitted itself."""
     return jax.jit(f, static_argnums=0) if jax.sharding.get_abstract_mesh().manual_axes else f

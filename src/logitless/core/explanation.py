@@ -83,7 +83,7 @@ def _described(name: str, given: dict[str, Any]) -> Route:
 
 def call_arguments(
     call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], who: str = "explain"
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Every argument of a call by its name; what the route does not depend on may be missing."""
     signature = inspect.signature(call)
     check_arguments(f"{who}({call.__name__})", signature, args, kwargs, partial=True)

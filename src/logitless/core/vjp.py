@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from logitless.core.backend import Backend
-from logitless.core.problem import Loss, Wanted, perturbed
+from logitless.core.problem import Loss, Problem, Source, Wanted, perturbed
 from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, static
 from logitless.core.stats import StatCotangents, TokenStats
@@ -69,14 +69,14 @@ def only_three_differentiable(stats: TokenStats) -> TokenStats:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stats(backend: Backend, p: Any) -> tuple[TokenStats, object]:
+def stats(backend: Backend, p: Problem[Source]) -> tuple[TokenStats, object]:
     """``(statistics, report)``; differentiable with respect to what the problem says. The report is empty unless a
     gradient is taken."""
     return backend.statistics(p)
 
 
 @own_promotion
-def _stats_fwd(backend: Backend, p: Any) -> tuple[tuple[TokenStats, object], PyTree]:
+def _stats_fwd(backend: Backend, p: Problem[Source]) -> tuple[tuple[TokenStats, object], PyTree]:
     _refuse(p.call.name, p.constants())
     want, p = p.wanted(), _values(p)
     out, report, residual = backend.forward(p, want)
@@ -103,7 +103,7 @@ stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats, object]:
+def token_loss(backend: Backend, p: Problem[Source], loss: Loss) -> tuple[Array, TokenStats, object]:
     """``(loss, statistics, report)`` of an uncoupled objective; the loss is differentiable as :func:`stats` is.
 
     The statistics are for metrics: the caller must wrap them in ``stop_gradient``, and a cotangent for them is an
@@ -114,7 +114,7 @@ def token_loss(backend: Backend, p: Any, loss: Loss) -> tuple[Array, TokenStats,
 
 
 @own_promotion
-def _token_loss_fwd(backend: Backend, p: Any, loss: Loss) -> tuple[tuple[Array, TokenStats, object], PyTree]:
+def _token_loss_fwd(backend: Backend, p: Problem[Source], loss: Loss) -> tuple[PyTree, PyTree]:
     _refuse(p.call.name, dict(p.constants(), objective=loss.objective, **{"the loss's inputs": loss.inputs}))
     want = p.wanted()
     p, loss = _values((p, loss))

@@ -298,27 +298,27 @@ class _Rows:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _host(name: str, value: Any) -> np.ndarray:
+def _host(name: str, value: object) -> np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"pack: {name} is traced; pack on the host, outside jit: where things go depends on the data.")
     return np.asarray(value)
 
 
-def _tokens(name: str, value: Any) -> np.ndarray:
+def _tokens(name: str, value: object) -> np.ndarray:
     array = _host(name, value)
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"pack: {name} is {array.dtype}{list(array.shape)}, expected integer ids with two dimensions.")
     return validation.host_int32_ids(array)
 
 
-def _mask(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _mask(name: str, value: object, shape: tuple[int, ...]) -> np.ndarray:
     array = _host(name, value)
     if array.shape != shape:
         raise ValueError(f"pack: {name} has shape {array.shape}, expected {shape}.")
     return array != 0
 
 
-def _per_token(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _per_token(name: str, value: object, shape: tuple[int, ...]) -> np.ndarray:
     array = _host(name, value)
     validation.float_dtype("pack", name, array.dtype)
     allowed = [shape, *([(shape[0],), (shape[0], 1)] if name in ("advantages", "token_weights") else [])]

@@ -7,9 +7,9 @@ without left-out mass.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Cost, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
@@ -45,13 +45,13 @@ class WithDenseReport:
         """A blank report: no gradient is taken."""
         return self.own.statistics(_exact(p), loss)[0], blank_report(p.targets.shape)
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, PyTree]:
         """The residual is the residual of ``own``."""
         out, _, residual = self.own.forward(_exact(p), want)
         return out, _report(p), residual
 
     def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool
     ) -> Gradients:
         return self.own.backward(_exact(p), want, out, g, residual, only_logp)
 

@@ -181,15 +181,15 @@ class OverMesh:
         """The backend for a device's local part."""
         return shard_of(self.own, self.place) if self.place.vocab else self.own
 
-    def _arriving(self, p: Any) -> head_pieces.Arriving | None:
+    def _arriving(self, p: Problem[Source]) -> head_pieces.Arriving | None:
         """What a device does whose head is gathered in parts, from its own problem."""
         number = head_pieces.arriving(self.own, self.place, p)
         return None if number == 1 else head_pieces.Arriving(self.own, self.place, number)  # type: ignore[arg-type]
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def check(self, p: Problem[Source], columns_apart: bool) -> None:
         self.own.check(p, columns_apart)
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: Problem[Source], way: Way) -> Cost:
         """What each device's part costs."""
         return self.own.describe(p, way)
 
@@ -219,7 +219,7 @@ class OverMesh:
     def statistics(self, p: Problem[Source], loss: Loss | None = None) -> tuple[TokenStats, object]:
         place, rank = self.place, len(self.place.tokens)
 
-        def local(p: Any, loss: Loss | None) -> PyTree:
+        def local(p: Problem[Source], loss: Loss | None) -> PyTree:
             shape = p.targets.shape
             own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
             arriving = self._arriving(p)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -43,7 +42,7 @@ class AdaptiveEntropy:
     """The entropy of the last step; infinite before the first."""
 
     @staticmethod
-    def from_trl(config: Any = None, **settings: Any) -> AdaptiveEntropy:
+    def from_trl(config: object = None, **settings: object) -> AdaptiveEntropy:
         """From a ``GRPOConfig``, or keywords under its names. Use it with ``Objective.from_trl(config,
         use_adaptive_entropy=False, entropy_coef=0.0)``.
 

@@ -135,7 +135,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else type(value).__name__
 
 
-def nearest(value: object, allowed: Collection[Any]) -> str | None:
+def nearest(value: object, allowed: Collection[object]) -> str | None:
     """The one of ``allowed`` that was meant: but for case and separators, by its initials, or near in spelling."""
     names = [str(a) for a in allowed]
     if (same := same_name(value, names)) is not None:
@@ -162,13 +162,13 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in re.split(r"[-_. ]", name.casefold()))
 
 
-def did_you_mean(value: object, allowed: tuple[Any, ...]) -> str:
+def did_you_mean(value: object, allowed: tuple[object, ...]) -> str:
     """A question for the end of a message, or nothing."""
     close = nearest(value, allowed)
     return f" Did you mean {close!r}?" if close else ""
 
 
-def choice(name: str, value: object, allowed: tuple[Any, ...], owner: str = "Objective") -> None:
+def choice(name: str, value: object, allowed: tuple[object, ...], owner: str = "Objective") -> None:
     """Check that ``value`` is in ``allowed``, the choices for the field ``name``."""
     if getattr(value, "shape", None) or value not in allowed:
         options = ", ".join(repr(a) for a in allowed)
@@ -225,7 +225,7 @@ def argument_hint(name: str, arguments: tuple[str, ...]) -> str:
     return f" Did you mean {close!r}?" if close else ""
 
 
-def names(given: dict[str, Any], cls: type, theirs: Mapping[str, str] = THEIR_NAMES) -> None:
+def names(given: Mapping[str, object], cls: type, theirs: Mapping[str, str] = THEIR_NAMES) -> None:
     """Every name is a field of ``cls``; ``theirs`` says what other libraries' names are here."""
     fields = tuple(f.name for f in dataclasses.fields(cls))
     for name in given:
@@ -242,7 +242,7 @@ def named_fields(theirs: Mapping[str, str] = THEIR_NAMES) -> Callable[[type[T]],
         init = cls.__init__
 
         @functools.wraps(init)
-        def named_init(self: T, *args: Any, **fields: Any) -> None:
+        def named_init(self: T, *args: object, **fields: object) -> None:
             names(fields, cls, theirs)
             init(self, *args, **fields)
 

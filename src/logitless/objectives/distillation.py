@@ -12,7 +12,7 @@ from logitless.objectives import checks
 from logitless.objectives.objective import AGGREGATION_ALIASES, Aggregation, CountRows, Divergence, Number, Objective
 
 Outside = Literal["tail", "renormalised"]
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "divergence": get_args(Divergence),
     "outside": get_args(Outside),
     "temperature_squared": (False, True),
@@ -124,7 +124,7 @@ divergence='reverse_kl' if that is meant.
         return soft, hard if apart else None
 
     @staticmethod
-    def from_trl(config: Any = None, **settings: Any) -> Distillation:
+    def from_trl(config: object = None, **settings: object) -> Distillation:
         """TRL's loss from a ``DistillationConfig`` or a ``GKDConfig``, or from keywords of the former.
 
         ``GKDConfig.temperature`` is for sampling alone, and its loss is at temperature one. TRL divides by the valid
@@ -139,7 +139,7 @@ divergence='reverse_kl' if that is meant.
         return from_trl(config, **settings)
 
     @staticmethod
-    def from_liger(config: Any = None, **settings: Any) -> Distillation:
+    def from_liger(config: object = None, **settings: object) -> Distillation:
         """Liger's loss from a ``LigerFusedLinearJSDLoss``, or from its keywords.
 
         >>> from logitless import Distillation
@@ -151,7 +151,7 @@ divergence='reverse_kl' if that is meant.
         return from_liger(config, **settings)
 
     @staticmethod
-    def from_tunix(config: Any = None, **settings: Any) -> Distillation:
+    def from_tunix(config: object = None, **settings: object) -> Distillation:
         """Tunix' loss from a ``LogitStrategy``, or from its keywords.
 
         Tunix divides by all positions, padding included; here a ``mask`` leaves padding out of sum and count.
@@ -166,7 +166,7 @@ hard_weight=0.25)
         return from_tunix(config, **settings)
 
     @staticmethod
-    def from_nemo(config: Any = None, **settings: Any) -> Distillation:
+    def from_nemo(config: object = None, **settings: object) -> Distillation:
         """NeMo-RL's loss from its ``loss_fn`` section, or from keywords, with ``topk_logits_k`` alongside.
 
         NeMo-RL compares the teacher's top-k ids alone, and this loss the whole vocabulary, so ``topk_logits_k=None``
@@ -181,7 +181,7 @@ hard_weight=0.25)
         return from_nemo(config, **settings)
 
     @staticmethod
-    def from_verl(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Distillation:
+    def from_verl(config: object = None, *, max_length: Number | None = None, **settings: object) -> Distillation:
         """veRL's loss from a ``DistillationLossConfig``, or from keywords, with the actor's ``loss_agg_mode``.
 
         veRL's only loss over more than the sampled token, ``forward_kl_topk``, drops the mass outside the teacher's

@@ -12,7 +12,6 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +196,7 @@ READ_WHEN: dict[str, tuple[Callable[[Objective], bool], str]] = {
 """Arrays of a loss call that some objectives ignore: condition for use, and message otherwise."""
 
 
-def warn_unused(call: str, objective: Objective, given: Mapping[str, Any]) -> None:
+def warn_unused(call: str, objective: Objective, given: Mapping[str, object]) -> None:
     """Warn by name of arrays in ``given`` that change neither the loss nor its gradient, at the line of the call.
 
     Calls from inside this package do not warn.
@@ -241,7 +240,7 @@ def _callers_level() -> int | None:
     return level
 
 
-def statistics_temperature(objective: Objective) -> Any:
+def statistics_temperature(objective: Objective) -> Array | float | None:
     """The temperature that divides the logits."""
     return None if objective.temperature_on == "logp" else objective.temperature
 
@@ -268,7 +267,7 @@ def divided(logp: Array, temperature: Array | float | None) -> Array:
 
 
 def loss_inputs(
-    call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]
+    call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, object]
 ) -> tuple[Objective, LossInputs]:
     """Check the mask and the arrays of a loss call, by their names among ``given``, and prepare the constants of the
     loss. All are constants: no gradient flows."""

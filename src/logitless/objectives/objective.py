@@ -39,7 +39,7 @@ AGGREGATION_ALIASES: dict[str, Aggregation] = {
 """Names used by veRL and Tunix, and by TRL's loss types, for the aggregations here. Tunix, whose names begin with
 ``sequence-mean``, counts the rows that have a valid token: add ``count_rows="non_empty"``."""
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "policy": get_args(Policy),
     "level": get_args(Level),
     "aggregation": get_args(Aggregation),
@@ -172,7 +172,7 @@ class Objective:
         return dataclasses.replace(self, **changes)
 
     @staticmethod
-    def preset(name: str, **overrides: Any) -> Objective:
+    def preset(name: str, **overrides: object) -> Objective:
         """A peer's objective by name: ``trl``, ``liger``, ``verl``, ``tunix`` or ``mllm-jax``.
 
         ``overrides`` are fields of this class; ``from_trl`` and its like take a framework's own names.
@@ -186,7 +186,7 @@ class Objective:
         return preset(name, **overrides)
 
     @staticmethod
-    def from_trl(config: Any = None, **settings: Any) -> Objective:
+    def from_trl(config: object = None, **settings: object) -> Objective:
         """TRL's loss from its ``GRPOConfig``, or from keywords under TRL's names (its defaults for the rest).
 
         Every setting of the loss is mapped or refused by name; what TRL ignores is ignored with a warning. The
@@ -202,14 +202,14 @@ class Objective:
         return from_trl(config, **settings)
 
     @staticmethod
-    def from_liger(config: Any = None, **settings: Any) -> Objective:
+    def from_liger(config: object = None, **settings: object) -> Objective:
         """Liger's loss from a ``LigerFusedLinearGRPOLoss``, or from its keywords."""
         from logitless.settings.from_trl import from_liger
 
         return from_liger(config, **settings)
 
     @staticmethod
-    def from_verl(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+    def from_verl(config: object = None, *, max_length: Number | None = None, **settings: object) -> Objective:
         """veRL's loss from an actor's config, or from keywords under its names (``loss_mode`` as well).
 
         ``max_length`` is the width T of the arrays, where veRL divides by it.
@@ -223,7 +223,7 @@ class Objective:
         return from_verl(config, max_length=max_length, **settings)
 
     @staticmethod
-    def from_tunix(config: Any = None, *, max_length: Number | None = None, **settings: Any) -> Objective:
+    def from_tunix(config: object = None, *, max_length: Number | None = None, **settings: object) -> Objective:
         """Tunix' loss from an ``algo_config``, or from keywords under its names.
 
         ``max_length`` is the width T of the arrays, where Tunix divides by it. ``sampler_is="token"`` becomes a
@@ -260,12 +260,12 @@ class Objective:
         return Objective(**{"level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, **overrides})
 
     @staticmethod
-    def gspo_token(**overrides: Any) -> Objective:
+    def gspo_token(**overrides: object) -> Objective:
         """GSPO-token: the value of GSPO's ratio with the gradient of each token's own, clipped as GSPO."""
         return Objective.gspo(**{"level": "sequence_token", **overrides})
 
     @staticmethod
-    def luspo(**overrides: Any) -> Objective:
+    def luspo(**overrides: object) -> Objective:
         """LUSPO: one ratio a sequence, clipped as GSPO; the mean over sequences of the sum over their tokens."""
         return Objective.gspo(**{"aggregation": "luspo", **overrides})
 
@@ -295,7 +295,7 @@ class Objective:
         return Objective(**{"aggregation": "bnpo", **overrides})
 
     @staticmethod
-    def ppo(**overrides: Any) -> Objective:
+    def ppo(**overrides: object) -> Objective:
         """PPO's policy loss: clipped token ratios, the mean over all tokens of the call. Advantages come from a critic,
         one per token: ``advantages [B, T]``."""
         return Objective.bnpo(**overrides)
@@ -306,7 +306,7 @@ class Objective:
         return Objective(**{"policy": "reinforce", **overrides})
 
     @staticmethod
-    def rloo(**overrides: Any) -> Objective:
+    def rloo(**overrides: object) -> Objective:
         """RLOO: ``-A`` times the log-probability of the whole sequence, the mean over sequences. Advantages use a
         leave-one-out baseline: ``group_advantages(..., baseline="leave_one_out", scale="none")``."""
         return Objective.reinforce(**{"aggregation": "luspo", **overrides})

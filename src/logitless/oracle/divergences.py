@@ -23,7 +23,7 @@ Over given ids ``S`` the same divergences compare one number for each id: with `
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -274,7 +274,7 @@ def sparse_divergence(
         count = (here >= 0).sum(axis=1)
         likeliest = highest(z, int(np.max(count, initial=0)))
         own = [len(np.intersect1d(a[a >= 0], b[:n])) for a, b, n in zip(here, likeliest, count, strict=True)]
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "divergence": np.where(empty, 0.0, value),
             "student_mass": np.exp(log_sum(at)),
             "teacher_mass": np.exp(log_sum(log_q[i])),

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from logitless.objectives.distillation import Distillation
+from logitless.objectives.objective import Number
 from logitless.settings.from_verl import aggregation
 from logitless.settings.reader import Library, Settings, read
 
@@ -86,11 +87,11 @@ VERL = Library(
 _SAMPLED = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
-def _has(config: Any, name: str) -> bool:
+def _has(config: object, name: str) -> bool:
     return name in config if isinstance(config, Mapping) else hasattr(config, name)
 
 
-def _only(library: Library, config: Any, name: str, expected: str) -> None:
+def _only(library: Library, config: object, name: str, expected: str) -> None:
     """A config that is no mapping has the setting ``name``, by which its class is known."""
     if config is not None and not isinstance(config, Mapping) and not _has(config, name):
         raise TypeError(f"{library.call}: {type(config).__name__} has no {name!r}; expected {expected}.")
@@ -106,11 +107,11 @@ def _of_beta(s: Settings) -> dict[str, Any]:
     return {"divergence": "jsd", "mix": beta}
 
 
-def _temperature(s: Settings) -> Any:
+def _temperature(s: Settings) -> float | None:
     return None if s["temperature"] == 1 else s["temperature"]
 
 
-def from_trl(config: Any = None, **given: Any) -> Distillation:
+def from_trl(config: object = None, **given: object) -> Distillation:
     """See :meth:`logitless.Distillation.from_trl`."""
     _only(TRL, config, "beta", "a DistillationConfig or a GKDConfig")
     if config is not None and _has(config, "num_generations"):
@@ -124,7 +125,7 @@ def from_trl(config: Any = None, **given: Any) -> Distillation:
     return Distillation(**_of_beta(s), temperature=_temperature(s))
 
 
-def from_liger(config: Any = None, **given: Any) -> Distillation:
+def from_liger(config: object = None, **given: object) -> Distillation:
     """See :meth:`logitless.Distillation.from_liger`."""
     _only(LIGER, config, "weight_soft_loss", "a LigerFusedLinearJSDLoss")
     if "ignore_index" in given:
@@ -139,7 +140,7 @@ def from_liger(config: Any = None, **given: Any) -> Distillation:
     )
 
 
-def from_tunix(config: Any = None, **given: Any) -> Distillation:
+def from_tunix(config: object = None, **given: object) -> Distillation:
     """See :meth:`logitless.Distillation.from_tunix`."""
     _only(TUNIX, config, "alpha", "a LogitStrategy")
     s = read(TUNIX, config, given)
@@ -160,7 +161,7 @@ def from_tunix(config: Any = None, **given: Any) -> Distillation:
     )
 
 
-def from_nemo(config: Any = None, **given: Any) -> Distillation:
+def from_nemo(config: object = None, **given: object) -> Distillation:
     """See :meth:`logitless.Distillation.from_nemo`."""
     _only(NEMO, config, "kl_type", "the loss_fn section of a distillation's config")
     s = read(NEMO, config, given)
@@ -182,7 +183,7 @@ def from_nemo(config: Any = None, **given: Any) -> Distillation:
     return Distillation(divergence="forward_kl" if s["mixed_kl_weight"] == 1 else "reverse_kl")
 
 
-def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Distillation:
+def from_verl(config: object = None, *, max_length: Number | None = None, **given: object) -> Distillation:
     """See :meth:`logitless.Distillation.from_verl`."""
     _only(VERL, config, "distillation_loss_coef", "a DistillationLossConfig")
     s = read(VERL, config, given)

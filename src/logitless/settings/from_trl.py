@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitless.objectives.objective import Objective
+from logitless.objectives.objective import Number, Objective
 from logitless.settings.reader import Library, Settings, read
 
-_SHAPES: dict[str, Any] = {
+_SHAPES: dict[str, float] = {
     "sapo_temperature_pos": 1.0,
     "sapo_temperature_neg": 1.05,
     "vespo_k_pos": 2.0,
@@ -110,7 +110,7 @@ _LEVELS = {"token": "token", "sequence": "sequence"}
 _MODES = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
 
 
-def from_trl(config: Any = None, **given: Any) -> Objective:
+def from_trl(config: object = None, **given: object) -> Objective:
     """See :meth:`logitless.Objective.from_trl`."""
     s = read(TRL, config, given)
     if s["use_adaptive_entropy"]:
@@ -131,7 +131,7 @@ def from_trl(config: Any = None, **given: Any) -> Objective:
     return Objective(**fields, **_vllm_correction(s))
 
 
-def from_liger(config: Any = None, **given: Any) -> Objective:
+def from_liger(config: object = None, **given: object) -> Objective:
     """See :meth:`logitless.Objective.from_liger`."""
     for name, ours in (("vllm_is_ratio", "token_weights"), ("num_items_in_batch", "denominator")):
         if name in given:
@@ -144,7 +144,7 @@ def from_liger(config: Any = None, **given: Any) -> Objective:
     return Objective(**_common(s, "epsilon_low", s["epsilon_low"], s["epsilon_high"]), clip_metrics="liger")
 
 
-def _common(s: Settings, low_name: str, eps_low: Any, eps_high: Any) -> dict[str, Any]:
+def _common(s: Settings, low_name: str, eps_low: Number | None, eps_high: Number | None) -> dict[str, Any]:
     """What both libraries say with the same names."""
     loss_type = s["loss_type"]
     policy, aggregation = s.choice("loss_type", LOSS_TYPES)

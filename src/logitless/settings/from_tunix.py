@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitless.objectives.objective import Objective
+from logitless.objectives.objective import Number, Objective
 from logitless.settings.reader import Library, Settings, read
 
 TUNIX = Library(
@@ -52,7 +52,7 @@ TUNIX = Library(
         log_sampler_trainer_agreement""".split()  # noqa: SIM905
     ),
 )
-LEVELS: dict[str, dict[str, Any]] = {
+LEVELS: dict[str, dict[str, object]] = {
     "grpo": {"level": "token"},
     "gspo-token": {"level": "sequence_token", "sequence_log_ratio_max": 10.0},
 }
@@ -66,7 +66,7 @@ _AGGREGATIONS = {
 _KLS = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
 
 
-def from_tunix(config: Any = None, *, max_length: Any = None, **given: Any) -> Objective:
+def from_tunix(config: object = None, *, max_length: Number | None = None, **given: object) -> Objective:
     """See :meth:`logitless.Objective.from_tunix`."""
     s = read(TUNIX, config, given)
     if s["policy_loss_fn"] not in ("grpo", "logitless"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitless.objectives.objective import Objective
+from logitless.objectives.objective import Number, Objective
 from logitless.settings.reader import Library, Settings, read
 
 CALL = "Objective.from_verl"
@@ -77,7 +77,7 @@ ROLLOUT_CORRECTION = Library(
     },
     other=frozenset({"rollout_rs_threshold", "loss_type", "_target_"}),
 )
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, object]] = {
     "vanilla": {"policy": "clip", "log_ratio_clamp": 20.0},
     "gspo": {"policy": "clip", "level": "sequence_token", "sequence_log_ratio_max": 10.0},
     "cispo": {"policy": "cispo", "cispo_bound": "interval", "log_ratio_clamp": 20.0},
@@ -95,7 +95,7 @@ _AGGREGATIONS = {
     "seq-mean-token-sum-norm": "dr_grpo",
 }
 _K3 = {"kl_log_ratio_clamp": 20.0, "kl_clamp": 10.0}
-_KLS: dict[str, dict[str, Any]] = {
+_KLS: dict[str, dict[str, object]] = {
     "kl": {"kl": "k1"},
     "mse": {"kl": "k2"},
     "mse+": {"kl": "k2"},
@@ -105,7 +105,7 @@ _KLS: dict[str, dict[str, Any]] = {
 _KLS |= {"k1": _KLS["kl"], "k2": _KLS["mse"], "k2+": _KLS["mse+"], "k3": _KLS["low_var_kl"], "k3+": _KLS["low_var_kl+"]}
 
 
-def from_verl(config: Any = None, *, max_length: Any = None, **given: Any) -> Objective:
+def from_verl(config: object = None, *, max_length: Number | None = None, **given: object) -> Objective:
     """See :meth:`logitless.Objective.from_verl`."""
     s = read(ACTOR, config, given)
     nested = read(POLICY_LOSS, s["policy_loss"], {})
@@ -152,14 +152,14 @@ def _dro_beta(s: Settings, nested: Settings) -> Any:
     return beta
 
 
-def _aggregation(s: Settings, mode: str, max_length: Any) -> dict[str, Any]:
+def _aggregation(s: Settings, mode: str, max_length: Number | None) -> dict[str, Any]:
     if mode in ("sapo", "geo_mean"):
         s.ignored(["loss_agg_mode", "loss_scale_factor"], f"in the policy loss with loss_mode={mode!r}")
         return {"aggregation": "grpo", "count_rows": "all" if mode == "geo_mean" else "non_empty"}
     return aggregation(s, max_length)
 
 
-def aggregation(s: Settings, max_length: Any) -> dict[str, Any]:
+def aggregation(s: Settings, max_length: Number | None) -> dict[str, Any]:
     """``loss_agg_mode`` and ``loss_scale_factor``, which veRL's policy and distillation losses share."""
     if s["loss_agg_mode"] == "token-sum":
         s.refuse("loss_agg_mode='token-sum' is a sum: use 'token-mean', and denominator=1.0 in the call of the loss.")

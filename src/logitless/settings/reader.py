@@ -26,7 +26,7 @@ class Library:
 
     name: str
     call: str
-    loss: Mapping[str, Any]
+    loss: Mapping[str, object]
     other: Collection[str] = ()
 
 
@@ -41,7 +41,7 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def choice(self, name: str, known: Mapping[str, Any]) -> Any:
+    def choice(self, name: str, known: Mapping[str, object]) -> Any:
         """What the setting's value stands for; another value is refused by name."""
         value = self.values[name]
         if value not in known:
@@ -71,7 +71,7 @@ def _callers_level() -> int:
     return level
 
 
-def read(library: Library, config: Any, given: Mapping[str, Any]) -> Settings:
+def read(library: Library, config: object, given: Mapping[str, object]) -> Settings:
     """The settings of a config (``None``: the library's defaults) with the keywords over them."""
     values, said = dict(library.loss), set(given)
     for name, (value, default) in _of_config(config, library).items():
@@ -98,12 +98,12 @@ def read(library: Library, config: Any, given: Mapping[str, Any]) -> Settings:
     return Settings(library, {**values, **given}, frozenset(said))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     comparable = type(a) is type(b) or isinstance(a, (int, float))
     return a is b or (comparable and bool(a == b))
 
 
-def _of_config(config: Any, library: Library) -> dict[str, tuple[Any, Any]]:
+def _of_config(config: object, library: Library) -> dict[str, tuple[object, object]]:
     """``{name: (value, default)}`` of a config's own settings."""
     if config is None:
         return {}
@@ -132,7 +132,7 @@ def _own_names(cls: type) -> set[str]:
     return {name for c in own for name in inspect.get_annotations(c)}
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return _MISSING if field.default is dataclasses.MISSING else field.default

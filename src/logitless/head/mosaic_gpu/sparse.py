@@ -18,11 +18,11 @@ A mean row of the head, times the left-out mass, replaces the missing part of dH
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from logitless.core.backend import Cost, Way
 from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
@@ -131,7 +131,7 @@ class ScreenedSparse(Sparse):
         out, g, columns, width, total = lax.optimization_barrier((out, g, columns, width, total))
         return out, _report(p, want, out, g, columns, g.any_nonzero(), width), total
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, Any]:
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, PyTree]:
         """Statistics and columns from one matmul, and each row's left-out mass (K / V of another matmul)."""
         if not_screened_because(p) is not None:
             return super().forward(p, want)
@@ -145,7 +145,7 @@ class ScreenedSparse(Sparse):
         return out, _report(p, want, out, None, columns, live), Screened(columns, spans)
 
     def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Any, only_logp: bool
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool
     ) -> Gradients:
         """Gradients for given cotangents, over the columns that the forward pass found."""
         if not_screened_because(p) is not None:

@@ -9,7 +9,6 @@ Two matmuls (``4 N H V`` FLOP): logits are made again, ``dx`` is that of ``dweig
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -50,7 +49,7 @@ def _dhidden_kernel(spec: Spec, n_live: Ref, refs: Operands, out_ref: Ref, token
         work = 2 * spec.tiles.vocab * refs.h.shape[1]
         over_parts(spec.tiles.tokens, work, SUBLANES, lambda part: rows_of(part.rows, width, masked))
 
-    def rows_of(rows: Any, width: int, masked: bool) -> None:
+    def rows_of(rows: slice | pl.Slice, width: int, masked: bool) -> None:
         x = raw_logits(spec, refs, rows, slice(0, width))
         column = column_ids(x)
         is_target = column == token[rows, TARGET : TARGET + 1].astype(jnp.int32) - j * spec.tiles.vocab

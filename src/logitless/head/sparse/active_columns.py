@@ -61,7 +61,7 @@ class Rule:
         """How many slabs ``count`` columns take."""
         return (count + (self.slab - 1)) // self.slab
 
-    def cost(self, columns: Any, hard: Any) -> Any:
+    def cost(self, columns: Array | float, hard: Array | float) -> Array | float:
         """Cost with these shares of active columns and hard rows."""
         return self.per_column * columns + self.per_hard_row * hard
 

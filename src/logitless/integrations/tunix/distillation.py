@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, PyTree
 from tunix.distillation.strategies import base_strategy
 
 from logitless import Distillation, Head, Sharding, linear_distillation_loss, linear_logprobs
@@ -63,9 +63,9 @@ class DistillationStrategy(base_strategy.BaseStrategy):
         self,
         student_forward_fn: Callable[..., Any],
         teacher_forward_fn: Callable[..., Any],
-        labels_fn: Callable[..., Any],
+        labels_fn: Callable[..., PyTree],
         distillation: Distillation | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         base = base_strategy.BaseStrategy
         for name, parameters in _STRATEGY.items():
@@ -77,7 +77,7 @@ class DistillationStrategy(base_strategy.BaseStrategy):
         super().__init__(_without_logits(student_forward_fn), _without_logits(teacher_forward_fn), labels_fn)
 
     def compute_loss(
-        self, student_output: Output, teacher_output: Output, labels: Any
+        self, student_output: Output, teacher_output: Output, labels: object
     ) -> tuple[Array, dict[str, Array]]:
         """The loss, and the metrics that ``LogitStrategy`` has; with ``alpha=1`` no hard loss is computed."""
         targets, mask = _targets(labels)
@@ -93,7 +93,7 @@ class DistillationStrategy(base_strategy.BaseStrategy):
         metrics["distill/teacher_loss"] = _cross_entropy(t, targets, mask)
         return loss, metrics
 
-    def compute_eval_loss(self, student_output: Output, labels: Any) -> tuple[Array, dict[str, Array]]:
+    def compute_eval_loss(self, student_output: Output, labels: object) -> tuple[Array, dict[str, Array]]:
         """The student's cross entropy with the labels."""
         return _cross_entropy(student_output, *_targets(labels)), {}
 
@@ -101,7 +101,7 @@ class DistillationStrategy(base_strategy.BaseStrategy):
 def _without_logits(forward: Callable[..., Any]) -> Callable[..., Output]:
     """``forward``, run on a model without a head."""
 
-    def hidden_and_head(model: Any, **inputs: Any) -> Output:
+    def hidden_and_head(model: object, **inputs: object) -> Output:
         body, head = without_head(model)
         call = head.arguments(forward(body, **inputs))
         hidden, width = call["hidden"], head.weight.shape[1 if head.layout == "vh" else 0]
@@ -115,7 +115,7 @@ def _without_logits(forward: Callable[..., Any]) -> Callable[..., Output]:
     return hidden_and_head
 
 
-def _targets(labels: Any) -> tuple[Int[Array, "B T"], Bool[Array, "B T"] | None]:
+def _targets(labels: object) -> tuple[Int[Array, "B T"], Bool[Array, "B T"] | None]:
     """Token ids and the mask out of what ``labels_fn`` has returned."""
     targets, mask = labels if isinstance(labels, tuple) else (labels, None)
     if targets.ndim != 2 or not jnp.issubdtype(targets.dtype, jnp.integer):

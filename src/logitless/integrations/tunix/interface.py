@@ -116,18 +116,18 @@ def _check_sft() -> None:
     _calls("tunix.sft.dpo.dpo_trainer.compute_logps", inspect.unwrap(summed), {"common", "get_per_token_logps"})
 
 
-def _stock(module: Any, name: str) -> Any:
+def _stock(module: object, name: str) -> Any:
     """Tunix' own function, also while it is replaced."""
     return _installed.get(name, (None, None))[1] or getattr(module, name, None)
 
 
-def _parameters(what: str, function: Any) -> str:
+def _parameters(what: str, function: object) -> str:
     if not callable(function):
         raise TunixChanged(what, "not there", "a function")
     return " ".join(inspect.signature(function).parameters)
 
 
-def _calls(what: str, function: Any, wanted: set[str]) -> None:
+def _calls(what: str, function: object, wanted: set[str]) -> None:
     """Raise unless ``function`` looks up these names in a replaceable place."""
     names = set(function.__code__.co_names) if inspect.isfunction(function) else set()
     if not wanted <= names:
@@ -135,7 +135,7 @@ def _calls(what: str, function: Any, wanted: set[str]) -> None:
         raise TunixChanged(what, f"without {missing}", "calls through the module")
 
 
-def same_parameters(what: str, function: Any, expected: str) -> None:
+def same_parameters(what: str, function: object, expected: str) -> None:
     """Raise :class:`TunixChanged` unless the parameters of ``function`` are the ``expected`` ones, in their order."""
     found = _parameters(what, function)
     if found != expected:

@@ -26,7 +26,7 @@ from logitless.integrations.tunix.policy_head import Identity, PolicyHead, array
 Body = Callable[..., tuple[Any, Any]]
 
 
-def is_adapter(model: Any) -> bool:
+def is_adapter(model: object) -> bool:
     """Whether the model's class, or a base class, belongs to MaxText."""
     cls = getattr(type(model), "_unquantized_type", type(model))
     return any("maxtext" in c.__module__.lower() for c in cls.__mro__)

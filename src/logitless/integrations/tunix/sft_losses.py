@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.integrations.tunix.interface import Interface
@@ -59,7 +59,7 @@ def default_loss(interface: Interface, stock: Callable[..., Any], losses: Any) -
     return _default_loss_fn
 
 
-def token_logps(stock: Callable[..., Any]) -> Callable[..., Any]:
+def token_logps(stock: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """``get_per_token_logps``. Padding has a log-probability of 0: a token that does not see itself in a
     ``[B, T, T]`` attention mask, as Tunix makes it; no loss reads it."""
     from flax import nnx

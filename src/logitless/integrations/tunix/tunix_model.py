@@ -27,7 +27,7 @@ _SPEC_NAMES = ("out_sharding", "sharding", "sharding_names")
 """Where releases of Flax keep a parameter's mesh axes."""
 
 
-def without_head(model: Any) -> tuple[Body, PolicyHead]:
+def without_head(model: object) -> tuple[Body, PolicyHead]:
     """``(body, head)``: called as a copy of the model, ``body`` returns hidden states in the place of logits."""
     from flax import nnx
 
@@ -73,7 +73,7 @@ def take_head(model: Any) -> PolicyHead:
     return head
 
 
-def _known(model: Any) -> None:
+def _known(model: object) -> None:
     """Raise unless the model's own call is one of a family that was tried."""
     cls = getattr(type(model), "_unquantized_type", type(model))  # Qwix makes a class of the same name
     for base in cls.__mro__:
@@ -100,7 +100,7 @@ def _axes(parameter: Any) -> tuple[Any, ...]:
 # -- LoRA ------------------------------------------------------------------------------------------------------------
 
 
-def _lora(model: Any, owner: Any, name: str, path: str) -> tuple[tuple[Array, Array] | None, float]:
+def _lora(model: object, owner: object, name: str, path: str) -> tuple[tuple[Array, Array] | None, float]:
     """``((A, B), alpha / rank)`` of Qwix' LoRA on the head."""
     provider = _provider(type(model).__call__) if hasattr(type(model), "_unquantized_type") else None
     rule = None if provider is None else _rule(provider, path, "dot_general" if path == "embedder" else "einsum")
@@ -129,7 +129,7 @@ def _rule(provider: Any, path: str, operation: str) -> Any:
     return None
 
 
-def _provider(call: Any) -> Any:
+def _provider(call: object) -> Any:
     """Qwix' provider: it is in the closure of the call that Qwix gives a model, and nowhere else."""
     to_see, seen = [call], set()
     while to_see:

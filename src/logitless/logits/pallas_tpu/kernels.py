@@ -74,7 +74,7 @@ class Block:
     tiles: Tiles
     vocab_size: int
     numbers: Numbers
-    scalars: Any  # SMEM [S]
+    scalars: Ref  # SMEM [S]
     places: Ref  # SMEM [1, 1, rows + groups]: see backend._places
     columns: Ref  # [rows, K] int32
     x: Ref  # [rows, width]
