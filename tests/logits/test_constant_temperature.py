@@ -197,4 +197,6 @@ def test_a_loss_of_the_head(backend: str, known: bool, vocab: int) -> None:
         assert_contract(f"d {of}", a, b, c)
     if known:
         without = jax.jit(lambda h, w: flat_calls.linear_grpo_loss(h, w, y, **options, **losses(TEMPERATURE))[0])
-        assert without(h, w) == loss  # to the bit
+        # To the bit; an interpreted kernel is the same in both programs, but XLA compiles its body into each anew.
+        ulps = 1 if backend == "pallas_tpu" else 0
+        assert abs(without(h, w) - loss) <= ulps * np.spacing(np.abs(np.float32(loss)))
