@@ -65,11 +65,7 @@ def logprobs(
       logits: any float dtype; statistics are float32.
       targets: token ids. A live id outside ``[0, V)`` gives NaN statistics; ``Options(validate=True)`` finds it.
         Optional with ``ids``: ``logp`` is then for id 0.
-      ids: further ids per token, -1 for none: adds ``selected.logp [..., K]``, the total ``mass`` and ``log_rest``, the
-        log of the remaining mass, all differentiable, from the same matmul.
-      support: ids to restrict a token's softmax to, padded with -1, such as the ids kept by top-p or top-k sampling;
-        all statistics follow that softmax. A row of -1 has the whole vocabulary. A live target outside its support
-        gives NaN; ``Options(validate=True)`` finds it.
+      ids, support: further ids per token, as for :func:`linear_logprobs`.
       mask: bool, or 0 and 1 (other numbers are refused; traced numbers count as 1 unless 0); masked tokens have zero
         statistics and no gradient.
       objective: source of the temperature, to match the loss.

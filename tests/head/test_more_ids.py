@@ -56,17 +56,22 @@ def plain_selected(x: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, Any,
     return logp, jax.nn.logsumexp(z, axis=-1), mass, rest
 
 
+def drawn(family: str, options: str, seed: int) -> tuple[dict[str, Any], np.random.Generator, Any, Any, np.ndarray]:
+    """``(options, generator, logits, targets, ids)`` of a case."""
+    if family in ("-inf columns", "extreme") and options == "transformed":
+        pytest.skip("a softcap gives -inf logits a mass, and has no slope in float32 at 1e4")
+    chosen, rng = OPTIONS[options], np.random.default_rng(seed)
+    columns = chosen.get("vocab_size", V)
+    x, y = case(family, columns)
+    return chosen, rng, x, y, some_ids(rng, y, columns)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_gradients_at_ids(backend: str, family: str, options: str) -> None:
     """Random cotangents of the log-probabilities, of lse, mass and ``log_rest`` at once."""
-    if family in ("-inf columns", "extreme") and options == "transformed":
-        pytest.skip("a softcap gives -inf logits a mass, and has no slope in float32 at 1e4")
-    chosen, rng = OPTIONS[options], np.random.default_rng(1)
-    columns = chosen.get("vocab_size", V)
-    x, y = case(family, columns)
-    ids = some_ids(rng, y, columns)
+    chosen, rng, x, y, ids = drawn(family, options, seed=1)
     g = tuple(rng.standard_normal(s).astype(np.float32) for s in ((N, K), (N,), (N,), (N,)))
     g[0][2::3] = 0.0  # tokens that only the other three move
 
@@ -130,12 +135,7 @@ def test_the_rest_has_a_gradient_beyond_the_range_of_float32() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_softmax_over_a_support(backend: str, family: str, options: str) -> None:
     """Values and gradients; a token without ids has the whole vocabulary."""
-    if family in ("-inf columns", "extreme") and options == "transformed":
-        pytest.skip("a softcap gives -inf logits a mass, and has no slope in float32 at 1e4")
-    chosen, rng = OPTIONS[options], np.random.default_rng(2)
-    columns = chosen.get("vocab_size", V)
-    x, y = case(family, columns)
-    support = some_ids(rng, y, columns)
+    chosen, rng, x, y, support = drawn(family, options, seed=2)
     for i in range(N):
         if (support[i] != -1).any() and y[i] not in support[i]:
             support[i, 0] = y[i]

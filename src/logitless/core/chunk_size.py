@@ -39,6 +39,11 @@ def round_down(value: int, multiple: int) -> int:
     return max(value // multiple, 1) * multiple
 
 
+def whole_chunks(n: int, chunk: int) -> int:
+    """``n`` tokens in whole chunks."""
+    return -(-n // chunk) * chunk
+
+
 def row_chunk(n: int, vocab: int) -> int:
     """Rows per chunk of a logits-level pass in plain JAX: everything at once where XLA fuses the passes."""
     if platform() != "cpu":

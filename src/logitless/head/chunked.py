@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
-from logitless.core.chunk_size import column_tile
+from logitless.core.chunk_size import column_tile, whole_chunks
 from logitless.core.divergences import PairSums, ShardOfPair, empty_pair_sums
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Teacher, Wanted
 from logitless.core.row_passes import Sweep, Visit, as_wide_as, front, live_sweep, split_sweep, sweep_over
@@ -97,11 +97,6 @@ def finished(p: Problem, g: Gradients) -> Gradients:
     return g if p.call.partial_head else Gradients(g.hidden, in_parameter_dtypes(g.head, p.head))
 
 
-def _whole_chunks(p: Problem) -> int:
-    """All tokens in whole chunks."""
-    return -(-p.n // p.call.chunk) * p.call.chunk
-
-
 # -- the backend -----------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +142,7 @@ class Chunked(PlainJax):
         logit, own = jnp.dtype(call.logits_dtype).itemsize, jnp.dtype(p.h.dtype).itemsize
         narrow = jnp.dtype(p.head.weight.dtype).itemsize < 4 and call.sum_head_grad_in == "float32"
         beside = (logit + own) * call.chunk * vocab + 4 * p.head.weight.size * narrow
-        return p.n if beside + logit * _whole_chunks(p) * vocab <= call.memory_budget else 0
+        return p.n if beside + logit * whole_chunks(p.n, p.call.chunk) * vocab <= call.memory_budget else 0
 
     # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, and compile
     # to the same arithmetic, with equal bits with and without a gradient.
@@ -212,7 +207,7 @@ class Chunked(PlainJax):
             stats = self.row_statistics(x, part)
             return visit.put_all(out, stats), lax.dynamic_update_slice(kept, x, (visit.read[0], 0))
 
-        kept = jnp.zeros((_whole_chunks(p), p.head.vocab), p.call.logits_dtype)
+        kept = jnp.zeros((whole_chunks(p.n, p.call.chunk), p.head.vocab), p.call.logits_dtype)
         sweep = Sweep(None, 0, count, count, n=p.n, chunk=p.call.chunk)
         out, kept = sweep.run(body, (p.blank_stats(), kept))
         return jax.tree.map(f.put_back, out), None, kept
@@ -254,8 +249,7 @@ class Chunked(PlainJax):
             out, total = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
-            masked = dataclasses.replace(part, live=own.inputs.mask)
-            stats, dx = self.row_statistics_and_dx(x, masked, own, dx_dtype_of(x, p, total))
+            stats, dx = self.row_statistics_and_dx(x, part.counting(own), own, dx_dtype_of(x, p, total))
             return visit.put_all(out, stats), add_chunk(visit, total, dx, part)
 
         out, total = moving.run(body, (p.blank_stats(), no_gradients(p, want)))

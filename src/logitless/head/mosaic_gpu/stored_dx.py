@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
@@ -74,7 +75,7 @@ def bytes_of(p: Problem[Linear]) -> int:
     dH in parts."""
     (n, width), vocab, item = p.h.shape, p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
     own, chunk = jnp.dtype(p.h.dtype).itemsize, chunk_of(p)
-    rows = -(-n // chunk) * chunk
+    rows = whole_chunks(n, chunk)
     return own * rows * vocab + max((item + own) * chunk * vocab, (own + 2 * 4) * rows * width)
 
 
@@ -92,7 +93,7 @@ def logits_fit(p: Problem[Linear]) -> bool:
     if p.call.memory_budget is None or not_stored_because(p) is not None:
         return False
     own, item, chunk, vocab = jnp.dtype(p.h.dtype), jnp.dtype(p.call.logits_dtype), chunk_of(p), p.head.vocab
-    rows = -(-p.n // chunk) * chunk
+    rows = whole_chunks(p.n, chunk)
     later = rows * (own.itemsize * vocab * (own != item) + (own.itemsize + 2 * 4) * p.h.shape[1])  # dx, h, dH in parts
     return item.itemsize * rows * vocab + max(item.itemsize * chunk * vocab, later) <= p.call.memory_budget
 
@@ -187,8 +188,7 @@ def gradients_in_forward(backend: Chunked, p: Problem, want: Wanted, loss: Loss)
 
     def dx_of(visit: Visit, x: Array, out: TokenStats) -> tuple[TokenStats, Array]:
         own = visit.loss(loss, p.n)
-        part = dataclasses.replace(visit.problem(p), live=own.inputs.mask)
-        stats, dx = rows(x, part, own, _dtype(p, want))
+        stats, dx = rows(x, visit.problem(p).counting(own), own, _dtype(p, want))
         return visit.put_all(out, stats), dx
 
     out, total = _gradients(p, want, moving, dx_of, p.blank_stats())
@@ -221,7 +221,7 @@ def statistics_and_logits(backend: Chunked, p: Problem) -> tuple[TokenStats, Arr
         stats = rows(x, visit.problem(p))
         return visit.put_all(out, stats), lax.dynamic_update_slice(kept, x, (at, 0))
 
-    size = -(-p.n // chunks.chunk) * chunks.chunk
+    size = whole_chunks(p.n, chunks.chunk)
     kept = _empty((size, p.head.vocab), jnp.dtype(p.call.logits_dtype))
     return chunks.run(p, body, (p.blank_stats(), kept))
 
@@ -256,7 +256,7 @@ def _gradients(
     p: Problem, want: Wanted, moving: Chunks, dx_of: Callable[[Visit, Array, T], tuple[T, Array]], carry: T
 ) -> tuple[T, Gradients]:
     """``(carry, gradients)``: ``dx_of(visit, logits, carry)`` for all chunks, then the matmuls over their dx."""
-    whole = -(-p.n // moving.chunk) * moving.chunk
+    whole = whole_chunks(p.n, moving.chunk)
     size = whole if want.weight else min(_round_size(moving.chunk), whole)
     rounds = -(-whole // size)
     hidden = _empty((rounds * size, p.h.shape[1]), _hidden_dtype(p)) if want.hidden else None

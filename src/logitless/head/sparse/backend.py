@@ -184,7 +184,7 @@ class Sparse:
             out, total, report = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
-            part = dataclasses.replace(part, live=own.inputs.mask)
+            part = part.counting(own)
 
             def look(_: None) -> tuple[TokenStats, StatCotangents, Columns]:
                 stats = self.own.row_statistics(x, part)
@@ -222,7 +222,7 @@ class Sparse:
             out, total, report = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
-            part = dataclasses.replace(part, live=own.inputs.mask)
+            part = part.counting(own)
             stats, dx = self.own.row_statistics_and_dx(x, part, own, dx_dtype_of(x, p, total))
             rows = own.cotangents(stats).any_nonzero()
             found = dx_columns.find(rule, dx, part, rows)

@@ -1,8 +1,8 @@
 """Tokens in the order in which a sparse backward without logits works on them: those with a gradient, then the other
 live ones.
 
-So every matmul reads and writes whole blocks of rows, and no loop gathers any. Costs one gather of ``[N, H]`` before,
-and one of dH after.
+So every matmul reads and writes whole blocks of rows, and no loop gathers any. The order costs one gather
+of ``[N, H]`` before the matmuls, and one of dH afterwards.
 """
 
 from __future__ import annotations

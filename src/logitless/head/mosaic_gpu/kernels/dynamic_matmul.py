@@ -115,8 +115,7 @@ def in_parts(
     interpret: object = False,
 ) -> Array:
     """:func:`product` of at most so many ``rows`` in float32, its depth cut into parts that are added up; zero beyond
-    the live rows, and anything beyond the live columns. There is room for the parts of ``more`` row tiles than there
-    are."""
+    the live rows, and anything beyond the live columns. The result has space for ``more`` row tiles of parts."""
     operands = [_Operand(left, False), _Operand(right, right_deep)]
     c, deep = operands[1].across, -(-operands[1].depth // TILE_K)
     t = tiles_of(rows, c, deep)
@@ -135,7 +134,7 @@ def in_parts(
 
 
 def _best_parts(rows: Array, columns: Index, most: int, room: int, blocks: int) -> Array:
-    """Of 1 to ``most`` parts that there is ``room`` for, the number with which all blocks are busy to the end."""
+    """The number of parts, at most ``most`` and within ``room``, that keeps all blocks busy longest."""
     parts = jnp.arange(1, most + 1, dtype=jnp.int32)
     rounds = (rows * columns * parts + (blocks - 1)) // blocks
     cost = rounds / parts + 0.01 * parts  # in tiles of the whole depth; a part is written and added
