@@ -89,7 +89,7 @@ def program(
         exponentials = jnp.zeros((columns, n) if layout == "vh" else (n, columns), h.dtype) + row[0].astype(h.dtype)
         tops = jnp.zeros((n, -(-columns // BLOCK))) + row[:, None]
         found = Kept(exponentials, tops, row, BLOCK)
-        return kernels.dhead(p, None, stats, StatCotangents(row, 0 * row, 0 * row), tiles=t, kept=found)
+        return kernels.dhead_of_kept(p, None, stats, StatCotangents(row, 0 * row, 0 * row), found, t)
 
     shape = (columns, hidden) if layout == "vh" else (hidden, columns)
     return f, (

@@ -65,10 +65,8 @@ def run(c: Case, h: Any, w: Any, y: Any, g: Any, transform: LogitTransform, bias
     g = g if n_live is None else jnp.where(jnp.arange(c.n) < n_live, g, 0.0)
     if c.live is not None:  # among the kept, dead tokens have to be numbers
         p = p.with_hidden(jnp.where((jnp.arange(c.n) < n_live)[:, None], p.h, jnp.zeros((), p.h.dtype)))
-    head = kernels.dhead(
-        p, None if n_live is None else jnp.maximum(n_live, c.keep), stats, StatCotangents(g, zero, zero),
-        tiles=SMALL, kept=kept,
-    )  # fmt: skip
+    live = None if n_live is None else jnp.maximum(n_live, c.keep)
+    head = kernels.dhead_of_kept(p, live, stats, StatCotangents(g, zero, zero), kept, SMALL)
     return {"stats": (plain, direction), "again": (stats, same), "dw": head.weight, "db": head.bias}
 
 

@@ -16,6 +16,7 @@ from logitless import oracle
 from logitless.core.problem import Given, Problem
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.core.transform import LogitTransform
+from logitless.core.validation import LossArrays
 from logitless.logits import chunked, reference
 from logitless.logits.pallas_tpu import backend as pallas_tpu
 from logitless.logits.pallas_tpu.rows import step_columns
@@ -221,7 +222,7 @@ def test_objective_in_the_kernel() -> None:
     old, ref, advantages = (jnp.asarray(rng.standard_normal((1, 6)), jnp.float32) for _ in range(3))
     objective = Objective(beta=0.04, entropy_coef=0.01)
     mask = jnp.asarray([[True, True, False, True, True, True]])
-    inputs = prepare(objective, mask, advantages, old - 3, ref - 3, None, None, None, None)
+    inputs = prepare(objective, mask, LossArrays(advantages, old - 3, ref - 3))
     program = token_program(objective, jax.tree.map(lambda a: a.reshape(-1), inputs))
     p = dataclasses.replace(i.problem(), targets=y, live=mask[0])
     stats, d = jax.jit(lambda: pallas_tpu.stats_and_dlogits(p, program))()

@@ -198,27 +198,35 @@ def _selected_dx(
     g_ids = jnp.where(at.there, gs.logp, 0.0)
     total = jnp.sum(g_ids, axis=1)
     # Outside the ids.
-    outside = dataclasses.replace(g, lse=g.lse - total - gs.mass * own.mass, selected=None)
+    outside = _column(dataclasses.replace(g, lse=g.lse - total - gs.mass * own.mass, selected=None))
     centre = jnp.where(own.rest_peak != NEG_INF, own.rest_peak, stats.peak)[:, None]
     # p_v / R, as a softmax over the other columns alone.
     weight = jnp.where(own.rest_peak != NEG_INF, gs.log_rest * own.mass / own.rest_total, 0.0)[:, None]
-    a, b = dz_line(centre, wide, _column(outside), k)
+    a, b = dz_line(centre, wide, outside, k)
     x_y = jnp.take_along_axis(x, jnp.clip(p.targets, 0, x.shape[1] - 1)[:, None], axis=1)
     x, x_ids, x_y = lax.optimization_barrier((x, at.gather(x), x_y))  # dx is written over x
     of_target = jnp.exp(jnp.minimum(times(k, swept(x_y, t) - centre), 0.0))
-    a, at_target = a + weight, dz_at_target(wide, _column(outside)) + weight * of_target
-    line = Line(centre, jnp.where(moves, a, 0.0), jnp.where(moves, b, 0.0), jnp.where(moves, at_target, 0.0), moves)
+    at_target = dz_at_target(wide, outside) + weight * of_target
+    a, b, at_target = (jnp.where(moves, c, 0.0) for c in (a + weight, b, at_target))
+    line = Line(centre, a, b, at_target, moves)
     # At the ids.
+    inside, of_id = _cotangents_at_ids(at, own, g, gs, g_ids, total)
+    d = dz(swept(x_ids, t), ids == p.targets[:, None], wide, inside, k) + of_id * -jnp.expm1(own.logp)
+    d = pull_back(jnp.where(moves, d, 0.0), x_ids, t).astype(dtype)
+    return at.put(row_passes.dx(x, p, stats, g, dtype, tile, lax.optimization_barrier(line)), d)
+
+
+def _cotangents_at_ids(
+    at: RowIds, own: SelectedStats, g: StatCotangents, gs: SelectedStats, g_ids: Array, total: Array
+) -> tuple[StatCotangents, Array]:
+    """``(those of the row's statistics in the columns of its ids, that of each id)``; ``total`` sums ``g_ids``."""
     of_id = at.total(g_ids)
     of_row = g.lse + gs.mass * jnp.exp(own.log_rest) - gs.log_rest
     # Minus the cotangents of all other ids; a sum that leaves the leading id out where a difference would cancel.
     leads = at.there & (own.logp > _HALF)
     others = jnp.sum(jnp.where(leads, 0.0, g_ids), axis=1)[:, None]
     shared = jnp.where(leads, -others, of_id - total[:, None]) + of_row[:, None]
-    inside = dataclasses.replace(_column(dataclasses.replace(g, selected=None)), lse=shared)
-    d = dz(swept(x_ids, t), ids == p.targets[:, None], wide, inside, k) + of_id * -jnp.expm1(own.logp)
-    d = pull_back(jnp.where(moves, d, 0.0), x_ids, t).astype(dtype)
-    return at.put(row_passes.dx(x, p, stats, g, dtype, tile, lax.optimization_barrier(line)), d)
+    return dataclasses.replace(_column(dataclasses.replace(g, selected=None)), lse=shared), of_id
 
 
 # -- a softmax over given ids ----------------------------------------------------------------------------------------

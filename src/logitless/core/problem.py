@@ -258,6 +258,12 @@ class Problem(Generic[S]):
         """Logits of the policy."""
         return self.policy.logits
 
+    @property
+    def dweight_dtype(self: Problem[Linear]) -> jnp.dtype:
+        """dtype of dW: the parameter's dtype, but float32 for a part of a sum over devices."""
+        whole = self.call.partial_head and self.call.sum_head_grad_in == "float32"
+        return jnp.dtype(jnp.float32) if whole else self.head.weight.dtype
+
     def with_hidden(self: Problem[Linear], hidden: Array) -> Problem[Linear]:
         """The same tokens with other hidden states of the policy."""
         return dataclasses.replace(self, policy=Linear(hidden, self.head))

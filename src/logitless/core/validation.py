@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from logitless.core.pytree import register
 from logitless.core.stats import TokenStats
 from logitless.objectives.checks import argument_hint, shown, whole_objective
 from logitless.objectives.objective import Objective
@@ -290,7 +291,22 @@ def objective_of(call: str, objective: object) -> Objective:
     return objective
 
 
-def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, object]) -> dict[str, Any]:
+@register
+@dataclasses.dataclass(frozen=True)
+class LossArrays:
+    """The arrays of a loss call, checked, by the names that users give them."""
+
+    advantages: Array
+    old_logp: Array | None = None
+    ref_logp: Array | None = None
+    rollout_logp: Array | None = None
+    segment_ids: Array | None = None
+    denominator: Array | float | None = None
+    entropy_denominator: Array | float | None = None
+    token_weights: Array | None = None
+
+
+def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, Any]) -> LossArrays:
     """The arrays of a loss call, by their names among ``given``, checked against the objective and the token shape
     ``[B, T]``."""
     rows = shape[0]
@@ -340,7 +356,7 @@ def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: 
     counts = {name: given.get(name) for name in ("denominator", "entropy_denominator")}
     for name, value in counts.items():
         scalar(call, name, value)
-    return dict(arrays, **counts, advantages=a, segment_ids=segment_ids, token_weights=token_weights)
+    return LossArrays(a, **arrays, **counts, segment_ids=segment_ids, token_weights=token_weights)
 
 
 def validate_targets(targets: object, vocab_size: int, mask: object = None) -> None:

@@ -6,7 +6,6 @@ rows move nothing, and a trainer that leaves them out computes the same gradient
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -66,7 +65,7 @@ def rows_with_gradient(
         lean = lean.replace(correction=None, correction_mode="truncate")
     live = validation.zero_or_one(name, given["mask"], mask)
     arrays = validation.loss_arrays(name, lean, mask.shape, given)
-    x = prepare(lean, live, **jax.lax.stop_gradient(arrays))
+    x = prepare(lean, live, arrays)
     moving = x.advantage != 0  # NaN is not zero
     if x.correction is not None:
         moving &= x.correction != 0

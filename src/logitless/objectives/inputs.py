@@ -19,6 +19,7 @@ from jax import Array
 
 from logitless.core import validation
 from logitless.core.pytree import register, static
+from logitless.core.validation import LossArrays
 from logitless.objectives.aggregate import Sequences, aggregation_weights, default_denominator, sequences_of
 from logitless.objectives.correction import correction_weight, vespo_log_weight
 from logitless.objectives.objective import Objective
@@ -63,33 +64,23 @@ class LossInputs:
         return dataclasses.replace(self, counted=None)
 
 
-def prepare(
-    objective: Objective,
-    mask: Array,
-    advantages: Array,
-    old_logp: Array | None,
-    ref_logp: Array | None,
-    rollout_logp: Array | None,
-    segment_ids: Array | None,
-    denominator: Array | float | None,
-    entropy_denominator: Array | float | None,
-    token_weights: Array | None = None,
-) -> LossInputs:
-    """Loss constants from checked user arrays; ``mask`` is bool ``[B, T]``."""
-    sequences = sequences_of(mask, segment_ids)
+def prepare(objective: Objective, mask: Array, arrays: LossArrays) -> LossInputs:
+    """Loss constants from checked user arrays; ``mask`` is bool ``[B, T]``. All are constants: no gradient flows."""
+    given = jax.lax.stop_gradient(arrays)
+    sequences = sequences_of(mask, given.segment_ids)
 
     def clean(x: Array | None) -> Array | None:
         return None if x is None else jnp.where(mask, x.astype(jnp.float32), 0.0)
 
-    advantage = clean(_per_token(advantages, mask.shape))
+    advantage = clean(_per_token(given.advantages, mask.shape))
     assert advantage is not None
-    old, ref, rollout = clean(old_logp), clean(ref_logp), clean(rollout_logp)
-    given = None if token_weights is None else clean(_per_token(token_weights, mask.shape))
+    old, ref, rollout = clean(given.old_logp), clean(given.ref_logp), clean(given.rollout_logp)
+    weights = None if given.token_weights is None else clean(_per_token(given.token_weights, mask.shape))
 
     own = default_denominator(objective, sequences)
-    total = own if denominator is None else jnp.asarray(denominator, jnp.float32)
+    total = own if given.denominator is None else jnp.asarray(given.denominator, jnp.float32)
     weight = aggregation_weights(objective, sequences, total)
-    for x in (advantage, old, given, None if objective.beta is None else ref):
+    for x in (advantage, old, weights, None if objective.beta is None else ref):
         if x is not None:
             weight = jnp.where(jnp.isnan(x), jnp.nan, weight)
 
@@ -97,13 +88,16 @@ def prepare(
     if objective.correction is not None and old is not None and rollout is not None:
         correction = correction_weight(objective, old, rollout, sequences)
     if objective.policy == "vespo":
-        log_weight, correction = _vespo_log_weights(objective, correction, given, token_weights, sequences), None
-    elif given is not None:
-        correction = given if correction is None else correction * given
+        log_weight, correction = (
+            _vespo_log_weights(objective, correction, weights, given.token_weights, sequences),
+            None,
+        )
+    elif weights is not None:
+        correction = weights if correction is None else correction * weights
 
-    entropy_weight = None
+    entropy_weight, valid = None, given.entropy_denominator
+    entropy_denominator = None if valid is None else jnp.asarray(valid, jnp.float32)
     if objective.entropy_coef is not None and objective.top_entropy is None:
-        valid = entropy_denominator
         if valid is None:
             valid = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
         entropy_weight = jnp.where(mask, 1.0 / jnp.asarray(valid, jnp.float32), 0.0)
@@ -122,13 +116,13 @@ def prepare(
         rollout=rollout if coupled else None,
         sequences=sequences if coupled else None,
         vespo_log_weight=log_weight,
-        entropy_denominator=None if entropy_denominator is None else jnp.asarray(entropy_denominator, jnp.float32),
+        entropy_denominator=entropy_denominator,
         counted=Counted(
             sequences=sequences,
             denominator=total,
             own_denominator=own if counts_empty else jnp.where(jnp.any(mask), own, 0.0),
             rollout_missing=None if rollout is None else jnp.sum(jnp.isnan(rollout), dtype=jnp.float32),
-            one_advantage=advantages.ndim == 1,
+            one_advantage=given.advantages.ndim == 1,
         ),
     )
 
@@ -270,18 +264,18 @@ def loss_inputs(
     call: str, objective: Objective, shape: tuple[int, ...], given: Mapping[str, object]
 ) -> tuple[Objective, LossInputs]:
     """Check the mask and the arrays of a loss call, by their names among ``given``, and prepare the constants of the
-    loss. All are constants: no gradient flows."""
+    loss."""
     # Whatever precision a number of the objective came in, the loss is float32.
     objective = jax.tree.map(lambda v: v if isinstance(v, float) else jnp.asarray(v, jnp.float32), objective)
     live = validation.mask_array(call, given.get("mask"), shape)
     arrays = validation.loss_arrays(call, objective, shape, given)
     live = jnp.ones(shape, bool) if live is None else live
     beta = objective.beta
-    if beta is None or arrays["ref_logp"] is not None or objective.kl == "full":
-        return objective, prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    if beta is None or arrays.ref_logp is not None or objective.kl == "full":
+        return objective, prepare(objective, live, arrays)
     # Without a reference beta is zero, or a traced number: if that turns out to be another one, the loss is NaN.
     objective = objective.replace(beta=None)
-    inputs = prepare(objective, live, **jax.lax.stop_gradient(arrays))
+    inputs = prepare(objective, live, arrays)
     if not isinstance(beta, float):
         inputs = dataclasses.replace(inputs, weight=jnp.where(live & (beta != 0), jnp.nan, inputs.weight))
     return objective, inputs

@@ -63,7 +63,7 @@ def token_terms(
     if o.policy == "vespo":
         assert x.sequences is not None
         phi = vespo_weight(o, r, x.advantage, x.sequences, log_correction)
-    loss = policy_term(o, logp, r, w, x.advantage, x.sequences, phi, x.old)
+    loss = policy_term(o, logp, r, w, x, phi)
     keep: Array | None = None
     if o.off_policy_threshold is not None:
         assert x.sequences is not None

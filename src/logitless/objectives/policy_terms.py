@@ -25,6 +25,7 @@ not NaN. And a NaN on either side is the result: a bound never stands in for a n
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,9 @@ from jax import Array
 
 from logitless.objectives.aggregate import Sequences
 from logitless.objectives.objective import KLEstimator, Number, Objective
+
+if TYPE_CHECKING:
+    from logitless.objectives.inputs import LossInputs  # which imports this module
 
 # -- min, max, clip, exp -----------------------------------------------------------------------------------------------
 
@@ -140,17 +144,9 @@ def dppo_loss(o: Objective, logp: Array, old: Array | None, w: Array, advantage:
     return jnp.where(keep, -weight * advantage * logp, 0.0)
 
 
-def policy_term(
-    o: Objective,
-    logp: Array,
-    r: Array,
-    w: Array,
-    advantage: Array,
-    sequences: Sequences | None,
-    phi: Array | None,
-    old: Array | None,
-) -> Array:
+def policy_term(o: Objective, logp: Array, r: Array, w: Array, x: LossInputs, phi: Array | None) -> Array:
     """The per-token policy loss, before masks, weights and KL; ``phi``: VESPO's weight."""
+    advantage = x.advantage
     moves = advantage != 0
     # Without an advantage the ratio does not matter: keep an infinite one from making 0 * inf.
     safe_w = jnp.where(moves, w, 0.0)
@@ -159,7 +155,7 @@ def policy_term(
     elif o.policy == "cispo":
         loss = -cispo_weight(o, safe_w) * advantage * logp
     elif o.policy in ("dppo_tv", "dppo_kl"):
-        loss = dppo_loss(o, logp, old, safe_w, advantage)
+        loss = dppo_loss(o, logp, x.old, safe_w, advantage)
     elif o.policy == "sapo":
         tau = jnp.where(advantage > 0, o.tau_pos, o.tau_neg)
         loss = -advantage * jax.nn.sigmoid(tau * (exp(safe_w) - 1.0)) * (4.0 / tau)
@@ -167,10 +163,10 @@ def policy_term(
         assert phi is not None
         loss = -phi * advantage * logp
     elif o.policy == "gmpo":
-        assert sequences is not None
+        assert x.sequences is not None
         clipped = clip(r, -jnp.asarray(o.eps_low), o.eps_high)
         q = jnp.where(advantage > 0, minimum(r, clipped), maximum(r, clipped))
-        loss = -advantage * exp(sequences.mean(q))
+        loss = -advantage * exp(x.sequences.mean(q))
     else:
         loss = -advantage * logp
     return jnp.where(moves, loss, 0.0)

@@ -195,9 +195,7 @@ class PallasTpu:
             if by_sweep:
                 dh, low = jax.tree.map(f.put_back, kernels.dhidden(part, f.count, out, g, order=f.order))
             if want.weight or want.bias or want.lora:
-                whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
-                dtype = jnp.float32 if whole else None
-                head = kernels.dhead(part, f.count, out, g, dtype, weight=want.weight, order=f.order)
+                head = kernels.dhead(part, f.count, out, g, weight=want.weight, order=f.order)
         if not want.hidden:
             dh = None
         inner = lora.dinner(p, low) if want.lora and low is not None else None
@@ -212,7 +210,7 @@ class PallasTpu:
         first = jnp.arange(p.n) if p.live is None else front(p.live).order
         assert first is not None
         if count == p.n and p.live is None:
-            return kernels.dhead(p, None, out, g, kept=kept)
+            return kernels.dhead_of_kept(p, None, out, g, kept)
         rest = front(moves[first[count:]])
         order = jnp.concatenate([first[:count], rest.take(first[count:])])
         assert rest.count is not None
@@ -220,7 +218,7 @@ class PallasTpu:
         part = kernels.in_order(f, p)
         if p.live is not None:  # a dead token among the kept adds zero if it holds a number
             part = part.with_hidden(jnp.where(f.take(p.live)[:, None], part.h, jnp.zeros((), p.h.dtype)))
-        return kernels.dhead(part, f.count, jax.tree.map(f.take, out), jax.tree.map(f.take, g), kept=kept)
+        return kernels.dhead_of_kept(part, f.count, jax.tree.map(f.take, out), jax.tree.map(f.take, g), kept)
 
     # A shard of the vocabulary.
 

@@ -286,30 +286,37 @@ def dhead(
     n_live: Count,
     stats: TokenStats,
     g: StatCotangents,
-    out_dtype: DTypeLike | None = None,
     tiles: Tiles | None = None,
-    kept: Kept | None = None,
     weight: bool = True,
     order: Array | None = None,
 ) -> HeadSums:
-    """dW in the layout of the head, if ``weight``, in ``out_dtype`` or the head's; dbias ``[V]`` float32, and the
-    cotangent of LoRA's outer factor, float32, where these are there. Two matmuls, one without dW, one less for tokens
-    with ``kept`` exponentials: those tokens come first, in the order of the keeping sweep, and the entropy has no
-    cotangent. ``order``: as in :func:`dhidden`, not with ``kept`` tokens.
+    """dW in the layout of the head, if ``weight``; dbias ``[V]`` float32, and the cotangent of LoRA's outer factor,
+    float32, where these are there. Two matmuls, one without dW. ``order``: as in :func:`dhidden`.
 
-    Accumulated in float32 and rounded once. Dead tokens may hold anything, but for those that stand among the kept; a
-    token before ``n_live`` whose cotangents are zero adds zero, provided that its hidden state is finite.
+    Accumulated in float32 and rounded once. Dead tokens may hold anything; a token before ``n_live`` whose cotangents
+    are zero adds zero, provided that its hidden state is finite.
     """
-    count, tile = (0, 0) if kept is None else (kept.x_y.shape[0], kept.tile)
-    k = prepare("dhead", p, n_live if kept is None or n_live is not None else p.n, tiles, kept=count, kept_tile=tile)
-    padded = k.spec.token_steps * k.spec.tiles.tokens
-    token = _coefficients(k, p, stats, g, padded, order)
-    if kept is not None:
-        f, own = factors(p, kept, stats, g)
-        token = token.at[:count, AT_TARGET].set(own)
-        k = k.reading(kept=kept.exponentials, factors=f.T[:, None] if p.head.layout == "vh" else f)
-        k = k.reading(weight=None) if count == p.n else k
-        k = dataclasses.replace(k, n_live=schedule(k, g.any_nonzero()))
-    k = k.reading(token=token) if weight else k.reading(token=token, h_t=None)
-    found = dhead_sweep(k, jnp.dtype(p.head.weight.dtype if out_dtype is None else out_dtype), weight)
+    k = prepare("dhead", p, n_live, tiles)
+    k = k.reading(token=_coefficients(k, p, stats, g, k.spec.token_steps * k.spec.tiles.tokens, order))
+    return _dhead(k if weight else k.reading(h_t=None), p, weight)
+
+
+def dhead_of_kept(
+    p: Problem, n_live: Count, stats: TokenStats, g: StatCotangents, kept: Kept, tiles: Tiles | None = None
+) -> HeadSums:
+    """:func:`dhead` with ``kept`` exponentials for the first tokens, in the order of the keeping sweep: one matmul less
+    for these. The entropy has no cotangent. Dead tokens among the kept hold numbers."""
+    count = kept.x_y.shape[0]
+    k = prepare("dhead", p, p.n if n_live is None else n_live, tiles, kept=count, kept_tile=kept.tile)
+    token = _coefficients(k, p, stats, g, k.spec.token_steps * k.spec.tiles.tokens, None)
+    f, own = factors(p, kept, stats, g)
+    token = token.at[:count, AT_TARGET].set(own)
+    k = k.reading(kept=kept.exponentials, factors=f.T[:, None] if p.head.layout == "vh" else f)
+    k = k.reading(weight=None) if count == p.n else k
+    k = dataclasses.replace(k, n_live=schedule(k, g.any_nonzero()))
+    return _dhead(k.reading(token=token), p, True)
+
+
+def _dhead(k: Launch, p: Problem, weight: bool) -> HeadSums:
+    found = dhead_sweep(k, p.dweight_dtype, weight)
     return found if found.outer is None else dataclasses.replace(found, outer=lora.douter(p, found.outer))

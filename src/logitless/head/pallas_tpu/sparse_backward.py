@@ -17,7 +17,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
 from logitless.core.pytree import register
@@ -115,7 +114,7 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
     start = Slabs(
         jnp.zeros((size,), jnp.float32),
         jnp.zeros((size + group_of(p) * want.weight, width), jnp.float32) if want.hidden else None,
-        blank_rows(room, width, weight_dtype(p), interpret) if want.weight else None,
+        blank_rows(room, width, p.dweight_dtype, interpret) if want.weight else None,
         jnp.zeros((rule.most,), jnp.float32) if want.bias else None,
     )
     return lax.fori_loop(0, rule.slabs(active.count), slab, start)
@@ -266,9 +265,3 @@ def group_of(p: Problem) -> int:
 def _hard_tiles(p: Problem) -> Tiles:
     tiles = tiles_of("dhead", p)
     return dataclasses.replace(tiles, tokens=min(tiles.tokens, HARD_TOKENS)) if tiles.tokens > LANES else tiles
-
-
-def weight_dtype(p: Problem) -> DTypeLike:
-    """dtype of dW: the parameter's dtype, but float32 for a part of a sum over devices."""
-    whole = p.call.partial_head and p.call.sum_head_grad_in == "float32"
-    return jnp.dtype(jnp.float32) if whole else p.head.weight.dtype

@@ -102,6 +102,25 @@ def _cut(width: int) -> tuple[int, int]:
     return tiles, -(-tiles // -(-tiles // parts))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A block's references to both arrays of logits, and the transforms of its row; the policy's first."""
+
+    refs: tuple[Ref, Ref]
+    transforms: tuple[LogitTransform, LogitTransform]
+    part: _Part
+
+    @property
+    def layout(self) -> Any:
+        """The layout of a piece of a tile."""
+        vec = min(_LANES // 128, *(8 // min(jnp.dtype(ref.dtype).itemsize, 4) * 2 for ref in self.refs))
+        return plgpu.Layout.WG_STRIDED((_LANES,), vec_size=vec)
+
+    def factors(self) -> tuple[Array | None, Array | None]:
+        """The last factor of either logit."""
+        return factor(self.transforms[0]), factor(self.transforms[1])
+
+
 def _stream(refs: Refs, slots: Refs, full: Ref, part: _Part, body: Callable[..., PyTree], carry: PyTree) -> PyTree:
     """``body(tile, slot, carry)`` over a block's tiles of ``refs`` ``[rows, width]``, copied into ``slots``."""
 
@@ -149,7 +168,7 @@ def _launch(
     dtype: DTypeLike | None,
     in_place: bool = False,
 ) -> list[Array]:
-    """The outputs of ``body(logits, teacher's, transforms of a row, given, outputs, slots, part, number)``,
+    """The outputs of ``body(pair, given, outputs, slots, part's number)``,
     run in a block for every part of every row."""
     x, t = p.logits, teacher_logits(p)
     rows, width = x.shape
@@ -161,8 +180,8 @@ def _launch(
         ins, outs = refs[: len(inputs)], refs[len(inputs) : len(inputs) + len(out)]
         t, own_refs, other_refs = ins[0], ins[1 : 1 + len(own)], ins[1 + len(own) : 1 + len(own) + len(other)]
         part, number = _Part.own(width)
-        transforms = own_at(own_refs, part.row), other_at(other_refs, part.row)
-        body(x, t, transforms, ins[1 + len(own) + len(other) :], outs, refs[len(inputs) + len(out) :], part, number)
+        pair = _Pair((x, t), (own_at(own_refs, part.row), other_at(other_refs, part.row)), part)
+        body(pair, ins[1 + len(own) + len(other) :], outs, refs[len(inputs) + len(out) :], number)
 
     launch = plgpu.kernel(
         kernel,
@@ -188,11 +207,6 @@ def _launch(
     return list(launch(x, *inputs))
 
 
-def _layout(*dtypes: DTypeLike) -> Any:
-    vec = min(_LANES // 128, *(8 // min(jnp.dtype(d).itemsize, 4) * 2 for d in dtypes))
-    return plgpu.Layout.WG_STRIDED((_LANES,), vec_size=vec)
-
-
 def _piece(buf: Ref, slot: Array, piece: int, layout: Any) -> Array:
     return gpu_load(buf.at[slot, pl.ds(piece * _LANES, _LANES)], layout)
 
@@ -200,19 +214,15 @@ def _piece(buf: Ref, slot: Array, piece: int, layout: Any) -> Array:
 # -- statistics ------------------------------------------------------------------------------------------------------
 
 
-def _sums(
-    x: Ref, t: Ref, transforms: Any, given: Refs, outs: Refs, scratch: Refs, part: _Part, number: Array, vocab: int
-) -> None:
-    own, other = transforms
-    k, k_o = factor(own), factor(other)
-    layout = _layout(x.dtype, t.dtype)
+def _sums(pair: _Pair, given: Refs, outs: Refs, scratch: Refs, number: Array, vocab: int) -> None:
+    (k, k_o), layout, part = pair.factors(), pair.layout, pair.part
     *slots, full = scratch
 
     def tile(j: Array, slot: Array, carry: PyTree) -> PyTree:
         a, b = PeakedSums(*carry[: len(_FIELDS)]), PeakedSums(*carry[len(_FIELDS) :])
         for piece in range(_COLUMNS // _LANES):
             inside = part.columns(j, piece, layout) < vocab
-            u, v = (swept(_piece(buf, slot, piece, layout), tr) for buf, tr in zip(slots, transforms, strict=True))
+            u, v = (swept(_piece(buf, slot, piece, layout), tr) for buf, tr in zip(slots, pair.transforms, strict=True))
             u, v = jnp.where(inside, u, NEG_INF), jnp.where(inside, v, NEG_INF)
             a, b = joined(a, u, v, k, k_o), joined(b, v, u, k_o, k)
         return (*jax.tree.leaves(a), *jax.tree.leaves(b))
@@ -221,7 +231,7 @@ def _sums(
         return plgpu.layout_cast(jnp.full((_LANES,), value, jnp.float32), layout)
 
     none = jax.tree.leaves(PeakedSums.none(full_of(0.0), full_of(LOW)))
-    found = _stream([x, t], slots, full, part, tile, (*none, *none))
+    found = _stream(pair.refs, slots, full, part, tile, (*none, *none))
     ids = plgpu.broadcasted_iota(jnp.int32, (_LANES,), 0, layout=layout)
     a, b = PeakedSums(*found[: len(_FIELDS)]), PeakedSums(*found[len(_FIELDS) :])
     values = jax.tree.leaves((merged(a, k, k_o, ids), merged(b, k_o, k, ids)))
@@ -268,14 +278,13 @@ def _row_numbers(p: Problem[Given], s: TokenStats, g: StatCotangents) -> list[Ar
     return [jnp.where(valid_targets(p.targets, p.call.vocab_size), p.targets, -1).astype(jnp.int32), *floats]
 
 
-def _dx(
-    x: Ref, t: Ref, transforms: Any, given: Refs, outs: Refs, scratch: Refs, part: _Part, number: Array, p: Any
-) -> None:
+def _dx(pair: _Pair, given: Refs, outs: Refs, scratch: Refs, number: Array, p: Problem[Given]) -> None:
+    part, layout, transforms = pair.part, pair.layout, pair.transforms
     label, peak, a, b, at_target, moves, teacher_peak, own, other, cut, at_peak = (ref[part.row] for ref in given)
-    k, k_o = factor(transforms[0]), factor(transforms[1])
-    layout = _layout(x.dtype, t.dtype)
+    k, k_o = pair.factors()
     *slots, full, buf = scratch
-    to_all, forward = outs[0] if outs else x, p.teacher.divergence == "forward_kl"
+    assert p.teacher is not None
+    to_all, forward = outs[0] if outs else pair.refs[0], p.teacher.divergence == "forward_kl"
 
     def tile(j: Array, slot: Array, carry: None) -> None:
         to = lax.rem(j, jnp.int32(_OUT))
@@ -290,11 +299,11 @@ def _dx(
             s = jnp.where(e == 0, 0.0, times(k, u - peak))  # 0 * inf must not appear
             d = jnp.where(ids == label, at_target, e * (a - b * s))
             if forward:  # the one product that is subtracted is by 1 for equal rows: exactly 0, also if contracted
-                pair = own * (e - other * jnp.exp(times(k_o, v - teacher_peak)))
+                apart = own * (e - other * jnp.exp(times(k_o, v - teacher_peak)))
             else:
-                apart = jnp.where(e == 0, 0.0, difference(u - peak, v - teacher_peak, k, k_o))
-                pair = own * e * (apart + other)
-            d = d + jnp.where(u > cut, at_peak, pair)
+                off = jnp.where(e == 0, 0.0, difference(u - peak, v - teacher_peak, k, k_o))
+                apart = own * e * (off + other)
+            d = d + jnp.where(u > cut, at_peak, apart)
             d = jnp.where(jnp.logical_and(inside, moves != 0), pull_back(d, raw, transforms[0]), 0.0)
             buf[to, pl.ds(piece * _LANES, _LANES)] = d.astype(buf.dtype)
         plgpu.commit_smem()
@@ -304,7 +313,7 @@ def _dx(
 
         part.copying(j, copy)
 
-    _stream([x, t], slots, full, part, tile, None)
+    _stream(pair.refs, slots, full, part, tile, None)
     plgpu.wait_smem_to_gmem(0)
 
 
