@@ -43,27 +43,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 program.unlink(missing_ok=True)
 
 
-LONG = (
-    "head/test_head_pallas_tpu.py::test_the_direction_leaves_in_halves",
-    "head/test_mosaic_gpu_sparse.py::test_gradients_are_as_good",
-    "head/test_pallas_tpu_sparse.py::test_calibrated_rows_as_good",
-    "head/test_pallas_tpu_sparse.py::test_logprobs_with_every_option",
-    "mesh/test_distributed.py",
-    "mesh/test_sharding_aot.py::test_eight_chips",
-    "plan/test_tpu_aot_logits.py::test_compiles_within_its_memory",
-    "plan/test_tpu_cli.py::test_compile_reports",
-    "train/test_ab_replay.py",
-    "train/test_train_checkpoints.py::test_killed_and_resumed",
-    "train/test_train_draws.py::test_a_replay_of_a_damaged_recording",
-    "train/test_train_loop.py::test_ab_runs_both_arms",
-    "train/test_train_loop.py::test_the_tiny_run_learns",
-)
-"""Tests of ten seconds and more: they run first, so that no worker ends alone with one of them."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+    """Long tests run first, so that no worker ends alone with one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -387,6 +387,7 @@ def test_two_shards_of_the_vocabulary_are_the_whole() -> None:
     assert not np.asarray(total)[~np.asarray(live)].any() and scale > 0
 
 
+@pytest.mark.long
 def test_the_direction_leaves_in_halves_and_dh_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """E in two bfloat16 arrays is E to 2^-16; dH, written over the first a part at a time by XLA or by a kernel that
     copies the targets' rows, is dH made at once."""

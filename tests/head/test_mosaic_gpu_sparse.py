@@ -569,6 +569,7 @@ def assert_true(kind: str, name: str, got: Any) -> None:
         assert_as_good(f"{name} {label}", a, b, t)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["calibrated", "flat", *(pytest.param(n, marks=pytest.mark.slow) for n in ("collapsed", "adversarial", "leaning"))],

@@ -182,6 +182,7 @@ def cheapest(maxima: np.ndarray, p: np.ndarray, columns: Any = slice(None), tole
     return min((c, k) for c, k in zip(costs, counts, strict=True) if k <= rule.most)[1]
 
 
+@pytest.mark.long
 def test_calibrated_rows_as_good_as_the_ordinary_path_and_by_the_definition() -> None:
     """Errors, the active set and the masses left out, in float64; dead rows hold NaN, a third have no advantage."""
     case = bf16(calibrated)
@@ -358,6 +359,7 @@ def test_a_sample_of_the_columns_judges_as_all_do() -> None:
 # -- any cotangents ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_logprobs_with_every_option() -> None:
     """Random cotangents of logp, entropy and lse at once, with all that changes logits; padding holds garbage."""
     rng = np.random.default_rng(2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 HERE = Path(__file__).parent
 DEVICES = 2  # of each process
@@ -58,6 +59,7 @@ def worker(rank: int, port: int, folder: Path) -> None:
     (folder / "unreachable").touch()
 
 
+@pytest.mark.long
 def test_two_processes_and_one_killed(tmp_path: Path) -> None:
     import jax
 

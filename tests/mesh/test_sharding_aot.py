@@ -56,6 +56,7 @@ def check(layout: str, got: dict[str, Any], dense: int) -> None:
         assert got["peak_bytes"] <= FSDP_PEAK, got
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_eight_chips_of_a_small_head() -> None:
     """Vocabulary-parallel, in a tenth of the time of a large one: both sweeps and two gathers, dH summed once, and no
@@ -80,6 +81,7 @@ def test_a_sparse_backward_takes_no_more_than_the_exact_one() -> None:
         assert sparse["collectives"] == exact["collectives"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_libtpu
 def test_eight_chips() -> None:

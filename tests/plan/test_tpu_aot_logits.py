@@ -90,6 +90,7 @@ def program(
     return run, arguments, (0,) if donate else ()
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.parametrize(
     "topology", ["v6e:2x4", *(pytest.param(t, marks=pytest.mark.slow) for t in ("v5e:2x2", "v5p:2x2x1"))]

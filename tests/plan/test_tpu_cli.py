@@ -15,6 +15,7 @@ from logitless.lab.tpu.hlo_collectives import collectives_of
 SMALL = ["--hidden", "128", "--vocab", "1024", "--tokens", "512"]
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_compile_reports_peak_and_kernels_of_both_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a" / "tpu.jsonl"

@@ -134,6 +134,7 @@ def test_honest_arms_are_not_told_apart(micro: list[str], repeats: int) -> None:
     assert nearest < 0.7  # and none was close to it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["too_large", "one_in_fifty"])
 def test_planted_faults_are_caught_in_the_first_step(lab: Lab, fault: str) -> None:
     result = lab.judge(lab.traces(0, 2, fault), fault)
@@ -142,6 +143,7 @@ def test_planted_faults_are_caught_in_the_first_step(lab: Lab, fault: str) -> No
     assert worst["deviation"] > 100 * worst["limit"]
 
 
+@pytest.mark.long
 def test_a_fault_that_comes_late_is_caught_too(lab: Lab) -> None:
     found = lab.traces(0, STEPS, "kernel")
     last = found["kernel"][-1]

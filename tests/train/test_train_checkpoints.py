@@ -140,6 +140,7 @@ def _numbers(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith(loop.CLOCK_PREFIXES)} for r in records]
 
 
+@pytest.mark.long
 def test_killed_and_resumed_is_the_same_run(
     tmp_path: Path, micro: list[str], compile_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

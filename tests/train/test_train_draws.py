@@ -227,6 +227,7 @@ def test_a_damaged_recording_is_refused_by_its_file(recording: Path, tmp_path: P
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_a_replay_of_a_damaged_recording_exits_with_2(
     recording: Path, tmp_path: Path, micro: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

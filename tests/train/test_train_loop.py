@@ -254,6 +254,7 @@ def test_lora_trains_the_low_rank_maps_alone(micro: list[str]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["one layer", pytest.param("as shipped", marks=pytest.mark.slow)])
 def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     """The shipped task with fewer completions a step: the reward rises, and what is on record is what happened.
@@ -304,6 +305,7 @@ def test_the_tiny_run_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sh
     assert any("is of another configuration" in s for s in said)
 
 
+@pytest.mark.long
 def test_ab_runs_both_arms_in_processes_of_their_own(
     tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
