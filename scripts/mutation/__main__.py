@@ -59,7 +59,7 @@ LEFT_OUT = ("startup",)
 """Tests of speed."""
 IMPORTED = (
     *("hypothesis", "jax.numpy", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu", "jaxtyping"),
-    *("optax", "orbax.checkpoint", "tokenizers", "safetensors.numpy", "rich.console", "omegaconf", "jinja2", "gguf"),
+    *("optax", "tokenizers", "safetensors.numpy", "rich.console", "omegaconf", "jinja2", "gguf"),
 )
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not tunix")
 HANGS = 150

@@ -90,16 +90,27 @@ class MosaicGpu(Chunked):
             return super().row_statistics(x, p)
         return lax.optimization_barrier(pair_rows.statistics(x, p))
 
-    def row_statistics_and_dx(self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike) -> tuple[TokenStats, Array]:
+    def row_statistics_and_dx(
+        self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike, into: row_kernel.Rows | None = None
+    ) -> tuple[TokenStats, Array]:
+        """Without a teacher dx may go ``into`` a larger array, which is then returned."""
         if p.teacher is not None:
             stats = self.row_statistics(x, p)
             return stats, self.row_dx(x, p, stats, loss.cotangents(stats), dtype)
         program = token_program(loss.objective, loss.inputs)
-        return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype)
+        return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype, into=into)
 
-    def row_dx(self, x: Array, p: Problem, stats: TokenStats, g: StatCotangents, dtype: DTypeLike) -> Array:
+    def row_dx(
+        self,
+        x: Array,
+        p: Problem,
+        stats: TokenStats,
+        g: StatCotangents,
+        dtype: DTypeLike,
+        into: row_kernel.Rows | None = None,
+    ) -> Array:
         if p.teacher is None:
-            return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype)
+            return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype, into=into)
         if not _by_pair_kernels(x, p):
             return super().row_dx(x, p, stats, g, dtype)
         return pair_rows.dlogits(x, p, stats, g, dtype)

@@ -2,7 +2,7 @@
 
 With M one ``N x H x V`` matmul over the N tokens that have a gradient:
 
-    for C tokens    logits x [C, V] by a matmul (M C / N); the row kernel reads x and writes dx; dx goes to its rows of
+    for C tokens    logits x [C, V] by a matmul (M C / N); the row kernel reads x and writes dx into its rows of
                     ``dx [N, V]``
     at the end      dH = dx W (M) and dW = dx^T h (M), by kernels that take N from the device
                     (``kernels/dynamic_matmul.py``)
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,13 @@ from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.head.chunked import Chunked
 from logitless.head.linear import dx_dtype, raw_logits
 from logitless.head.mosaic_gpu import limits
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
+from logitless.logits.mosaic_gpu.backend import Rows
+
+if TYPE_CHECKING:
+    from logitless.head.mosaic_gpu.backend import MosaicGpu
 
 T = TypeVar("T")
 Body = Callable[[Visit, Array, Array, T], T]
@@ -164,7 +167,7 @@ def _split(p: Problem, live: Array, moving: Array) -> tuple[Chunks, Chunks]:
     return chunks, Chunks(first.order, done, left, left, first.chunk)
 
 
-def statistics(backend: Chunked, p: Problem, loss: Loss) -> TokenStats:
+def statistics(backend: MosaicGpu, p: Problem, loss: Loss) -> TokenStats:
     """To the bit those of :func:`gradients_in_forward`, from the same matmuls."""
     out = p.blank_stats()
     for chunks in _split(p, loss.inputs.mask, loss.may_move()):
@@ -172,7 +175,7 @@ def statistics(backend: Chunked, p: Problem, loss: Loss) -> TokenStats:
     return out
 
 
-def _sweep_statistics(backend: Chunked, p: Problem, chunks: Chunks, out: TokenStats) -> TokenStats:
+def _sweep_statistics(backend: MosaicGpu, p: Problem, chunks: Chunks, out: TokenStats) -> TokenStats:
     rows = jax.jit(backend.row_statistics)  # called twice, lowered once
 
     def body(visit: Visit, _: Array, x: Array, out: TokenStats) -> TokenStats:
@@ -181,38 +184,38 @@ def _sweep_statistics(backend: Chunked, p: Problem, chunks: Chunks, out: TokenSt
     return chunks.run(p, body, out)
 
 
-def gradients_in_forward(backend: Chunked, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, Gradients]:
+def gradients_in_forward(backend: MosaicGpu, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, Gradients]:
     """Statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
     moving, rest = _split(p, loss.inputs.mask, loss.may_move())
     rows = jax.jit(backend.row_statistics_and_dx, static_argnums=3)
 
-    def dx_of(visit: Visit, x: Array, out: TokenStats) -> tuple[TokenStats, Array]:
+    def dx_of(visit: Visit, x: Array, out: TokenStats, into: Rows | None) -> tuple[TokenStats, Array]:
         own = visit.loss(loss, p.n)
-        stats, dx = rows(x, visit.problem(p).counting(own), own, _dtype(p, want))
+        stats, dx = rows(x, visit.problem(p).counting(own), own, _dtype(p, want), into)
         return visit.put_all(out, stats), dx
 
     out, total = _gradients(p, want, moving, dx_of, p.blank_stats())
     return _sweep_statistics(backend, p, rest, out), total
 
 
-def gradients(backend: Chunked, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents) -> Gradients:
+def gradients(backend: MosaicGpu, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents) -> Gradients:
     """By recompute, for given cotangents; tokens whose cotangents are all zero are not visited."""
     moves = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
     moving, _ = _split(p, moves, moves)
     rows = jax.jit(backend.row_dx, static_argnums=4)
 
-    def dx_of(visit: Visit, x: Array, nothing: tuple[()]) -> tuple[tuple[()], Array]:
-        return nothing, rows(x, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want))
+    def dx_of(visit: Visit, x: Array, nothing: tuple[()], into: Rows | None) -> tuple[tuple[()], Array]:
+        return nothing, rows(x, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want), into)
 
     return _gradients(p, want, moving, dx_of, ())[1]
 
 
-def live_statistics(backend: Chunked, p: Problem) -> TokenStats:
+def live_statistics(backend: MosaicGpu, p: Problem) -> TokenStats:
     """Equal bit by bit to :func:`statistics_and_logits`."""
     return _sweep_statistics(backend, p, _live(p), p.blank_stats())
 
 
-def statistics_and_logits(backend: Chunked, p: Problem) -> tuple[TokenStats, Array]:
+def statistics_and_logits(backend: MosaicGpu, p: Problem) -> tuple[TokenStats, Array]:
     """Statistics for live tokens, and their logits ``[whole chunks, V]``, live tokens first."""
     rows, chunks = jax.jit(backend.row_statistics), _live(p)
 
@@ -227,7 +230,7 @@ def statistics_and_logits(backend: Chunked, p: Problem) -> tuple[TokenStats, Arr
 
 
 def gradients_from_logits(
-    backend: Chunked, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, logits: Array
+    backend: MosaicGpu, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, logits: Array
 ) -> Gradients:
     """From the logits of :func:`statistics_and_logits`: two matmuls per live token."""
     chunks = _live(p)
@@ -253,9 +256,15 @@ def _dtype(p: Problem, want: Wanted) -> jnp.dtype:
 
 
 def _gradients(
-    p: Problem, want: Wanted, moving: Chunks, dx_of: Callable[[Visit, Array, T], tuple[T, Array]], carry: T
+    p: Problem,
+    want: Wanted,
+    moving: Chunks,
+    dx_of: Callable[[Visit, Array, T, Rows | None], tuple[T, Array]],
+    carry: T,
 ) -> tuple[T, Gradients]:
-    """``(carry, gradients)``: ``dx_of(visit, logits, carry)`` for all chunks, then the matmuls over their dx."""
+    """``(carry, gradients)``: ``dx_of(visit, logits, carry, into)`` for all chunks, then the matmuls over their dx.
+
+    The row kernel writes dx into its rows, unless the bias' gradient needs a chunk's dx before it is rounded."""
     whole = whole_chunks(p.n, moving.chunk)
     size = whole if want.weight else min(_round_size(moving.chunk), whole)
     rounds = -(-whole // size)
@@ -275,9 +284,11 @@ def _gradients(
 
         def body(visit: Visit, at: Array, x: Array, c: tuple[T, Array | None, Array]) -> tuple[T, Array | None, Array]:
             carry, bias, dx = c
-            carry, more = dx_of(visit, x, carry)
-            if bias is not None:
-                bias = bias + jnp.sum(more, axis=0, dtype=jnp.float32)
+            if bias is None:
+                carry, dx = dx_of(visit, x, carry, Rows(dx, at))
+                return carry, bias, dx
+            carry, more = dx_of(visit, x, carry, None)
+            bias = bias + jnp.sum(more, axis=0, dtype=jnp.float32)
             return carry, bias, lax.dynamic_update_slice(dx, more.astype(dx.dtype), (at, 0))
 
         carry, bias, dx = own.run(p, body, (carry, total.head.bias, dx))

@@ -5,7 +5,8 @@
     stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
 
 dlogits have the dtype of the logits, or a requested dtype: the kernels round float32 to 16 bits while writing
-(:func:`rounds`); any other conversion takes a separate pass.
+(:func:`rounds`); any other conversion takes a separate pass. They are written over the logits, into an array of their
+own, or into some rows of a larger array (:class:`Rows`).
 
 The maths is in ``core/stats.py`` and ``core/transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
 how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
@@ -27,6 +28,7 @@ from jax.typing import DTypeLike
 
 from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
+from logitless.core.pytree import register
 from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats, stats_of_columns
 from logitless.core.transform import LogitTransform
 from logitless.logits.chunked import Chunked
@@ -130,6 +132,15 @@ def describe(n: int, v: int, dtype: DTypeLike) -> dict[str, object]:
     }
 
 
+@register
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows ``first, first + 1, ...`` of ``array [M, V]``, in which dlogits are to be written; V is not ragged."""
+
+    array: Array
+    first: Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel: body, inputs in addition to the problem's arrays, and outputs."""
@@ -138,6 +149,7 @@ class Kernel:
     given: Sequence[Array] = ()  # [N] or [1] each
     writes_stats: bool = False
     dlogits: DTypeLike | None = None  # dtype of written dlogits; ``None`` if the kernel writes none
+    into: Rows | None = None  # where they are written; the result is then the larger array
 
 
 def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: DTypeLike | None) -> Tiles:
@@ -161,21 +173,27 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
     n, v = p.logits.shape
     dtype, interpret = p.logits.dtype, p.call.interpret
     rounded = None if k.dlogits in (None, dtype) else k.dlogits
-    in_place = p.call.donate and k.dlogits is not None and rounded is None
+    in_place = p.call.donate and k.dlogits is not None and rounded is None and k.into is None
     t, shape = _tiles(p, tiles, rounded), Shape(n, v, p.call.vocab_size, 16 // dtype.itemsize)
     viewed = p.logits.reshape(shape.view)
     numbers = {key: x for key, x in dataclasses.asdict(p.transform).items() if x is not None}
     transform = [jnp.asarray(x, jnp.float32).reshape(-1) for x in numbers.values()]
     flags = [] if p.live is None else [p.live.astype(jnp.int32)]
-    inputs = [p.targets.astype(jnp.int32), *flags, *transform, *k.given]
+    first = [] if k.into is None else [k.into.first.astype(jnp.int32).reshape(1)]
+    inputs = [*first, p.targets.astype(jnp.int32), *flags, *transform, *k.given]
     outputs = [jax.ShapeDtypeStruct((n,), jnp.float32)] * (len(STAT_FIELDS) if k.writes_stats else 0)
-    if k.dlogits is not None and not in_place:
+    if k.dlogits is not None and not in_place and k.into is None:
         outputs.append(jax.ShapeDtypeStruct(shape.view, k.dlogits))
+    large = None if k.into is None else jax.new_ref(k.into.array)
+    assert large is None or (not shape.ragged and large.dtype == k.dlogits)
 
     def kernel(x: Ref, *refs: Any) -> None:
+        *larger, refs = (refs[0], refs[1:]) if large is not None else (refs,)
         refs_in, rest = refs[: len(inputs)], refs[len(inputs) :]
         refs_out, refs_scratch = rest[: len(outputs)], rest[len(outputs) :]
         at = iter(refs_in)
+        row = next(at)[0] if first else None
+        out = None if k.dlogits is None else x if in_place else larger[0] if larger else refs_out[-1]
         operands = Operands(
             shape=shape,
             tiles=t,
@@ -183,7 +201,8 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
             targets=next(at),
             live=next(at) if flags else None,
             transform=LogitTransform(**{key: next(at) for key in numbers}),
-            out=(x if in_place else refs_out[-1]) if k.dlogits is not None else None,
+            out=out,
+            first=row,
             stats=tuple(refs_out[: len(STAT_FIELDS)]) if k.writes_stats else (),
             given=tuple(at),
         )
@@ -210,6 +229,9 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> tuple[list[Arr
         ref = jax.new_ref(viewed)
         results = launch(ref, *inputs)
         return list(results or ()), jax.freeze(ref).reshape(n, v)
+    if large is not None:
+        results = launch(viewed, large, *inputs)
+        return list(results or ()), jax.freeze(large)
     results = list(launch(viewed, *inputs))
     return (results, None) if k.dlogits is None else (results[:-1], results[-1].reshape(n, v))
 
@@ -227,10 +249,15 @@ def _written(p: Problem[Given], dtype: DTypeLike | None) -> jnp.dtype:
 
 
 def dlogits(
-    p: Problem[Given], stats: TokenStats, g: StatCotangents, tiles: Tiles | None = None, dtype: DTypeLike | None = None
+    p: Problem[Given],
+    stats: TokenStats,
+    g: StatCotangents,
+    tiles: Tiles | None = None,
+    dtype: DTypeLike | None = None,
+    into: Rows | None = None,
 ) -> Array:
-    """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits); rows whose cotangents are all zero are not
-    read either."""
+    """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits), or the array ``into`` with it; rows whose
+    cotangents are all zero are not read either."""
     moving = g.any_nonzero() if p.live is None else p.live & g.any_nonzero()
     known = [getattr(stats, f).astype(jnp.float32) for f in STAT_FIELDS]
 
@@ -238,20 +265,24 @@ def dlogits(
         count = len(STAT_FIELDS)
         kernels.gradient(dataclasses.replace(o, stats=o.given[:count], given=o.given[count:]), sm)
 
-    kernel = Kernel(body, [*known, g.logp, g.entropy, g.lse], dlogits=_written(p, dtype))
+    kernel = Kernel(body, [*known, g.logp, g.entropy, g.lse], dlogits=_written(p, dtype), into=into)
     _, out = _launch(dataclasses.replace(p, live=moving), kernel, tiles)
     assert out is not None
     return out.astype(dtype or out.dtype)
 
 
 def stats_and_dlogits(
-    p: Problem[Given], program: TokenProgram, tiles: Tiles | None = None, dtype: DTypeLike | None = None
+    p: Problem[Given],
+    program: TokenProgram,
+    tiles: Tiles | None = None,
+    dtype: DTypeLike | None = None,
+    into: Rows | None = None,
 ) -> tuple[TokenStats, Array]:
-    """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` as
-    for :func:`dlogits`."""
+    """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` and
+    ``into`` as for :func:`dlogits`."""
     body = functools.partial(kernels.both, count=len(program.scalars), run=program.run)
     given = [*(s.reshape(1) for s in program.scalars), *program.columns]
-    values, out = _launch(p, Kernel(body, given, writes_stats=True, dlogits=_written(p, dtype)), tiles)
+    values, out = _launch(p, Kernel(body, given, writes_stats=True, dlogits=_written(p, dtype), into=into), tiles)
     assert out is not None
     return stats_of_columns(values), out.astype(dtype or out.dtype)
 

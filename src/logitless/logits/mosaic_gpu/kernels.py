@@ -56,6 +56,7 @@ class Operands:
     live: Ref | None
     transform: LogitTransform
     out: Any  # or None
+    first: Array | None  # the row of ``out`` that row 0 goes to, where it is not row 0
     stats: tuple[Ref, ...]  # written by the kernel, or read by ``gradient``, in the order of STAT_FIELDS
     given: tuple[Ref, ...]  # whatever else it reads
 

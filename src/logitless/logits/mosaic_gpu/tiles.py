@@ -53,6 +53,7 @@ class Sweep:
         self.out = sm.buf if sm.out is None else sm.out
         self.row = row  # the row in the slots; ``None`` where only copies are made
         self.shift: Number = 0 if row is None else shape.shift(row)
+        self.first = o.first
         self.w = lax.axis_index("wg") if t.warpgroups > 1 else jnp.int32(0)
         self.count = lax.div(shape.tiles(t) - self.w + (t.warpgroups - 1), jnp.int32(t.warpgroups))
         self.transform = transform
@@ -103,6 +104,7 @@ class Sweep:
         words."""
         tile, i, c, last = self.tile(j), self.index_out(slot), self.t.columns, self.shape.last(self.t)
         shift, unit = self.shape.shift(row), self.shape.unit
+        row = row if self.first is None else row + self.first
 
         def copy(begin: int, end: int) -> None:
             at = self.shape.place(row, tile * c + begin - shift)
