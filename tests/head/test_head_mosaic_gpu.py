@@ -14,9 +14,9 @@ from logitless import oracle
 from logitless.core.backend import Way
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import HeadArrays
-from logitless.core.registry import backend_of
 from logitless.core.stats import finish
 from logitless.core.transform import LogitTransform
+from logitless.head.chunked import Chunked
 from logitless.head.mosaic_gpu import backend, limits
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
@@ -270,7 +270,7 @@ def test_where_the_chunked_sweep_serves_instead(options):
         return p.with_head(HeadArrays(p.head.weight, None, *factors))
 
     def fused(p):
-        runs = backend_of("head", p.call.backend or "mosaic_gpu")
+        runs = Chunked() if p.call.backend == "chunked" else backend.MosaicGpu()
         return runs.describe(p.calling(chunk=32), Way(loss=False, in_forward=False, reason=None)).fused_statistics
 
     p = problem(**options)

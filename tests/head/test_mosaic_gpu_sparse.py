@@ -818,12 +818,13 @@ def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: py
 @pytest.mark.slow  # compiles one more interpreted program, of both ways
 def test_with_room_for_logits_a_sparse_policy_stays_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome("clip", "calibrated")  # as it is
-    way = backend.MosaicGpu.gradients_in_forward
+    way = backend.StoredDx.gradients_in_forward
 
     def spoilt(*args: Any) -> Any:
         out, report, total = way(*args)
         return out, report, jax.tree.map(lambda x: x * jnp.nan, total)
 
+    monkeypatch.setattr(backend.StoredDx, "gradients_in_forward", spoilt)
     monkeypatch.setattr(backend.MosaicGpu, "gradients_in_forward", spoilt)
     gradients_again("calibrated", memory_budget=CHUNK * VOCAB * 8)
 
@@ -971,14 +972,14 @@ def test_it_says_what_it_does_and_where_it_cannot() -> None:
     e = flat_calls.explain(
         flat_calls.linear_logprobs, h, w, y, sparse_backward="auto", logits_dtype="bfloat16", **SCREENED
     )
-    assert "logits are stored: rounded logits" in e.way
+    assert "no screen in the forward matmul: rounded logits" in e.way
     room = dict(memory_budget=4 * 512 * 8, advantages=jnp.ones(8))
     e = flat_calls.explain(
         flat_calls.linear_grpo_loss, h[:, None], w, y[:, None], sparse_backward="auto", **room, **SCREENED
     )
     assert "exact path" in e.way and e.tiles["chunk_if_flat"] == 4
     e = flat_calls.explain(flat_calls.linear_logprobs, h, w, y, sparse_backward=2.0**-13, **SCREENED)
-    assert "logits are stored: a tolerance of" in e.way
+    assert "no screen in the forward matmul: a tolerance of" in e.way
 
 
 @pytest.mark.slow  # compiles two more interpreted programs

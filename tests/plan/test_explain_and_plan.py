@@ -62,7 +62,7 @@ def test_what_a_kernel_cannot_serve_is_refused_even_in_the_interpreter() -> None
 
 def test_a_kernel_whose_modules_do_not_import_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "logitless.logits.mosaic_gpu.backend", None)
-    monkeypatch.setattr(registry, "backend_of", registry.backend_of.__wrapped__)  # as if it was never asked for
+    monkeypatch.setattr(registry, "load", registry.load.__wrapped__)  # as if it was never asked for
     with pytest.raises(NotImplementedError, match=r"cannot be loaded.*logitless\[gpu\]"):
         logitless.logprobs(jnp.zeros((4, 256)), jnp.zeros(4, jnp.int32), **by("mosaic_gpu", interpret=True))
 

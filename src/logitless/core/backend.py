@@ -1,13 +1,15 @@
 """What a backend offers, and what it says about a call: the types between ``route``, ``vjp`` and the backends.
 
-A backend is a small frozen object without arrays. ``registry`` knows them by name; ``head/sparse/backend.py``,
-``head/pallas_tpu/sparse.py``, ``head/dense_report.py`` and ``mesh/over_mesh.py`` are backends around a backend.
+A backend is a small frozen object without arrays. ``registry`` lists them in order; those around a backend
+(:class:`Around`) are in ``head/sparse/backend.py``, ``head/mosaic_gpu/sparse.py``, ``head/pallas_tpu/sparse.py``,
+``head/dense_report.py`` and ``mesh/over_mesh.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 from jaxtyping import PyTree
 
@@ -17,6 +19,7 @@ from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.top_k import TopK
 
 P = TypeVar("P", contravariant=True)  # the problems that a backend serves: Problem[Linear], Problem[Given] or both
+Q = ParamSpec("Q")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Split:
     late: bool = False  # cotangents arrive after the forward pass
     vocabulary: int = 1  # shards of the vocabulary
     head_gathered: bool = False  # FSDP: each device gathers the head
-    dw_parts: int = 1  # the exact backend's dW is summed over devices in so many parts, one after the other
+    summed: bool = False  # gradients are parts of a sum over devices
+    dw_parts: int = 1  # ``head_in_parts``: dW is summed over devices in so many parts, one after the other
 
 
 Counts = tuple[float, int, int]
@@ -55,7 +59,6 @@ class Cost:
     tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
     counts: Counts | None = None
     """``None`` where it depends on the data (a sparse backward)."""
-    kernels: tuple[str, ...] = ()  # kernels that run for both gradients, by the names in ``describe``
     fused_statistics: bool = False
     """Statistics without a gradient never hold logits."""
 
@@ -76,11 +79,17 @@ class Backend(Protocol[P]):
 
     @property
     def in_forward(self) -> bool:
-        """Whether it has :meth:`gradients_in_forward`."""
+        """Whether :meth:`gradients_in_forward` costs less than :meth:`forward` and :meth:`backward`."""
 
-    def check(self, p: P, columns_apart: bool) -> None:
-        """Raise ``NotImplementedError`` with the reason if it cannot serve (one device's shapes; ``columns_apart``: a
-        device has a part of the vocabulary only)."""
+    @property
+    def head_in_parts(self) -> bool:
+        """Whether dW leaves in its final dtype: over a mesh, a part at a time (``mesh/head_pieces.py``)."""
+
+    def supports(self, p: P, split: Split) -> str | None:
+        """Why it cannot serve a call (one device's shapes); ``None`` if it can."""
+
+    def tokens_kept(self, p: P) -> int:
+        """Tokens whose logits (on TPU exponentials) the forward pass keeps for cotangents that arrive later."""
 
     def describe(self, p: P, way: Way) -> Cost:
         """Cost of a call, from the shapes on one device."""
@@ -107,20 +116,27 @@ class Ranking(Backend[P], Protocol[P]):
         """The likeliest ids of each token, as many as ``Call.top_k``."""
 
 
-class SparseBackend(Backend[P], Protocol[P]):
-    """A sparse backward around an exact backend of the same name."""
-
-    def supports(self, p: P, split: Split) -> str | None:
-        """Why the exact backend has to serve a call (one device's shapes) instead; ``None`` if this one can."""
+def refusal(check: Callable[Q, object], *args: Q.args, **kwargs: Q.kwargs) -> str | None:
+    """What ``check`` refuses by ``NotImplementedError``; ``None`` if nothing."""
+    try:
+        check(*args, **kwargs)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 class PlainJax:
     """What backends without kernels have in common; see :class:`Backend` and :class:`Divisible`."""
 
     kernels: ClassVar[str | None] = None
+    head_in_parts: ClassVar[bool] = False
 
-    def check(self, p: Any, columns_apart: bool) -> None:
+    def supports(self, p: Any, split: Split) -> str | None:
         """They serve everything."""
+        return None
+
+    def tokens_kept(self, p: Any) -> int:
+        return 0
 
     def shard_residual(self, p: object, stats: TokenStats, sums: RowSums, part: None, total: Take) -> None:
         """Nothing of the forward pass is kept."""
@@ -141,3 +157,35 @@ class Divisible(Backend[P], Protocol[P]):
 
     def shard_residual(self, p: P, stats: TokenStats, sums: RowSums, part: PyTree, total: Take) -> PyTree:
         """The residual of a shard, once the statistics of all shards are known; ``total`` sums an array over them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """A backend around ``own``, which has everything that is not said otherwise."""
+
+    own: Backend
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def kernels(self) -> str | None:
+        return self.own.kernels
+
+    @property
+    def in_forward(self) -> bool:
+        return self.own.in_forward
+
+    @property
+    def head_in_parts(self) -> bool:
+        return self.own.head_in_parts
+
+    def supports(self, p: Any, split: Split) -> str | None:
+        return self.own.supports(p, split)
+
+    def tokens_kept(self, p: Any) -> int:
+        return self.own.tokens_kept(p)
+
+    def describe(self, p: Any, way: Way) -> Cost:
+        return self.own.describe(p, way)

@@ -1,55 +1,76 @@
-"""Backends by name, at each level; a module is loaded when its backend is first asked for."""
+"""Candidates for a call, in the order in which ``route`` tries them; a module is loaded when its backend is first asked
+for."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any, Literal, get_args
 
-from logitless.core.backend import Backend, SparseBackend
+from logitless.core.backend import Backend
 
 Level = Literal["head", "logits"]
-
-_PLACES = {
-    "reference": "reference:Reference",
-    "chunked": "chunked:Chunked",
-    "pallas_tpu": "pallas_tpu.backend:PallasTpu",
-    "mosaic_gpu": "mosaic_gpu.backend:MosaicGpu",
-}
-BACKENDS: dict[str, dict[str, str]] = {
-    level: {name: f"logitless.{level}.{place}" for name, place in _PLACES.items()} for level in get_args(Level)
-}
-"""Module and class of each backend: the same place in the folder of either level."""
-
-SPARSE = {
-    "chunked": "logitless.head.sparse.backend:Sparse",
-    "mosaic_gpu": "logitless.head.mosaic_gpu.sparse:ScreenedSparse",
-    "pallas_tpu": "logitless.head.pallas_tpu.sparse:SparsePallasTpu",
-}
-"""The sparse backward around a head-level backend."""
 
 KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
 """The kernel backend of a platform; elsewhere, and where it cannot serve, ``ANYWHERE``."""
 
-RUNS_ON = {name: platform for platform, name in KERNELS.items()}
-"""The platform that a kernel backend needs."""
-
 ANYWHERE, DENSE = "chunked", "reference"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A backend that may serve a call."""
+
+    name: str  # as users call it; a sparse backward has the name of the exact backend within
+    where: str  # its module and class
+    around: str | None = None  # module and class of the exact backend within a sparse backward
+    form: str | None = None  # what a call misses that another candidate of this name serves
+
+    @property
+    def platform(self) -> str | None:
+        """The platform whose kernels it needs; ``None`` for plain JAX."""
+        return next((platform for platform, name in KERNELS.items() if name == self.name), None)
+
+
+def _exact(level: Level) -> tuple[Candidate, ...]:
+    stored = Candidate("mosaic_gpu", "head.mosaic_gpu.backend:StoredDx", form="stored dx of all tokens")
+    return (
+        Candidate("pallas_tpu", f"{level}.pallas_tpu.backend:PallasTpu"),
+        *([stored] if level == "head" else []),
+        Candidate("mosaic_gpu", f"{level}.mosaic_gpu.backend:MosaicGpu"),
+        Candidate("chunked", f"{level}.chunked:Chunked"),
+        Candidate("reference", f"{level}.reference:Reference"),
+    )
+
+
+_TPU, _, _GPU, _CHUNKED, _ = _exact("head")
+
+CANDIDATES: dict[tuple[Level, bool], tuple[Candidate, ...]] = {
+    ("logits", False): _exact("logits"),
+    ("head", False): _exact("head"),
+    ("head", True): (
+        Candidate("pallas_tpu", "head.pallas_tpu.sparse:SparsePallasTpu", _TPU.where),
+        _TPU,
+        Candidate("mosaic_gpu", "head.mosaic_gpu.sparse:ScreenedSparse", _GPU.where, "screen in the forward matmul"),
+        Candidate("mosaic_gpu", "head.sparse.backend:Sparse", _GPU.where),
+        *(c for c in _exact("head") if c.name == "mosaic_gpu"),
+        Candidate("chunked", "head.sparse.backend:Sparse", _CHUNKED.where),
+        _CHUNKED,
+    ),
+}
+"""By the level, and whether a sparse backward is asked for; the first that supports a call serves it."""
+
+BACKENDS = {level: tuple(dict.fromkeys(c.name for c in CANDIDATES[level, False])) for level in get_args(Level)}
+"""Names that a call may give."""
 
 
 def _load(where: str) -> Any:
     module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"logitless.{module}"), name)
 
 
 @functools.cache
-def backend_of(level: Level, name: str) -> Backend:
-    """The exact backend of a name."""
-    return _load(BACKENDS[level][name])()
-
-
-@functools.cache
-def sparse_backends(name: str) -> tuple[SparseBackend, ...]:
-    """The sparse backwards around the head-level backend of a name, in the order in which ``route`` tries them before
-    the exact backend."""
-    return (_load(SPARSE[name])(backend_of("head", name)),)
+def load(c: Candidate) -> Backend:
+    """The candidate's backend."""
+    return _load(c.where)() if c.around is None else _load(c.where)(_load(c.around)())

@@ -1,7 +1,7 @@
 """Which way a call goes: one decision, which the call obeys, ``explain`` prints and ``plan`` prices.
 
-    backend    the one that was named, or the best that can run here; if asked for its sparse backward, where that
-               supports the call; over a mesh
+    backend    the first of ``registry.CANDIDATES`` that supports the call: of those with the name that was given, or of
+               those that run here; over a mesh
     way        gradients in the forward pass, or later from the cotangents that arrive, and why
     chunk      tokens per chunk
 
@@ -11,7 +11,7 @@ Everything follows from shapes and static choices: every process of a multi-host
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,11 @@ from logitless.core import chunk_size as tiles
 from logitless.core import registry
 from logitless.core.backend import Backend, Cost, Split, Way
 from logitless.core.problem import Call, Given, Linear, Loss, Problem, Source, Wanted
-from logitless.core.registry import ANYWHERE, DENSE, KERNELS, RUNS_ON, Level
+from logitless.core.registry import ANYWHERE, BACKENDS, CANDIDATES, DENSE, Candidate, Level
 from logitless.objectives.checks import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from logitless.mesh.sharding import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +36,11 @@ class Route:
     static: Call
     way_taken: Way
     because: str
-    placement: Any = None
+    placement: Placement | None = None
     cost: Cost | None = None
     reference: Route | None = None  # for the reference's log-probabilities, if the call computes them
     exact_because: str | None = None  # why a call with sparse_backward= takes the exact path; None: it need not
+    without: tuple[str, ...] = ()  # forms of this backend that do not serve the call, and why
 
     @property
     def backend(self) -> str:
@@ -62,7 +66,8 @@ class Route:
     @property
     def way(self) -> str:
         """The way in words."""
-        own, why = self.described.way, self.exact_because
+        own = "; no ".join((self.described.way, *self.without))
+        why = self.exact_because
         return own if why is None else f"{own}; exact, and not by a sparse backward: {why}"
 
     @property
@@ -101,10 +106,10 @@ class Route:
         return f"{text}\n  first    {self.reference.backend}: log-probabilities of the reference, no gradient"
 
 
-def decide(p: Problem[Source], loss: Loss | None, place: Any = None, describe: bool = False) -> Route:
+def decide(p: Problem[Source], loss: Loss | None, place: Placement | None = None, describe: bool = False) -> Route:
     """The route of a problem whose tokens still have their own dimensions (arrays or shapes).
 
-    ``place`` is the ``mesh.spec.Placement`` of a call over a mesh; ``describe`` fills in the route's cost.
+    ``place`` is that of a call over a mesh; ``describe`` fills in the route's cost.
     """
     own = _on_one_device(p, place)
     from_hidden = isinstance(own.policy, Linear)
@@ -117,20 +122,19 @@ def decide(p: Problem[Source], loss: Loss | None, place: Any = None, describe: b
             f"{p.call.name}: {p.more_ids} over a vocabulary that is cut over devices is not there yet. Shard the "
             "tokens, and the head over their axes (FSDP)."
         )
-    chosen, because = _choose(own, level, columns_apart)
     reason = None if loss is None else _later_because(loss, p, columns_apart)
     late = loss is None or reason is not None
-    runs, exact_because = _first_that_supports(own, level, chosen, place, late)
+    found = _first_that_supports(own, level, _split(own, place, late))
+    runs = found.backend
     in_forward = not late and runs.in_forward
-    keeps = getattr(runs, "tokens_kept", None)
-    if keeps is not None and place is None and not in_forward:
-        own = own.calling(kept=keeps(own))
+    if place is None and not in_forward:
+        own = own.calling(kept=runs.tokens_kept(own))
     way = Way(
         loss=loss is not None,
         in_forward=in_forward,
         reason=reason,
         entropy=loss is not None and loss.objective.entropy_coef is not None,
-        mass=p.call.mass if exact_because is None else None,
+        mass=p.call.mass if found.exact_because is None else None,
         shards=1 if place is None else place.count(place.vocab),
     )
     cost = runs.describe(own, way) if describe else None
@@ -138,14 +142,17 @@ def decide(p: Problem[Source], loss: Loss | None, place: Any = None, describe: b
         from logitless.mesh.over_mesh import OverMesh
 
         runs = OverMesh(runs, place)
-    if exact_because is not None:
+    if found.exact_because is not None:
         from logitless.head.dense_report import WithDenseReport
 
         runs = WithDenseReport(runs)
-    return Route(p.call.name, runs, own.call, way, because, place, cost, exact_because=exact_because)
+    return Route(
+        p.call.name, runs, own.call, way, found.because, place, cost,
+        exact_because=found.exact_because, without=found.without,
+    )  # fmt: skip
 
 
-def _on_one_device(p: Problem[Source], place: Any) -> Problem[Source]:
+def _on_one_device(p: Problem[Source], place: Placement | None) -> Problem[Source]:
     """The shapes of what a device works on: flat tokens, and over a mesh its own part."""
     if place is not None:
         return place.one_device(p)
@@ -197,76 +204,79 @@ def _chunk(p: Any) -> int:
 # -- the backend -----------------------------------------------------------------------------------------------------
 
 
-def _first_that_supports(p: Any, level: Level, name: str, place: Any, late: bool) -> tuple[Backend, str | None]:
-    """``(backend, why it is not the sparse backward that was asked for)``: the first of a name that supports a call."""
-    exact = registry.backend_of(level, name)
-    if p.call.mass is None:
-        return exact, None
-    if p.more_ids is not None:
-        return exact, f"a call with {p.more_ids} has none"
-    split, why = _split(p, exact, place, late), None
-    for sparse in registry.sparse_backends(name):
-        why = sparse.supports(p, split)
-        if why is None:
-            return sparse, None
-    return exact, why
-
-
-def _split(p: Problem, exact: Backend, place: Any, late: bool) -> Split:
-    """What a mesh and a loss do to a call whose exact backend is ``exact``."""
+def _split(p: Problem[Source], place: Placement | None, late: bool) -> Split:
+    """What a mesh and a loss do to a call."""
     if place is None:
         return Split(late)
     from logitless.mesh import head_pieces
 
-    gathered = bool(place.vocab_gathered or place.hidden_gathered)
     return Split(
-        late, place.count(place.vocab), gathered, head_pieces.count(exact, place, p, Wanted(hidden=True, weight=True))
+        late,
+        vocabulary=place.count(place.vocab),
+        head_gathered=bool(place.vocab_gathered or place.hidden_gathered),
+        summed=bool(place.token_axes or place.vocab),
+        dw_parts=head_pieces.parts_of_dw(place, p, Wanted(hidden=True, weight=True)),
     )
 
 
-def _choose(p: Problem[Source], level: Level, columns_apart: bool) -> tuple[str, str]:
-    """``(name of a backend, why)``. A named backend that cannot run raises; the default is the best one that can."""
-    name, named, here, sparse = p.call.name, p.call.backend, tiles.platform(), p.call.mass is not None
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """The candidate that serves a call, and what there is to say about those before it."""
+
+    backend: Backend
+    because: str
+    exact_because: str | None
+    without: tuple[str, ...]
+
+
+def _first_that_supports(p: Problem[Source], level: Level, split: Split) -> _Found:
+    """The first candidate that supports a call. A named backend that cannot run raises."""
+    call, named, here, sparse = p.call.name, p.call.backend, tiles.platform(), p.call.mass is not None
+    if named is not None and named not in BACKENDS[level]:
+        known, hint = ", ".join(BACKENDS[level]), did_you_mean(named, BACKENDS[level])
+        raise ValueError(f"{call}: backend={named!r} is not known; expected None or one of {known}.{hint}")
+    candidates = CANDIDATES[level, sparse]
     if sparse and named == DENSE:
-        *others, last = (repr(k) for k in registry.SPARSE)
+        *others, last = map(repr, sorted({c.name for c in candidates}))
         raise NotImplementedError(
-            f"{name}: backend={DENSE!r} has no sparse backward, it is the dense baseline. "
+            f"{call}: backend={DENSE!r} has no sparse backward, it is the dense baseline. "
             f"Use backend=None, {', '.join(others)} or {last}, or sparse_backward='off'."
         )
+    passed: list[tuple[Candidate, str]] = []
+    for c in candidates:
+        if c.name != named and (named is not None or c.platform not in (None, here)):
+            continue
+        why = _refusal(c, p, split, here)
+        if why is None:
+            break
+        passed.append((c, why))
+    else:
+        raise NotImplementedError(f"{passed[-1][1]}. Use backend=None for the best one here, or {ANYWHERE!r}.")
+    others = [why for other, why in passed if other.name != c.name]
+    because = "named in the call" if named is not None else (*others, f"the default on a {here.upper()}")[0]
+    refused = [why for other, why in passed if other.name == c.name and other.around is not None]
+    exact_because = refused[-1] if sparse and c.around is None else None
+    same_kind = [(o, why) for o, why in passed if o.name == c.name and (o.around is None) == (c.around is None)]
+    return _Found(registry.load(c), because, exact_because, tuple(f"{o.form}: {why}" for o, why in same_kind if o.form))
 
-    def refusal(kernel: str) -> str | None:
-        needs = RUNS_ON[kernel]
-        if p.teacher is not None and named is None:
-            return f"{name}: the kernels of backend={kernel!r} for two distributions have to be asked for by its name"
+
+def _refusal(c: Candidate, p: Problem[Source], split: Split, here: str) -> str | None:
+    """Why a candidate cannot serve a call; ``None`` if it can."""
+    who, needs = f"{p.call.name}: backend={c.name!r}", c.platform
+    if needs is not None:
+        if p.teacher is not None and p.call.backend is None:
+            two = "for two distributions have to be asked for by its name"
+            return f"{p.call.name}: the kernels of backend={c.name!r} {two}"
         if p.more_ids is not None:
-            return f"{name}: backend={kernel!r} has no kernel for {p.more_ids}, more than one id for each token"
+            return f"{who} has no kernel for {p.more_ids}, more than one id for each token"
         if here != needs and not p.call.interpret:
-            device = f"the default device here is a {here.upper()}"
-            return f"{name}: backend={kernel!r} runs on a {needs.upper()}, but {device}"
-        try:
-            registry.backend_of(level, kernel).check(p, columns_apart)
-        except NotImplementedError as error:
-            return f"{name}: backend={kernel!r} cannot serve this call: {str(error).rstrip('.')}"
-        except ImportError as error:
-            return f"{name}: backend={kernel!r} cannot be loaded ({error}); pip install 'logitless[{needs}]'"
-        return None
-
-    if named is not None:
-        _known(name, named, level)
-        why = refusal(named) if named in RUNS_ON else None
-        if why is not None:
-            raise NotImplementedError(f"{why}. Use backend=None for the best one here, or {ANYWHERE!r}.")
-        return named, "named in the call"
-    chosen, because = KERNELS.get(here, ANYWHERE), f"the default on a {here.upper()}"
-    why = refusal(chosen) if chosen != ANYWHERE else None
-    if why is not None:
-        chosen, because = ANYWHERE, why
-    return chosen, because
-
-
-def _known(call: str, backend: str, level: Level) -> None:
-    """An unknown backend is refused, with the name that may have been meant."""
-    known = tuple(registry.BACKENDS[level])
-    if backend not in known:
-        hint = did_you_mean(backend, known)
-        raise ValueError(f"{call}: backend={backend!r} is not known; expected None or one of {', '.join(known)}.{hint}")
+            return f"{who} runs on a {needs.upper()}, but the default device here is a {here.upper()}"
+    if c.around is not None and p.more_ids is not None:
+        return f"a call with {p.more_ids} has none"
+    try:
+        why = registry.load(c).supports(p, split)
+    except ImportError as error:
+        return f"{who} cannot be loaded ({error}); pip install 'logitless[{needs}]'"
+    if why is None or c.around is not None:
+        return why
+    return f"{who} cannot serve this call: {why.rstrip('.')}"

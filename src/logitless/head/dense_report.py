@@ -11,35 +11,15 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from logitless.core.backend import Backend, Cost, Way
+from logitless.core.backend import Around
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.sparse.report import SparseReport, blank_report, dense_report
 
 
 @dataclasses.dataclass(frozen=True)
-class WithDenseReport:
+class WithDenseReport(Around):
     """``own``, an exact backend on one device or over a mesh, with the report of a dense backward pass."""
-
-    own: Backend
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def kernels(self) -> str | None:
-        return self.own.kernels
-
-    @property
-    def in_forward(self) -> bool:
-        return self.own.in_forward
-
-    def check(self, p: Problem, columns_apart: bool) -> None:
-        self.own.check(p, columns_apart)
-
-    def describe(self, p: Problem, way: Way) -> Cost:
-        return self.own.describe(p, way)
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
         """A blank report: no gradient is taken."""

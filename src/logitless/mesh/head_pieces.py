@@ -34,7 +34,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Divisible
-from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Problem, Wanted
+from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Problem, Source, Wanted
 from logitless.core.stats import (
     NEG_INF,
     StatCotangents,
@@ -55,16 +55,17 @@ MOST_BYTES = 512 << 20
 sum."""
 
 
-def count(own: Backend, place: Placement, p: Problem, want: Wanted) -> int:
-    """In how many parts dW leaves a device that has the whole head; 1 where it is small, not summed over devices, or
-    not made by one sweep over the vocabulary."""
-    if not getattr(own, "head_in_parts", False) or not want.weight or not place.token_axes:
+def parts_of_dw(place: Placement, p: Problem[Source], want: Wanted) -> int:
+    """In how many parts a backend with ``head_in_parts`` hands on dW from a device that has the whole head; 1 where dW
+    is small, not summed over devices, or not made by one sweep over the vocabulary."""
+    if not isinstance(p.policy, Linear) or not want.weight or not place.token_axes:
         return 1
-    if p.call.vocab_size < p.head.vocab * place.count(place.vocab):  # a part would not be a run of real columns
+    head = p.policy.head
+    if p.call.vocab_size < head.vocab * place.count(place.vocab):  # a part would not be a run of real columns
         return 1
-    if p.head.lora_a is not None:  # a part of dW would need the whole of dlow
+    if head.lora_a is not None:  # a part of dW would need the whole of dlow
         return 1
-    return number(p.head.weight.size, p.head.vocab // place.count(place.vocab_gathered))
+    return number(head.weight.size, head.vocab // place.count(place.vocab_gathered))
 
 
 def arriving(own: Backend, place: Placement, p: Any) -> int:
@@ -73,7 +74,7 @@ def arriving(own: Backend, place: Placement, p: Any) -> int:
     An ``[H, V]`` head is gathered whole: a part of it would not be a run of the array. The same holds for a head that
     is also vocabulary-parallel, or cut along the hidden dimension.
     """
-    if not isinstance(p.policy, Linear) or not getattr(own, "head_in_parts", False):
+    if not isinstance(p.policy, Linear) or not own.head_in_parts:
         return 1
     if p.head.layout != "vh" or p.head.lora_a is not None or place.vocab or place.hidden_gathered:
         return 1

@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from logitless.core.backend import Backend, Cost, Way
+from logitless.core.backend import Around, Backend
 from logitless.core.problem import (
     Given,
     Gradients,
@@ -158,23 +158,10 @@ def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank
 
 
 @dataclasses.dataclass(frozen=True)
-class OverMesh:
+class OverMesh(Around):
     """``own`` on every device of a placement."""
 
-    own: Backend
     place: Placement
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def kernels(self) -> str | None:
-        return self.own.kernels
-
-    @property
-    def in_forward(self) -> bool:
-        return self.own.in_forward
 
     @property
     def device(self) -> Backend:
@@ -185,13 +172,6 @@ class OverMesh:
         """What a device does whose head is gathered in parts, from its own problem."""
         number = head_pieces.arriving(self.own, self.place, p)
         return None if number == 1 else head_pieces.Arriving(self.own, self.place, number)  # type: ignore[arg-type]
-
-    def check(self, p: Problem[Source], columns_apart: bool) -> None:
-        self.own.check(p, columns_apart)
-
-    def describe(self, p: Problem[Source], way: Way) -> Cost:
-        """What each device's part costs."""
-        return self.own.describe(p, way)
 
     def _run(self, local: Callable[..., PyTree], given: PyTree, specs: PyTree, out_specs: PyTree) -> PyTree:
         """``local`` on each device's own part of what is ``given``.
@@ -264,7 +244,7 @@ class OverMesh:
             own = _gathered(place, p) if whole is None else _with_head(place, p, whole)
             if isinstance(p.policy, Given):
                 return self.device.backward(own, want, out, g, residual, only_logp).reshape(p.logits.shape)
-            apart = head_pieces.count(self.own, place, own, want)
+            apart = head_pieces.parts_of_dw(place, own, want) if self.own.head_in_parts else 1
             now = want if apart == 1 else dataclasses.replace(want, weight=False, bias=False)
             found = self.device.backward(own, now, out, g, residual, only_logp)
             if apart == 1:

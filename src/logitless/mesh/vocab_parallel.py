@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from logitless.core.backend import Backend, Divisible
+from logitless.core.backend import Around, Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
 from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
 from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
@@ -35,7 +35,7 @@ from logitless.mesh.sharding import Placement
 
 def shard_of(own: Backend, place: Placement) -> Backend:
     """What a device of a vocabulary-parallel placement does, by ``own``."""
-    if hasattr(own, "shard_columns"):
+    if isinstance(own, Around):  # a sparse backward
         from logitless.mesh.vocab_parallel_sparse import SparseShard
 
         return SparseShard(own, place)  # type: ignore[arg-type, return-value]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from logitless.core.backend import Cost, Way
+from logitless.core.backend import Cost, Split, Way, refusal
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import front
 from logitless.core.stats import StatCotangents, TokenStats
@@ -41,11 +41,7 @@ def not_fused_because(p: Problem[Linear]) -> str | None:
         return "it has no LoRA"
     if p.teacher is not None:
         return "it has no second distribution"
-    try:
-        limits.check(p)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(limits.check, p)
 
 
 def _rows(x: Array, p: Problem, live: Array | None) -> Problem[Given]:
@@ -67,17 +63,13 @@ class MosaicGpu(Chunked):
     kernels: ClassVar[str | None] = "gpu"
     in_place: ClassVar[bool] = True
 
-    def check(self, p: Problem[Linear], columns_apart: bool) -> None:
-        if columns_apart:
-            raise NotImplementedError("it has no vocabulary-parallel form yet")
-        row_kernel.check(p.call.chunk, p.head.vocab, p.call.logits_dtype)
+    def supports(self, p: Problem[Linear], split: Split) -> str | None:
+        if split.vocabulary > 1:
+            return "it has no vocabulary-parallel form yet"
+        return refusal(row_kernel.check, p.call.chunk, p.head.vocab, p.call.logits_dtype)
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost = super().describe(p, way)
-        if stored_dx.not_stored_because(p) is None:
-            tiles = cost.tiles | {"chunk": stored_dx.chunk_of(p), "dx_rows": p.n}
-            moved = f"{cost.bytes_moved}; dx of all tokens in memory, dW written once"
-            cost = dataclasses.replace(cost, bytes_moved=moved, tiles=tiles)
         if way.in_forward or p.call.kept or not_fused_because(p) is not None:
             return cost
         moved = f"{cost.bytes_moved}; the statistics by a fused matmul: no logits"
@@ -115,14 +107,32 @@ class MosaicGpu(Chunked):
             return super().row_dx(x, p, stats, g, dtype)
         return pair_rows.dlogits(x, p, stats, g, dtype)
 
+    def token_statistics(self, p: Problem) -> TokenStats:
+        """By the fused matmul where it can serve, else from logits by the matmul that the gradient has."""
+        if p.call.kept or not_fused_because(p) is not None:
+            return super().token_statistics(p)
+        f = front(p.live)
+        return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDx(MosaicGpu):
+    """The form of ``stored_dx.py``: the dx of all tokens in memory."""
+
+    def supports(self, p: Problem[Linear], split: Split) -> str | None:
+        return super().supports(p, split) or stored_dx.not_stored_because(p)
+
+    def describe(self, p: Problem[Linear], way: Way) -> Cost:
+        cost = super().describe(p, way)
+        tiles = cost.tiles | {"chunk": stored_dx.chunk_of(p), "dx_rows": p.n}
+        return dataclasses.replace(
+            cost, bytes_moved=f"{cost.bytes_moved}; dx of all tokens in memory, dW written once", tiles=tiles
+        )
+
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
-        if loss is None or stored_dx.not_stored_because(p) is not None:
-            return super().statistics(p, loss)
-        return stored_dx.statistics(self, p, loss), None
+        return (self.token_statistics(p) if loss is None else stored_dx.statistics(self, p, loss)), None
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
-        if stored_dx.not_stored_because(p) is not None:
-            return super().gradients_in_forward(p, want, loss)
         out, total = stored_dx.gradients_in_forward(self, p, want, loss)
         return out, None, total
 
@@ -130,25 +140,23 @@ class MosaicGpu(Chunked):
         return p.n if stored_dx.logits_fit(p) else super().tokens_kept(p)
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
-        if not p.call.kept or stored_dx.not_stored_because(p) is not None:
-            return super().forward(p, want)
+        if not p.call.kept:
+            return self.token_statistics(p), None, None
         out, logits = stored_dx.statistics_and_logits(self, p)
         return out, None, logits
 
     def backward(
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
     ) -> Gradients:
-        if stored_dx.not_stored_because(p) is not None:
-            return super().backward(p, want, out, g, residual, only_logp)
         if residual is not None:
             return stored_dx.gradients_from_logits(self, p, want, out, g, residual)
         return stored_dx.gradients(self, p, want, out, g)
 
     def token_statistics(self, p: Problem) -> TokenStats:
-        """By the fused matmul where it can serve, else from logits by the matmul that the gradient has."""
-        if not p.call.kept and not_fused_because(p) is None:
-            f = front(p.live)
-            return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
-        if stored_dx.not_stored_because(p) is None:
-            return stored_dx.live_statistics(self, p)
-        return super().token_statistics(p)
+        fused = not p.call.kept and not_fused_because(p) is None
+        return super().token_statistics(p) if fused else stored_dx.live_statistics(self, p)
+
+
+def exact_form(p: Problem) -> MosaicGpu:
+    """The backend that serves a call of one device without a sparse backward."""
+    return StoredDx() if stored_dx.not_stored_because(p) is None else MosaicGpu()

@@ -9,7 +9,7 @@ With M one ``N x H x V`` matmul over the live tokens and K active columns for al
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
 A mean row of the head, times the left-out mass, replaces the missing part of dH for easy rows, as in
-``head/sparse/backend.py``, which serves all other calls (:func:`not_screened_because`).
+``head/sparse/backend.py``, which serves the calls that :meth:`ScreenedSparse.supports` refuses.
 
     order      tokens with a gradient first, so that every matmul reads and writes whole blocks of rows
     bytes      the bits of ``column_screen.py``; h in that order; then those of the two ways
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from logitless.core.backend import Cost, Way
+from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import probabilities
 from logitless.core.stats import StatCotangents, TokenStats
@@ -32,14 +32,14 @@ from logitless.head.chunked import finished
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward, tile_mask
 from logitless.head.mosaic_gpu import hard_rows as hard
-from logitless.head.mosaic_gpu.backend import not_fused_because
+from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form, not_fused_because
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.mosaic_gpu.kernels.schedule import tiles_for
 from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule
-from logitless.head.sparse.backend import Sparse, in_words
+from logitless.head.sparse.backend import in_words
 from logitless.head.sparse.column_gather import Known, mass_beside, misses, without
 from logitless.head.sparse.report import SparseReport, blank_report, chunk_report
 from logitless.head.sparse.token_order import Ordered, in_order, some
@@ -49,11 +49,9 @@ _LEAST_TOLERANCE = 2.0**-12
 
 
 def not_screened_because(p: Problem[Linear]) -> str | None:
-    """Why the form with stored logits serves a problem (arrays or shapes); ``None`` where this one does."""
+    """Why this form does not serve a problem (arrays or shapes); ``None`` where it does."""
     if p.call.mass is not None and p.call.mass < _LEAST_TOLERANCE:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
-    if p.call.partial_hidden or p.call.partial_head:
-        return "its gradients are parts of a sum over devices"
     return not_fused_because(p) or dweight_buffer.no_room_because(p)
 
 
@@ -62,13 +60,17 @@ def rule_of(p: Problem, want: Wanted) -> Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScreenedSparse(Sparse):
+class ScreenedSparse(Around):
     """A backend around :class:`MosaicGpu`."""
 
+    own: MosaicGpu
+
+    def supports(self, p: Problem[Linear], split: Split) -> str | None:
+        if split.summed:
+            return "its gradients are parts of a sum over devices"
+        return self.own.supports(p, split) or not_screened_because(p)
+
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
-        cost, why = super().describe(p, way), not_screened_because(p)
-        if why is not None:
-            return dataclasses.replace(cost, way=f"{cost.way}; logits are stored: {why}")
         rule = slab_rule(p.head.vocab)
         words = (
             f"columns by a screen inside the forward matmul, no logits; backward over the K active columns of all "
@@ -89,19 +91,13 @@ class ScreenedSparse(Sparse):
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        return dataclasses.replace(
-            cost, way=words, matmuls=matmuls, bytes_moved=moved, tiles=tiles, counts=None, fused_statistics=True
-        )
+        return Cost(words, matmuls, moved, tiles, fused_statistics=True)
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
-        if not_screened_because(p) is not None:
-            return super().statistics(p, loss)
         return self.own.token_statistics(p), blank_report(p.n)
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         """Statistics and columns by one matmul, then the gradients of an uncoupled objective over the columns."""
-        if not_screened_because(p) is not None:
-            return super().gradients_in_forward(p, want, loss)
         before = loss.inputs.old if loss.inputs.old is not None else loss.inputs.rollout
         moving = loss.inputs.mask & loss.may_move()
 
@@ -109,7 +105,7 @@ class ScreenedSparse(Sparse):
             return self._in_forward(p, want, loss, before, moving)
 
         def exact() -> tuple[TokenStats, SparseReport, Gradients]:
-            out, _, total = self.own.gradients_in_forward(p, want, loss)
+            out, _, total = exact_form(p).gradients_in_forward(p, want, loss)
             g, nothing = loss.cotangents(out), jnp.zeros((p.n,), jnp.float32)
             none = Columns(jnp.zeros((0,), jnp.int32), jnp.int32(0), jnp.asarray(True), nothing)
             return out, _report(p, want, out, g, none, g.any_nonzero()), total
@@ -133,8 +129,6 @@ class ScreenedSparse(Sparse):
 
     def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, SparseReport, PyTree]:
         """Statistics and columns from one matmul, and each row's left-out mass (K / V of another matmul)."""
-        if not_screened_because(p) is not None:
-            return super().forward(p, want)
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
         f = in_order(p, live, visit_of(p))
         stats, found = _screen(f, want, None)
@@ -148,8 +142,6 @@ class ScreenedSparse(Sparse):
         self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool
     ) -> Gradients:
         """Gradients for given cotangents, over the columns that the forward pass found."""
-        if not_screened_because(p) is not None:
-            return super().backward(p, want, out, g, residual, only_logp)
         if p.live is not None:
             g = without(g, ~p.live)
         f = in_order(p, g.any_nonzero(), visit_of(p))

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.core.backend import refusal
 from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Visit, split_sweep
@@ -57,10 +58,9 @@ _FROZEN = 2048
 def not_stored_because(p: Problem[Linear]) -> str | None:
     """Why the dx of all tokens is not kept (arrays or shapes); ``None`` where it is."""
     (n, width), vocab = p.h.shape, p.head.vocab
-    try:
-        limits.check(p)
-    except NotImplementedError as error:
-        return str(error)
+    why = refusal(limits.check, p)
+    if why is not None:
+        return why
     if p.head.lora_a is not None:
         return "the head has LoRA"
     if p.teacher is not None or p.more_ids is not None:

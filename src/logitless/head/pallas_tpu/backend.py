@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from logitless.core.backend import Cost, Counts, Way
+from logitless.core.backend import Cost, Counts, Split, Way, refusal
 from logitless.core.problem import Gradients, HeadGrads, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Front
@@ -103,7 +103,7 @@ def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: Counts | N
     matmuls = "" if counts is None else "{:.3g} ({} with a frozen head, {} without a gradient)".format(*counts)
     tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
     moved = ", ".join(f"{k} {about[k]['hbm_bytes']:,} B" for k in used)
-    return Cost(way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts, used)
+    return Cost(way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +113,13 @@ class PallasTpu:
     name: ClassVar[str] = "pallas_tpu"
     kernels: ClassVar[str | None] = "tpu"
     in_forward: ClassVar[bool] = False
-    head_in_parts: ClassVar[bool] = (
-        True  # dW leaves in its final dtype: over a mesh, a part at a time (mesh/head_pieces.py)
-    )
+    head_in_parts: ClassVar[bool] = True
 
-    def check(self, p: Problem, columns_apart: bool) -> None:
+    def supports(self, p: Problem, split: Split) -> str | None:
         """bfloat16 or float32 alike in hidden states and head, a hidden size of whole lanes."""
         if p.teacher is not None:
-            raise NotImplementedError("it has no kernel for a second distribution")
-        operands.check(p)
+            return "it has no kernel for a second distribution"
+        return refusal(operands.check, p)
 
     def describe(self, p: Problem, way: Way) -> Cost:
         """Four matmuls for an objective of ``logp``, three for tokens whose exponentials are kept; five with an entropy
@@ -203,6 +201,12 @@ class PallasTpu:
             dh if dh is None or p.call.partial_hidden else dh.astype(p.h.dtype), head_grads(p, want, head, inner)
         )
 
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
+        """:meth:`forward`, then :meth:`backward`."""
+        out, _, residual = self.forward(p, want)
+        g = live_cotangents(p, loss, out)
+        return out, None, self.backward(p, want, out, g, residual, p.call.logp_only)
+
     def _dhead_of_kept(self, p: Problem, out: TokenStats, g: StatCotangents, kept: Kept) -> HeadSums:
         """dW and dbias, with kept exponentials for the first tokens: those tokens come first in the order of the
         forward sweep, the others follow in the order of the backward pass, tokens with a gradient first."""
@@ -247,6 +251,12 @@ class PallasTpu:
     def _carries_direction(self, p: Problem, want: Wanted | None) -> bool:
         """Whether the forward sweep makes d logp / d hidden, too."""
         return want is not None and (want.hidden or want.lora) and p.call.logp_only
+
+
+def live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
+    """Cotangents for live tokens; zero for all others."""
+    g = loss.cotangents(out)
+    return g if p.live is None else without(g, ~p.live)
 
 
 def _with_lora(p: Problem, cost: Cost) -> Cost:

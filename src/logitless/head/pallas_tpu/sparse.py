@@ -50,11 +50,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from logitless.core.backend import Cost, Split, Way
+from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import column_choice, kernels, sparse_backward
-from logitless.head.pallas_tpu.backend import PallasTpu, cost_of
+from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, live_cotangents
 from logitless.head.pallas_tpu.column_choice import Active, choose_columns, column_rule, few_rows, no_columns
 from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.sparse.active_columns import Rule
@@ -65,19 +65,14 @@ from logitless.head.sparse.token_order import Ordered, in_order
 
 
 @dataclasses.dataclass(frozen=True)
-class SparsePallasTpu:
+class SparsePallasTpu(Around):
     """A backend around the exact one: the same statistics, a sparse backward. ``p.live`` is the loss's mask, or
     ``None`` where every token is live."""
 
     own: PallasTpu
 
-    name: ClassVar[str] = PallasTpu.name
-    kernels: ClassVar[str | None] = PallasTpu.kernels
     in_forward: ClassVar[bool] = True
-
-    def check(self, p: Problem, columns_apart: bool) -> None:
-        """What the kernels serve."""
-        self.own.check(p, columns_apart)
+    head_in_parts: ClassVar[bool] = False
 
     def supports(self, p: Problem, split: Split) -> str | None:
         """Why the exact kernels serve a call instead; ``None`` where this backend does."""
@@ -102,7 +97,7 @@ class SparsePallasTpu:
                 "the sparse backward of the TPU kernels would sum the head's gradient over devices whole, in float32, "
                 f"where the exact kernels sum {split.dw_parts} parts one after the other"
             )
-        return None
+        return self.own.supports(p, split)
 
     def describe(self, p: Problem, way: Way) -> Cost:
         """How much it saves depends on the data."""
@@ -168,7 +163,7 @@ class SparsePallasTpu:
             f = _in_order(p, counts)
             stats, maxima = _statistics_and_maxima(f, before)
             out = jax.tree.map(f.put_back, stats)
-            g = _live_cotangents(p, loss, out)
+            g = live_cotangents(p, loss, out)
             active = choose_columns(rule, p, maxima, counts, few, _some(out, few.at), _some(g, few.at))
             known = Known(stats, jax.tree.map(f.take, g))
             grads, report = sparse_backward.gradients(rule, want, f, known, known.g.any_nonzero(), active)
@@ -178,16 +173,8 @@ class SparsePallasTpu:
 
     def _exact(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         """The whole call by the exact kernels."""
-        out, _, direction = self.own.forward(p, want)
-        g = _live_cotangents(p, loss, out)
-        grads = self.own.backward(p, want, out, g, direction, p.call.logp_only)
-        return out, dense_report(p.head, g.any_nonzero()), grads
-
-
-def _live_cotangents(p: Problem, loss: Loss, out: TokenStats) -> StatCotangents:
-    """Cotangents for live tokens; zero for all others."""
-    g = loss.cotangents(out)
-    return g if p.live is None else without(g, ~p.live)
+        out, _, grads = self.own.gradients_in_forward(p, want, loss)
+        return out, dense_report(p.head, live_cotangents(p, loss, out).any_nonzero()), grads
 
 
 def _without_mesh_axis(active: Active) -> Active:

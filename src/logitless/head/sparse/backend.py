@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from logitless.core import row_passes
-from logitless.core.backend import Cost, Split, Way
+from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
@@ -107,31 +107,16 @@ def _probe_stride(size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse:
+class Sparse(Around):
     """A backend around :class:`Chunked` (or one of its kernels): the same statistics, a sparse backward."""
 
     own: Chunked
-
-    @property
-    def name(self) -> str:
-        return self.own.name
-
-    @property
-    def kernels(self) -> str | None:
-        return self.own.kernels
-
-    @property
-    def in_forward(self) -> bool:
-        return self.own.in_forward
-
-    def check(self, p: Problem[Linear], columns_apart: bool) -> None:
-        self.own.check(p, columns_apart)
 
     def supports(self, p: Problem, split: Split) -> str | None:
         """With a teacher, losses whose gradients come out of the forward pass; else everything."""
         if p.teacher is not None and (split.late or split.vocabulary > 1):
             return "with a teacher it serves losses whose gradients come out of the forward pass"
-        return None
+        return self.own.supports(p, split)
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         """The saving depends on the data. ``p`` has the columns of one of ``way.shards`` shards."""

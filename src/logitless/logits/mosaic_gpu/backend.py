@@ -26,6 +26,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from logitless.core.backend import Split, refusal
 from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
 from logitless.core.pytree import register
@@ -294,12 +295,12 @@ class MosaicGpu(Chunked):
     name: ClassVar[str] = "mosaic_gpu"
     kernels: ClassVar[str | None] = "gpu"
 
-    def check(self, p: Problem[Given], columns_apart: bool) -> None:
-        if columns_apart:
-            raise NotImplementedError("it has no vocabulary-parallel form yet")
+    def supports(self, p: Problem[Given], split: Split) -> str | None:
+        if split.vocabulary > 1:
+            return "it has no vocabulary-parallel form yet"
         if p.teacher is not None:
-            raise NotImplementedError("it has no kernel for a second distribution")
-        check(p.n, p.logits.shape[-1], p.logits.dtype)
+            return "it has no kernel for a second distribution"
+        return refusal(check, p.n, p.logits.shape[-1], p.logits.dtype)
 
     def tiles(self, p: Problem[Given]) -> dict[str, object]:
         return describe(p.n, p.logits.shape[-1], p.logits.dtype)

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from logitless.core import stats as S
-from logitless.core.backend import Cost, Way
+from logitless.core.backend import Cost, Split, Way, refusal
 from logitless.core.compat import Ref
 from logitless.core.problem import Given, Problem
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
@@ -197,10 +197,10 @@ class PallasTpu(Chunked):
     name: ClassVar[str] = "pallas_tpu"
     kernels: ClassVar[str | None] = "tpu"
 
-    def check(self, p: Problem[Given], columns_apart: bool) -> None:
+    def supports(self, p: Problem[Given], split: Split) -> str | None:
         if p.teacher is not None:
-            raise NotImplementedError("it has no kernel for a second distribution")
-        check(p.n, p.logits.shape[-1], p.logits.dtype)
+            return "it has no kernel for a second distribution"
+        return refusal(check, p.n, p.logits.shape[-1], p.logits.dtype)
 
     def tiles(self, p: Problem[Given]) -> dict[str, object]:
         return describe(p.n, p.logits.shape[-1], p.logits.dtype)
