@@ -15,7 +15,7 @@ import jax
 from jax import Array
 from jaxtyping import Float, Int, PyTree
 
-from logitless.core import vjp
+from logitless.core import backend
 from logitless.core.arguments import (
     Bound,
     bind,
@@ -472,7 +472,7 @@ def _run(b: Bound, with_stats: bool) -> PyTree:
     """What the route says."""
     if b.loss is None:
         stats, _ = _statistics(b)
-        return vjp.only_three_differentiable(stats)
+        return backend.only_three_differentiable(stats)
     if not b.route.in_forward:
         stats, report = _statistics(b)
         top = b.top_teacher
@@ -484,7 +484,7 @@ def _run(b: Bound, with_stats: bool) -> PyTree:
         on_mesh = b.route.placement is not None
         inputs = dataclasses.replace(b.loss.inputs.for_sweep(), logp_temperature=b.logp_temperature)
         flat = Loss(b.loss.objective, inputs if on_mesh else flat_tokens(inputs, len(b.shape)))
-        loss, stats, report = _with_gradient(vjp.token_loss)(b.route.runs, b.p, flat)
+        loss, stats, report = _with_gradient(backend.token_loss)(b.route.runs, b.p, flat)
         stats = _as_read(b, jax.lax.stop_gradient(stats))
         metrics = metrics_of(b.loss.objective, stats, b.loss.inputs)
     if report is not None:
@@ -494,7 +494,7 @@ def _run(b: Bound, with_stats: bool) -> PyTree:
 
 def _statistics(b: Bound) -> tuple[TokenStats, Any]:
     """Statistics as the objective reads them, differentiable, and the report of a sparse backward."""
-    stats, report = b.route.runs.statistics(b.p) if b.route.dense else _with_gradient(vjp.stats)(b.route.runs, b.p)
+    stats, report = b.route.runs.statistics(b.p) if b.route.dense else _with_gradient(backend.stats)(b.route.runs, b.p)
     return _as_read(b, stats), report
 
 

@@ -19,7 +19,7 @@ import pytest
 import flat_calls
 from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
-from logitless.core import vjp
+from logitless.core import backend as core_backend
 from logitless.core.options import Options
 from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import StatCotangents
@@ -339,11 +339,11 @@ def test_logprobs_with_every_option() -> None:
         return three(stats), kept[-1]
 
     def gradients(*primals: Any) -> Any:
-        with mock.patch.object(vjp, "stats", noted):
+        with mock.patch.object(core_backend, "stats", noted):
             _, pull, report = jax.vjp(call, *primals, has_aux=True)
         return pull(g), report
 
-    real_stats = vjp.stats
+    real_stats = core_backend.stats
     got, report = by_numpy(gradients, *primals)
     assert int(report.dense_chunks) == 0 < int(report.chunks)
     traced = {k: v for k, v in options.items() if k != "bias"}

@@ -15,6 +15,9 @@ Level = Literal["head", "logits"]
 KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
 """The kernel backend of a platform; elsewhere, and where it cannot serve, ``ANYWHERE``."""
 
+RUNS_ON = {name: platform for platform, name in KERNELS.items()}
+"""The platform that a kernel backend needs."""
+
 ANYWHERE, DENSE = "chunked", "reference"
 
 
@@ -26,11 +29,6 @@ class Candidate:
     where: str  # its module and class
     around: str | None = None  # module and class of the exact backend within a sparse backward
     form: str | None = None  # what a call misses that another candidate of this name serves
-
-    @property
-    def platform(self) -> str | None:
-        """The platform whose kernels it needs; ``None`` for plain JAX."""
-        return next((platform for platform, name in KERNELS.items() if name == self.name), None)
 
 
 def _exact(level: Level) -> tuple[Candidate, ...]:

@@ -20,7 +20,7 @@ from logitless.core import chunk_size as tiles
 from logitless.core import registry
 from logitless.core.backend import Backend, Cost, Split, Way
 from logitless.core.problem import Call, Given, Linear, Loss, Problem, Source, Wanted
-from logitless.core.registry import ANYWHERE, BACKENDS, CANDIDATES, DENSE, Candidate, Level
+from logitless.core.registry import ANYWHERE, BACKENDS, CANDIDATES, DENSE, RUNS_ON, Candidate, Level
 from logitless.objectives.checks import did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _first_that_supports(p: Problem[Source], level: Level, split: Split) -> _Fou
         )
     passed: list[tuple[Candidate, str]] = []
     for c in candidates:
-        if c.name != named and (named is not None or c.platform not in (None, here)):
+        if c.name != named and (named is not None or RUNS_ON.get(c.name, here) != here):
             continue
         why = _refusal(c, p, split, here)
         if why is None:
@@ -262,7 +262,7 @@ def _first_that_supports(p: Problem[Source], level: Level, split: Split) -> _Fou
 
 def _refusal(c: Candidate, p: Problem[Source], split: Split, here: str) -> str | None:
     """Why a candidate cannot serve a call; ``None`` if it can."""
-    who, needs = f"{p.call.name}: backend={c.name!r}", c.platform
+    who, needs = f"{p.call.name}: backend={c.name!r}", RUNS_ON.get(c.name)
     if needs is not None:
         if p.teacher is not None and p.call.backend is None:
             two = "for two distributions have to be asked for by its name"

@@ -124,7 +124,7 @@ def bytes_moved(p: Problem[Given], reads: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(PlainJax):
-    """What ``vjp.Backend`` asks for, out of four passes over the logits, which are methods for kernels to take over."""
+    """What ``Backend`` asks for, out of four passes over the logits, which are methods for kernels to take over."""
 
     name: ClassVar[str] = "chunked"
     in_forward: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """A backend over a mesh: ``shard_map`` around each pass of another backend, at both levels and for every layout.
 
-``custom_vjp`` stands outside (``core/vjp.py``), ``shard_map`` inside both passes. A device gathers the head over FSDP
-axes, flattens its own tokens, does what one device does (``vocab_parallel.py`` where it has a part of the columns
+``custom_vjp`` stands outside (``core/backend.py``), ``shard_map`` inside both passes. A device gathers the head over
+FSDP axes, flattens its own tokens, does what one device does (``vocab_parallel.py`` where it has a part of the columns
 only), and reduces the head's gradients. The residual contains the gathered head, so a call gathers once; the TPU
 kernels gather a large head in parts, in both passes (``head_pieces.py``).
 
