@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import unittest.mock
 from typing import Any
 
 import jax
@@ -12,6 +14,9 @@ import pytest
 import flat_calls
 import logitless as L
 from logitless import oracle
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.lab.plan.chips import as_if_on, chip_of
+from logitless.logits.mosaic_gpu import backend as row_kernel
 from numerics import BACKENDS, FAMILIES, assert_contract, f64, transformed, truth_of, with_gradient
 
 N, H, V, K = 13, 16, 211, 9
@@ -323,6 +328,83 @@ def test_a_loss_over_supports_is_the_loss_of_their_statistics(backend: str) -> N
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for x, z in zip(grads, own, strict=True):
         np.testing.assert_allclose(x, z, rtol=1e-4, atol=1e-6)
+
+
+# -- by the row kernel of Hopper, in Pallas' GPU interpreter ----------------------------------------------------------
+
+WIDE = 256
+HOPPER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "transformed": dict(
+        scale=1.3, vocab_size=WIDE - 7, temperature=np.linspace(0.5, 2.0, N, dtype="f4"),
+        bias=np.linspace(-1, 1, WIDE, dtype="f4"),
+    ),
+    "softcap": dict(softcap=9.0, temperature=0.7),
+    "rounded": dict(logits_dtype="bfloat16"),
+    "lora": dict(
+        lora=(jnp.full((WIDE, 2), 0.3, "bfloat16"), jnp.linspace(-1, 1, 2 * H, dtype="bfloat16").reshape(2, H))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+@pytest.mark.parametrize("options", HOPPER)
+def test_on_hopper_the_row_kernel_sums_what_is_outside_the_ids(options: str) -> None:
+    """Rows of which the ids have almost all of the mass and rows of which they have none, against float64; with a
+    gradient the values are the same to the bit."""
+    chosen, rng = HOPPER[options], np.random.default_rng(10)
+    h = jnp.asarray(3 * rng.standard_normal((N, H)) / np.sqrt(H), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((WIDE, H)), jnp.bfloat16).at[:, 0].mul(4)
+    h = h.at[::2, 0].set(9.0)
+    y, vocab = rng.integers(0, WIDE - 7, N).astype(np.int32), chosen.get("vocab_size", WIDE)
+    own = {k: v for k, v in truth_of(chosen).items() if k in ("scale", "softcap", "vocab_size", "bias")}
+    rows, t = oracle.linear_rows(f64(h), f64(w), **own), chosen.get("temperature")
+    ids = some_ids(rng, y, vocab)
+    ids[::2] = oracle.top_k(rows, K).ids[::2]
+    g = tuple(rng.standard_normal(s).astype(np.float32) for s in ((N, K), (N,), (N,), (N,)))
+
+    def stats(backend: str, h: Any, w: Any) -> Any:
+        where = dict(backend=backend, interpret=True) if backend == "mosaic_gpu" else dict(backend=backend)
+        return flat_calls.linear_logprobs(h, w, y, ids=ids, chunk_size=8, **where, **chosen)
+
+    def ours(backend: str, h: Any, w: Any) -> Any:
+        s = stats(backend, h, w)
+        return s.selected.logp, s.lse, s.selected.mass, s.selected.log_rest
+
+    kernel, near = functools.partial(ours, "mosaic_gpu"), 2e-2 if options == "rounded" else 1e-5
+    with unittest.mock.patch.object(row_kernel, "token_stats", wraps=row_kernel.token_stats) as launched:
+        all_fields = jax.jit(functools.partial(stats, "mosaic_gpu"))(h, w)
+    assert launched.called == (options != "softcap")
+    for a, b in zip(jax.tree.leaves(all_fields), jax.tree.leaves(stats("reference", h, w)), strict=True):
+        np.testing.assert_allclose(f64(a), f64(b), rtol=near, atol=near)
+    own_fields = all_fields.selected
+    alone = own_fields.logp, all_fields.lse, own_fields.mass, own_fields.log_rest
+    made, grads = with_gradient(jax.jit(kernel), h, w, g=g)
+    base, base_grads = with_gradient(functools.partial(ours, "reference"), h, w, g=g)
+    for a, b in zip(alone, made, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if options in ("rounded", "lora"):  # which the oracle does not have
+        for a, b in zip(grads, base_grads, strict=True):
+            np.testing.assert_allclose(f64(a), f64(b), rtol=2e-2, atol=2e-2)
+        return
+    truth = oracle.selected_logprobs(rows, ids, temperature=t)
+    for name, a, b in zip(("logp", "lse", "mass", "log_rest"), made, base, strict=True):
+        assert_contract(name, a, b, getattr(truth, name))
+    want = oracle.selected_logprobs_vjp(rows, ids, *map(f64, g), temperature=t)
+    assert_contract("dH", grads[0], base_grads[0], want.inputs)
+    assert_contract("dW", grads[1], base_grads[1], want.head)
+
+
+@pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
+def test_the_backend_on_a_hopper_gpu() -> None:
+    h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 4096), (151936, 4096)))
+    ids = jax.ShapeDtypeStruct((8192, 64), jnp.int32)
+    with as_if_on(chip_of("h200")):
+        said = L.explain(L.linear_logprobs, h, w, ids=ids)
+        limited = L.explain(L.linear_logprobs, h, w, support=ids)
+    assert said.backend == "mosaic_gpu" and not said.fused_statistics
+    assert said.matmuls.startswith("4 (3 with a frozen head, 1 without a gradient)")
+    assert limited.backend == "chunked" and "has no kernel for support=" in limited.because
 
 
 # -- cost, and what is refused ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ A softmax over a support is that of a row which is ``-inf`` outside: ``[C, K]`` 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,15 @@ _HALF = -0.6931472
 """``log(1/2)``: a row has at most one id above."""
 
 
-def statistics(x: Array, p: Rows) -> TokenStats:
-    """Statistics of the rows ``x [C, V]``; every row is live."""
+SumsOf = Callable[[Array, Rows], RowSums]
+"""Sums over the columns of the rows ``x [C, V]``, as :func:`logitless.core.row_passes.sums`. A valid target's column is
+``-inf``."""
+
+
+def statistics(x: Array, p: Rows, sums_of: SumsOf = row_passes.sums) -> TokenStats:
+    """Statistics of the rows ``x [C, V]``; every row is live. With ids, ``sums_of`` sweeps the columns outside them."""
     if p.ids is not None:
-        return _selected_statistics(x, p, p.ids)
+        return _selected_statistics(x, p, p.ids, sums_of)
     if p.support is not None:
         return _support_statistics(x, p, p.support)
     return row_passes.statistics(x, p)
@@ -131,7 +137,7 @@ def _uncapped(x: Array, p: Rows) -> tuple[Array, LogitTransform]:
 # -- log-probabilities at ids ----------------------------------------------------------------------------------------
 
 
-def _selected_statistics(x: Array, p: Rows, ids: Array) -> TokenStats:
+def _selected_statistics(x: Array, p: Rows, ids: Array, sums_of: SumsOf) -> TokenStats:
     """Statistics of the rows, and of the selected ids."""
     at, vocab_size = row_ids(ids, p.call.vocab_size), p.call.vocab_size
     own = p.targets[:, None]
@@ -143,8 +149,7 @@ def _selected_statistics(x: Array, p: Rows, ids: Array) -> TokenStats:
     x, x_ids, x_y = lax.optimization_barrier((x, x_ids, x_y))
     u_ids, u_y = swept(x_ids, t), swept(x_y, t)[:, 0]
     apart = row_ids(jnp.concatenate([ids, own], axis=1), vocab_size).put(x, NEG_INF)
-    swept_rows = dataclasses.replace(p, transform=transform, targets=jnp.full_like(p.targets, -1))
-    outside = row_passes.sums(apart, swept_rows)  # of neither the ids nor the target
+    outside = sums_of(apart, dataclasses.replace(p, transform=transform))  # of neither the ids nor the target
     is_target = at.once & (ids == own)
     inside = row_sums(jnp.where(at.once, u_ids, NEG_INF), is_target, factor(t))
     whole = dataclasses.replace(merge(outside, inside, k), target=u_y)

@@ -29,14 +29,15 @@ class Candidate:
     where: str  # its module and class
     around: str | None = None  # module and class of the exact backend within a sparse backward
     form: str | None = None  # what a call misses that another candidate of this name serves
+    ids: bool = False  # kernels that serve more than one id for each token: ids=, not support=
 
 
 def _exact(level: Level) -> tuple[Candidate, ...]:
-    stored = Candidate("mosaic_gpu", "head.mosaic_gpu.backend:StoredDx", form="stored dx of all tokens")
+    stored = Candidate("mosaic_gpu", "head.mosaic_gpu.backend:StoredDx", form="stored dx of all tokens", ids=True)
     return (
         Candidate("pallas_tpu", f"{level}.pallas_tpu.backend:PallasTpu"),
         *([stored] if level == "head" else []),
-        Candidate("mosaic_gpu", f"{level}.mosaic_gpu.backend:MosaicGpu"),
+        Candidate("mosaic_gpu", f"{level}.mosaic_gpu.backend:MosaicGpu", ids=level == "head"),
         Candidate("chunked", f"{level}.chunked:Chunked"),
         Candidate("reference", f"{level}.reference:Reference"),
     )

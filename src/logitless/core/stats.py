@@ -263,6 +263,16 @@ def finish(
     )
 
 
+def sums_of_stats(s: TokenStats) -> RowSums:
+    """Sums behind the statistics of rows whose target has no mass (``u_y = -inf``): the inverse of :func:`finish`."""
+    seen = s.peak != NEG_INF
+    gap = jnp.where(seen, -s.max_logp, 0.0)
+    total = jnp.where(seen, jnp.exp(gap), 0.0)
+    squares = jnp.where(seen, total * total * jnp.exp(s.log_sum_p2), 0.0)
+    centred = jnp.where(seen, total * (gap - s.entropy), 0.0)
+    return RowSums(s.peak, total, centred, squares, jnp.full_like(s.peak, NEG_INF))
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class StatCotangents:

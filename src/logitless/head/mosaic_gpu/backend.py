@@ -5,6 +5,7 @@
     pair       with a teacher: two matmuls, then the row kernels for two distributions (forward and reverse KL; JSD by
                the passes of ``chunked``)
     fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
+    ids        the row kernel sums what is outside the ids (without a softcap); the rest is ``chunked``
 
 The fused matmul adds up in another order than the platform's, which recomputes the logits for the gradient. For float32
 logits that is worth about 1e-6 of a log-probability. Rounded to bfloat16, a sum next to the middle of two numbers goes
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, Split, Way, refusal
 from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Wanted
-from logitless.core.row_passes import front
-from logitless.core.stats import StatCotangents, TokenStats
+from logitless.core.row_passes import Rows, front
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, sums_of_stats
 from logitless.head.chunked import Chunked
 from logitless.head.mosaic_gpu import limits, stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
@@ -41,13 +43,20 @@ def not_fused_because(p: Problem[Linear]) -> str | None:
         return "it has no LoRA"
     if p.teacher is not None:
         return "it has no second distribution"
+    if p.ids is not None:
+        return "it cannot leave the columns of given ids out of its sums"
     return refusal(limits.check, p)
 
 
-def _rows(x: Array, p: Problem, live: Array | None) -> Problem[Given]:
+def _rows(x: Array, p: Rows, live: Array | None) -> Problem[Given]:
     """The chunk's rows for the row kernel, which may write over them."""
     rows = Problem(Given(lax.optimization_barrier(x)), p.targets, p.transform, live, call=p.call)
     return rows.calling(donate=True)
+
+
+def _sums_outside(x: Array, p: Rows) -> RowSums:
+    """Sums of rows whose targets are ``-inf``, by the row kernel: one read, where XLA's two reductions take two."""
+    return sums_of_stats(row_kernel.token_stats(_rows(x, p, None)))
 
 
 def _by_pair_kernels(x: Array, p: Problem) -> bool:
@@ -76,6 +85,10 @@ class MosaicGpu(Chunked):
         return dataclasses.replace(cost, bytes_moved=moved, fused_statistics=True)
 
     def row_statistics(self, x: Array, p: Problem) -> TokenStats:
+        if p.ids is not None:
+            # Behind a softcap the rows are tanh of the logits, which XLA fuses with its own passes.
+            sums_of = _sums_outside if p.transform.softcap is None else row_passes.sums
+            return lax.optimization_barrier(id_passes.statistics(lax.optimization_barrier(x), p, sums_of))
         if p.teacher is None:
             return row_kernel.token_stats(_rows(x, p, p.live))
         if not _by_pair_kernels(x, p):
@@ -101,6 +114,8 @@ class MosaicGpu(Chunked):
         dtype: DTypeLike,
         into: row_kernel.Rows | None = None,
     ) -> Array:
+        if p.ids is not None:
+            return super().row_dx(x, p, stats, g, dtype)
         if p.teacher is None:
             return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype, into=into)
         if not _by_pair_kernels(x, p):
