@@ -253,7 +253,7 @@ def _first_that_supports(p: Problem[Source], level: Level, split: Split) -> _Fou
     else:
         raise NotImplementedError(f"{passed[-1][1]}. Use backend=None for the best one here, or {ANYWHERE!r}.")
     others = [why for other, why in passed if other.name != c.name]
-    because = "named in the call" if named is not None else (*others, f"the default on a {here.upper()}")[0]
+    because = "named in the call" if named is not None else (f"the default on a {here.upper()}", *others)[-1]
     refused = [why for other, why in passed if other.name == c.name and other.around is not None]
     exact_because = refused[-1] if sparse and c.around is None else None
     same_kind = [(o, why) for o, why in passed if o.name == c.name and (o.around is None) == (c.around is None)]
