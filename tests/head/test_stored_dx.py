@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import flat_calls
+import logitless as L
 from logitless import Objective, oracle
 from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.divergences import Divergence
 from logitless.core.transform import LogitTransform
 from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
@@ -85,6 +87,43 @@ def test_gradients(kind: str, layout: str, options: dict[str, Any], wanted: tupl
         assert_contract(f"{kind} {layout} {i}", a, b, grads[i], floor_ulp=floor)
     value, got = kernel(np.zeros_like(mask), hidden, w, bias)
     assert value == 0 and all((f64(x) == 0).all() for x in got)
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [("reverse_kl", False), pytest.param("forward_kl", False, marks=pytest.mark.slow),
+     pytest.param("reverse_kl", True, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_with_a_teacher(kind: Divergence, late: bool) -> None:
+    """Both heads' logits of a chunk, and the student's dx into its rows; with cotangents at once, or later."""
+    rng = np.random.default_rng(5)
+    (h, w), (th, tw) = (
+        (jnp.asarray(rng.standard_normal((1, 21, k)), jnp.bfloat16),
+         jnp.asarray(3 * rng.standard_normal((VOCAB, k)) / k**0.5, jnp.bfloat16)) for k in (64, 128)
+    )  # fmt: skip
+    mask, g = rng.random((1, 21)) < 0.7, rng.standard_normal((1, 21)).astype(np.float32)
+    dead = jnp.asarray(~mask)[..., None]
+
+    def run(backend: str) -> Any:
+        options = L.Options(backend=backend, interpret=backend == "mosaic_gpu", chunk_size=8)
+
+        def loss(h: Any, w: Any) -> Any:
+            sides = jnp.where(dead, jnp.nan, h), w, jnp.where(dead, jnp.nan, th), tw
+            if late:
+                s = L.linear_divergence(*sides, divergence=kind, mask=mask, options=options)
+                return jnp.sum(g * s.divergence)
+            d = L.Distillation(divergence=kind, temperature=1.5)
+            return L.linear_distillation_loss(*sides, mask=mask, distillation=d, options=options)[0]
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(h, w)
+
+    with as_if_on(CHIPS["h200"]):
+        found = L.explain(L.linear_distillation_loss, h, w, th, tw, distillation=L.Distillation(divergence=kind))
+    assert found.backend == "mosaic_gpu" and found.tiles["dx_rows"] == 21
+    (loss, got), (want, wanted) = run("mosaic_gpu"), run("chunked")
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for label, a, b in zip(("dH", "dW"), got, wanted, strict=True):
+        assert np.linalg.norm(f64(a) - f64(b)) < 4e-3 * np.linalg.norm(f64(b)) and np.abs(f64(b)).max() > 0, label
 
 
 def test_chunks_visit_every_token_once_and_no_tile_too_many() -> None:

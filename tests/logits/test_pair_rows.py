@@ -127,9 +127,9 @@ def test_sums_in_any_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 def test_public_call(kind: Divergence) -> None:
-    """A distillation loss of heads; JSD goes by the passes of ``chunked`` between the same matmuls."""
+    """A distillation loss of heads whose width no kernel's matmul has."""
     rng = np.random.default_rng(3)
     h, th = (jnp.asarray(rng.standard_normal((1, 5, width)), jnp.float32) for width in (8, 16))
     w, tw = (jnp.asarray(rng.standard_normal((512, width)), jnp.float32) for width in (8, 16))

@@ -264,9 +264,6 @@ def _refusal(c: Candidate, p: Problem[Source], split: Split, here: str) -> str |
     """Why a candidate cannot serve a call; ``None`` if it can."""
     who, needs = f"{p.call.name}: backend={c.name!r}", RUNS_ON.get(c.name)
     if needs is not None:
-        if p.teacher is not None and p.call.backend is None:
-            two = "for two distributions have to be asked for by its name"
-            return f"{p.call.name}: the kernels of backend={c.name!r} {two}"
         if p.more_ids is not None and not (c.ids and p.ids is not None):
             return f"{who} has no kernel for {p.more_ids}, more than one id for each token"
         if here != needs and not p.call.interpret:

@@ -48,8 +48,13 @@ def chunk_of(visit: Visit, p: Problem) -> tuple[Problem, Array]:
     before it keeps 32 MiB more at the peak (T=8192, H=4096)."""
     h = visit.hidden(p)
     x = raw_logits(h, p.head, p.call.logits_dtype)
+    return problem_of(visit, p, h), x
+
+
+def problem_of(visit: Visit, p: Problem, h: Array | None = None) -> Problem:
+    """A chunk's own problem, with the teacher's logits; ``h`` if the chunk's hidden states are there already."""
     part = visit.problem(p, h)
-    return (part if p.teacher is None else dataclasses.replace(part, teacher=_teacher_of(visit, p))), x
+    return part if p.teacher is None else dataclasses.replace(part, teacher=_teacher_of(visit, p))
 
 
 def _teacher_of(visit: Visit, p: Problem) -> Teacher:

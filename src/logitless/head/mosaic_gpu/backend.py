@@ -2,8 +2,7 @@
 
     chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them,
                or, 16-bit dx of float32 logits, beside them
-    pair       with a teacher: two matmuls, then the row kernels for two distributions (forward and reverse KL; JSD by
-               the passes of ``chunked``)
+    pair       with a teacher: two matmuls, then the row kernels for two distributions (forward and reverse KL)
     fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
     ids        the row kernel sums what is outside the ids (without a softcap); the rest is ``chunked``
 
@@ -32,6 +31,7 @@ from logitless.head.mosaic_gpu import limits, stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.logits.mosaic_gpu import pair_rows
+from logitless.logits.mosaic_gpu.layout import Destination
 from logitless.objectives.token_program import token_program
 
 
@@ -59,11 +59,6 @@ def _sums_outside(x: Array, p: Rows) -> RowSums:
     return sums_of_stats(row_kernel.token_stats(_rows(x, p, None)))
 
 
-def _by_pair_kernels(x: Array, p: Problem) -> bool:
-    """Whether the kernels for two distributions serve a chunk; elsewhere XLA fuses the passes of ``chunked``."""
-    return pair_rows.not_served_because(p, x.dtype) is None
-
-
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu(Chunked):
     """See the module."""
@@ -75,6 +70,8 @@ class MosaicGpu(Chunked):
     def supports(self, p: Problem[Linear], split: Split) -> str | None:
         if split.vocabulary > 1:
             return "it has no vocabulary-parallel form yet"
+        if p.teacher is not None and (why := pair_rows.not_served_because(p, p.call.logits_dtype)) is not None:
+            return why
         return refusal(row_kernel.check, p.call.chunk, p.head.vocab, p.call.logits_dtype)
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
@@ -91,17 +88,15 @@ class MosaicGpu(Chunked):
             return lax.optimization_barrier(id_passes.statistics(lax.optimization_barrier(x), p, sums_of))
         if p.teacher is None:
             return row_kernel.token_stats(_rows(x, p, p.live))
-        if not _by_pair_kernels(x, p):
-            return super().row_statistics(x, p)
         return lax.optimization_barrier(pair_rows.statistics(x, p))
 
     def row_statistics_and_dx(
-        self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike, into: row_kernel.Rows | None = None
+        self, x: Array, p: Problem, loss: Loss, dtype: DTypeLike, into: Destination | None = None
     ) -> tuple[TokenStats, Array]:
-        """Without a teacher dx may go ``into`` a larger array, which is then returned."""
+        """dx may go ``into`` a larger array, which is then returned."""
         if p.teacher is not None:
             stats = self.row_statistics(x, p)
-            return stats, self.row_dx(x, p, stats, loss.cotangents(stats), dtype)
+            return stats, self.row_dx(x, p, stats, loss.cotangents(stats), dtype, into)
         program = token_program(loss.objective, loss.inputs)
         return row_kernel.stats_and_dlogits(_rows(x, p, p.live), program, dtype=dtype, into=into)
 
@@ -112,15 +107,13 @@ class MosaicGpu(Chunked):
         stats: TokenStats,
         g: StatCotangents,
         dtype: DTypeLike,
-        into: row_kernel.Rows | None = None,
+        into: Destination | None = None,
     ) -> Array:
         if p.ids is not None:
             return super().row_dx(x, p, stats, g, dtype)
         if p.teacher is None:
             return row_kernel.dlogits(_rows(x, p, None), stats, g, dtype=dtype, into=into)
-        if not _by_pair_kernels(x, p):
-            return super().row_dx(x, p, stats, g, dtype)
-        return pair_rows.dlogits(x, p, stats, g, dtype)
+        return pair_rows.dlogits(x, p, stats, g, dtype, into)
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """By the fused matmul where it can serve, else from logits by the matmul that the gradient has."""

@@ -34,10 +34,11 @@ from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
+from logitless.head.chunked import problem_of
 from logitless.head.linear import dx_dtype, raw_logits
 from logitless.head.mosaic_gpu import limits
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
-from logitless.logits.mosaic_gpu.backend import Rows
+from logitless.logits.mosaic_gpu.layout import Destination
 
 if TYPE_CHECKING:
     from logitless.head.mosaic_gpu.backend import MosaicGpu
@@ -63,8 +64,8 @@ def not_stored_because(p: Problem[Linear]) -> str | None:
         return why
     if p.head.lora_a is not None:
         return "the head has LoRA"
-    if p.teacher is not None or p.more_ids is not None:
-        return "a chunk has more than the policy's logits and their targets"
+    if p.more_ids is not None:
+        return f"it has no {p.more_ids}"
     if width % limits.TILE_K or vocab % limits.TILE_K:
         return f"H = {width} and V = {vocab} are not both multiples of {limits.TILE_K}"
     needs, room = bytes_of(p), _room(p)
@@ -78,7 +79,7 @@ def bytes_of(p: Problem[Linear]) -> int:
     dH in parts."""
     (n, width), vocab, item = p.h.shape, p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
     own, chunk = jnp.dtype(p.h.dtype).itemsize, chunk_of(p)
-    rows = whole_chunks(n, chunk)
+    rows, item = whole_chunks(n, chunk), item * p.stages
     return own * rows * vocab + max((item + own) * chunk * vocab, (own + 2 * 4) * rows * width)
 
 
@@ -88,12 +89,12 @@ def _room(p: Problem[Linear]) -> int:
         return p.call.memory_budget
     (_, width), vocab, item = p.h.shape, p.head.vocab, jnp.dtype(p.call.logits_dtype).itemsize
     accumulator = 4 * width * vocab if p.call.sum_head_grad_in == "float32" else 0
-    return accumulator + item * max(p.call.chunk, chunk_of(p)) * vocab + 4 * p.n * width
+    return accumulator + item * p.stages * max(p.call.chunk, chunk_of(p)) * vocab + 4 * p.n * width
 
 
 def logits_fit(p: Problem[Linear]) -> bool:
     """Whether the budget holds logits for all tokens in addition to dx; with equal dtypes dx overwrites the logits."""
-    if p.call.memory_budget is None or not_stored_because(p) is not None:
+    if p.call.memory_budget is None or p.teacher is not None or not_stored_because(p) is not None:
         return False
     own, item, chunk, vocab = jnp.dtype(p.h.dtype), jnp.dtype(p.call.logits_dtype), chunk_of(p), p.head.vocab
     rows = whole_chunks(p.n, chunk)
@@ -179,7 +180,7 @@ def _sweep_statistics(backend: MosaicGpu, p: Problem, chunks: Chunks, out: Token
     rows = jax.jit(backend.row_statistics)  # called twice, lowered once
 
     def body(visit: Visit, _: Array, x: Array, out: TokenStats) -> TokenStats:
-        return visit.put_all(out, rows(x, visit.problem(p)))
+        return visit.put_all(out, rows(x, problem_of(visit, p)))
 
     return chunks.run(p, body, out)
 
@@ -189,9 +190,9 @@ def gradients_in_forward(backend: MosaicGpu, p: Problem, want: Wanted, loss: Los
     moving, rest = _split(p, loss.inputs.mask, loss.may_move())
     rows = jax.jit(backend.row_statistics_and_dx, static_argnums=3)
 
-    def dx_of(visit: Visit, x: Array, out: TokenStats, into: Rows | None) -> tuple[TokenStats, Array]:
+    def dx_of(visit: Visit, x: Array, out: TokenStats, into: Destination | None) -> tuple[TokenStats, Array]:
         own = visit.loss(loss, p.n)
-        stats, dx = rows(x, visit.problem(p).counting(own), own, _dtype(p, want), into)
+        stats, dx = rows(x, problem_of(visit, p).counting(own), own, _dtype(p, want), into)
         return visit.put_all(out, stats), dx
 
     out, total = _gradients(p, want, moving, dx_of, p.blank_stats())
@@ -204,8 +205,8 @@ def gradients(backend: MosaicGpu, p: Problem, want: Wanted, out: TokenStats, g: 
     moving, _ = _split(p, moves, moves)
     rows = jax.jit(backend.row_dx, static_argnums=4)
 
-    def dx_of(visit: Visit, x: Array, nothing: tuple[()], into: Rows | None) -> tuple[tuple[()], Array]:
-        return nothing, rows(x, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want), into)
+    def dx_of(visit: Visit, x: Array, nothing: tuple[()], into: Destination | None) -> tuple[tuple[()], Array]:
+        return nothing, rows(x, problem_of(visit, p), *visit.known(out, g, p.n), _dtype(p, want), into)
 
     return _gradients(p, want, moving, dx_of, ())[1]
 
@@ -259,7 +260,7 @@ def _gradients(
     p: Problem,
     want: Wanted,
     moving: Chunks,
-    dx_of: Callable[[Visit, Array, T, Rows | None], tuple[T, Array]],
+    dx_of: Callable[[Visit, Array, T, Destination | None], tuple[T, Array]],
     carry: T,
 ) -> tuple[T, Gradients]:
     """``(carry, gradients)``: ``dx_of(visit, logits, carry, into)`` for all chunks, then the matmuls over their dx.
@@ -285,7 +286,7 @@ def _gradients(
         def body(visit: Visit, at: Array, x: Array, c: tuple[T, Array | None, Array]) -> tuple[T, Array | None, Array]:
             carry, bias, dx = c
             if bias is None:
-                carry, dx = dx_of(visit, x, carry, Rows(dx, at))
+                carry, dx = dx_of(visit, x, carry, Destination(dx, at))
                 return carry, bias, dx
             carry, more = dx_of(visit, x, carry, None)
             bias = bias + jnp.sum(more, axis=0, dtype=jnp.float32)

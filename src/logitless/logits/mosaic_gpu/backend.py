@@ -6,7 +6,7 @@
 
 dlogits have the dtype of the logits, or a requested dtype: the kernels round float32 to 16 bits while writing
 (:func:`rounds`); any other conversion takes a separate pass. They are written over the logits, into an array of their
-own, or into some rows of a larger array (:class:`Rows`).
+own, or into some rows of a larger array (:class:`Destination`).
 
 The maths is in ``core/stats.py`` and ``core/transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
 how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
@@ -29,13 +29,12 @@ from jax.typing import DTypeLike
 from logitless.core.backend import Split, refusal
 from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
-from logitless.core.pytree import register
 from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats, stats_of_columns
 from logitless.core.transform import LogitTransform
 from logitless.logits.chunked import Chunked
 from logitless.logits.mosaic_gpu import kernels
 from logitless.logits.mosaic_gpu.kernels import Operands, Shared
-from logitless.logits.mosaic_gpu.layout import Shape, Tiles
+from logitless.logits.mosaic_gpu.layout import Destination, Shape, Tiles
 from logitless.objectives.token_program import TokenProgram
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -133,15 +132,6 @@ def describe(n: int, v: int, dtype: DTypeLike) -> dict[str, object]:
     }
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows ``first, first + 1, ...`` of ``array [M, V]``, in which dlogits are to be written; V is not ragged."""
-
-    array: Array
-    first: Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel: body, inputs in addition to the problem's arrays, and outputs."""
@@ -150,7 +140,7 @@ class Kernel:
     given: Sequence[Array] = ()  # [N] or [1] each
     writes_stats: bool = False
     dlogits: DTypeLike | None = None  # dtype of written dlogits; ``None`` if the kernel writes none
-    into: Rows | None = None  # where they are written; the result is then the larger array
+    into: Destination | None = None  # where they are written; the result is then the larger array
 
 
 def _tiles(p: Problem[Given], tiles: Tiles | None, rounded: DTypeLike | None) -> Tiles:
@@ -255,7 +245,7 @@ def dlogits(
     g: StatCotangents,
     tiles: Tiles | None = None,
     dtype: DTypeLike | None = None,
-    into: Rows | None = None,
+    into: Destination | None = None,
 ) -> Array:
     """``[N, V]`` gradient in ``dtype`` (``None``: in that of the logits), or the array ``into`` with it; rows whose
     cotangents are all zero are not read either."""
@@ -277,7 +267,7 @@ def stats_and_dlogits(
     program: TokenProgram,
     tiles: Tiles | None = None,
     dtype: DTypeLike | None = None,
-    into: Rows | None = None,
+    into: Destination | None = None,
 ) -> tuple[TokenStats, Array]:
     """``(statistics, dlogits)`` of an uncoupled objective, whose cotangents are computed in the kernel; ``dtype`` and
     ``into`` as for :func:`dlogits`."""

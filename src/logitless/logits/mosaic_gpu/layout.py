@@ -26,6 +26,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.core.pytree import register
+
 Number = Array | int
 
 
@@ -42,6 +44,15 @@ class Tiles:
     lanes: int
     blocks: int
     out: int = 0
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Destination:
+    """Rows ``first, first + 1, ...`` of ``array [M, V]``, in which dlogits are to be written; V is not ragged."""
+
+    array: Array
+    first: Array
 
 
 @dataclasses.dataclass(frozen=True)

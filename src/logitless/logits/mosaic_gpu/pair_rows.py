@@ -31,7 +31,7 @@ from logitless.core.problem import Given, Problem, Source
 from logitless.core.row_passes import swept_columns, teacher_logits
 from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz_at_target, dz_line, valid_targets
 from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
-from logitless.logits.mosaic_gpu.layout import select
+from logitless.logits.mosaic_gpu.layout import Destination, select
 from logitless.logits.mosaic_gpu.peaked_sums import (
     LOW,
     PeakedSums,
@@ -166,18 +166,20 @@ def _launch(
     given: Sequence[Array],
     out: Sequence[jax.ShapeDtypeStruct],
     dtype: DTypeLike | None,
-    in_place: bool = False,
+    over: Array | None = None,
 ) -> list[Array]:
-    """The outputs of ``body(pair, given, outputs, slots, part's number)``,
-    run in a block for every part of every row."""
+    """The outputs of ``body(pair, given, outputs, slots, part's number)``, run in a block for every part of every row;
+    or the array that is written ``over``, which may be the logits."""
     x, t = p.logits, teacher_logits(p)
     rows, width = x.shape
     assert p.teacher is not None
     (own, own_at), (other, other_at) = _numbers(p.transform), _numbers(p.teacher.transform)
     inputs, interpret = [t, *own, *other, *given], p.call.interpret
+    first = [x] if over is None or over is x else [x, over]
 
     def kernel(x: Ref, *refs: Ref) -> None:
-        ins, outs = refs[: len(inputs)], refs[len(inputs) : len(inputs) + len(out)]
+        larger, refs = (refs[:1], refs[1:]) if len(first) > 1 else ((), refs)
+        ins, outs = refs[: len(inputs)], larger or refs[len(inputs) : len(inputs) + len(out)]
         t, own_refs, other_refs = ins[0], ins[1 : 1 + len(own)], ins[1 + len(own) : 1 + len(own) + len(other)]
         part, number = _Part.own(width)
         pair = _Pair((x, t), (own_at(own_refs, part.row), other_at(other_refs, part.row)), part)
@@ -200,9 +202,9 @@ def _launch(
         ),
         interpret=gpu_interpreter() if interpret is True else (interpret or None),
     )  # fmt: skip
-    if in_place:
-        ref = jax.new_ref(x)
-        launch(ref, *inputs)
+    if over is not None:
+        ref = jax.new_ref(over)
+        launch(*first[:-1], ref, *inputs)
         return [jax.freeze(ref)]
     return list(launch(x, *inputs))
 
@@ -280,6 +282,7 @@ def _row_numbers(p: Problem[Given], s: TokenStats, g: StatCotangents) -> list[Ar
 
 def _dx(pair: _Pair, given: Refs, outs: Refs, scratch: Refs, number: Array, p: Problem[Given]) -> None:
     part, layout, transforms = pair.part, pair.layout, pair.transforms
+    first, *given = given
     label, peak, a, b, at_target, moves, teacher_peak, own, other, cut, at_peak = (ref[part.row] for ref in given)
     k, k_o = pair.factors()
     *slots, full, buf = scratch
@@ -309,7 +312,7 @@ def _dx(pair: _Pair, given: Refs, outs: Refs, scratch: Refs, number: Array, p: P
         plgpu.commit_smem()
 
         def copy(start: Array, n: int) -> None:
-            plgpu.copy_smem_to_gmem(buf.at[to, pl.ds(0, n)], to_all.at[part.row, pl.ds(start, n)])
+            plgpu.copy_smem_to_gmem(buf.at[to, pl.ds(0, n)], to_all.at[part.row + first[0], pl.ds(start, n)])
 
         part.copying(j, copy)
 
@@ -317,10 +320,18 @@ def _dx(pair: _Pair, given: Refs, outs: Refs, scratch: Refs, number: Array, p: P
     plgpu.wait_smem_to_gmem(0)
 
 
-def dlogits(x: Array, p: Problem[Source], stats: TokenStats, g: StatCotangents, dtype: DTypeLike) -> Array:
-    """Gradient ``[C, V]`` for the student's rows ``x`` in ``dtype``; overwrites ``x`` if the dtypes match."""
+def dlogits(
+    x: Array,
+    p: Problem[Source],
+    stats: TokenStats,
+    g: StatCotangents,
+    dtype: DTypeLike,
+    into: Destination | None = None,
+) -> Array:
+    """Gradient ``[C, V]`` for the student's rows ``x`` in ``dtype``; overwrites ``x`` if the dtypes match. With
+    ``into`` the larger array that the gradient was written into, of that dtype."""
     p, dtype = p.with_logits(x), jnp.dtype(dtype)
-    in_place = dtype == x.dtype
-    out = [] if in_place else [jax.ShapeDtypeStruct(x.shape, dtype)]
-    body = functools.partial(_dx, p=p)
-    return _launch(p, body, _row_numbers(p, stats, g), out, dtype, in_place)[0]
+    over = into.array if into is not None else x if dtype == x.dtype else None
+    out = [jax.ShapeDtypeStruct(x.shape, dtype)] if over is None else []
+    first = jnp.zeros((1,), jnp.int32) if into is None else into.first.astype(jnp.int32).reshape(1)
+    return _launch(p, functools.partial(_dx, p=p), [first, *_row_numbers(p, stats, g)], out, dtype, over)[0]
