@@ -25,8 +25,8 @@ import logitless as L
 from logitless import oracle
 from logitless.core import id_passes, row_passes
 from logitless.core.problem import Call, Given, Problem
+from logitless.core.stats import LogitTransform
 from logitless.core.top_k import largest, top_of_rows
-from logitless.core.transform import LogitTransform
 from logitless.lab.tools import timing
 
 RATIOS = {

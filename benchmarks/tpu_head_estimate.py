@@ -38,8 +38,7 @@ import jax.numpy as jnp
 
 from logitless.core.problem import Call, HeadArrays, Linear, Problem
 from logitless.core.row_passes import rows_in_parts
-from logitless.core.stats import StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kept_exponentials as kept_module
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.backend import front

@@ -45,8 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless.core.problem import Call, HeadArrays, Linear, Problem, Wanted
-from logitless.core.stats import StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.active_rows import PART, Ready
 from logitless.head.pallas_tpu.column_choice import FEW, SAMPLE, Active, column_rule, sampled

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "mutation.json"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml", "docs", "README.md", "configs", "examples", "scripts")
-CORE = "arguments route problem validation stats transform row_passes vjp loss_stats"
+CORE = "arguments route problem validation stats row_passes backend loss_stats"
 CHOSEN = (
     *("api.py", *(f"core/{m}.py" for m in CORE.split()), "data/*.py", "objectives/*.py", "settings/*.py"),
     *("head/*.py", "head/sparse/*.py", "logits/*.py", "train/*.py"),

@@ -38,7 +38,7 @@ from logitless.objectives.aggregate import dapo_denominator, loss_denominator
 from logitless.objectives.correction import entropy_denominator
 from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import UnusedArgumentWarning
-from logitless.objectives.metrics import LossAux, Metric, metric_values, reduce_metrics
+from logitless.objectives.loss import LossAux, Metric, metric_values, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_loss import policy_loss
 

@@ -36,7 +36,7 @@ from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import divided, warn_unused
-from logitless.objectives.metrics import OF_A_SPARSE_BACKWARD, LossAux, Metric, Metrics, loss_of_stats, metrics_of
+from logitless.objectives.loss import OF_A_SPARSE_BACKWARD, LossAux, Metric, Metrics, loss_of_stats, metrics_of
 from logitless.objectives.objective import Objective
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from logitless import logprobs
-from logitless.core.stats import StatCotangents, dz
-from logitless.core.transform import factor, forward, pull_back, slope, transform_of
+from logitless.core.stats import StatCotangents, dz, factor, forward, pull_back, slope, transform_of
 
 X = np.float32([[-3.0, 0.5, 4.0], [1.0, -0.25, 2.0]])
 

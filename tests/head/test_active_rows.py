@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.active_rows import Ready, blank_rows, parts_of, room_for
 from logitless.head.pallas_tpu.hard_rows import hard_sweep

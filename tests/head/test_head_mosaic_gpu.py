@@ -14,8 +14,7 @@ from logitless import oracle
 from logitless.core.backend import Way
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import HeadArrays
-from logitless.core.stats import finish
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, finish
 from logitless.head.chunked import Chunked
 from logitless.head.mosaic_gpu import backend, limits
 from logitless.head.mosaic_gpu.kernels import stats_matmul

@@ -15,8 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from logitless.core.backend import Split
 from logitless.core.problem import Problem, Wanted
 from logitless.core.row_passes import front
-from logitless.core.stats import StatCotangents, TokenStats, finish, masked_stats, merge
-from logitless.core.transform import LogitTransform, factor
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, factor, finish, masked_stats, merge
 from logitless.head.pallas_tpu import backend, forward, kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu

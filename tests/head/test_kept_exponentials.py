@@ -15,8 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 import logitless
 from logitless.core import compat
 from logitless.core.problem import Wanted
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.backend import PallasTpu

@@ -15,8 +15,7 @@ import logitless as L
 from logitless import oracle
 from logitless.core import divergences, row_passes
 from logitless.core.problem import Call, Given, Problem, Teacher
-from logitless.core.stats import finish, merge
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, finish, merge
 from numerics import assert_contract, f64
 
 KINDS: dict[str, dict[str, Any]] = {

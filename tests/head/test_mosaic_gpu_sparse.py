@@ -23,8 +23,7 @@ from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import Problem
 from logitless.core.row_passes import probabilities as row_probabilities
 from logitless.core.row_passes import statistics
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu import (
     backend,

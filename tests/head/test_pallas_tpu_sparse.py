@@ -24,7 +24,7 @@ import flat_calls
 from ahead_of_time import ROOT, answer_of, needs_libtpu
 from interpreted import in_numpy
 from logitless import Objective, Sharding, metric_values, oracle
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform
 from logitless.head.pallas_tpu import column_choice, kernels
 from logitless.head.pallas_tpu import sparse_backward as slabs
 from logitless.head.pallas_tpu import tiles as tiling

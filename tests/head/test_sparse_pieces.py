@@ -12,8 +12,7 @@ import pytest
 
 from logitless.core.problem import Call, HeadArrays, HeadGrads, Linear, Problem
 from logitless.core.row_passes import Visit, front, rows_in_parts
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head import linear
 from logitless.head.sparse import active_columns
 from logitless.head.sparse.active_columns import Rule

@@ -17,7 +17,7 @@ import logitless as L
 from logitless import Objective, oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.divergences import Divergence
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform
 from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
 from logitless.lab.plan.chips import CHIPS, as_if_on

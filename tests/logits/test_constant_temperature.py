@@ -1,7 +1,7 @@
 """A temperature that the compiler knows costs no digits: at logits of 200, every backend against float64.
 
 A known temperature is a factor that a compiler may contract with the subtraction of a row's maximum, in one pass and
-not in the next; ``logitless.core.transform`` says how passes are kept from disagreeing. The inputs of the head are
+not in the next; ``logitless.core.stats`` says how passes are kept from disagreeing. The inputs of the head are
 small multiples of 1/8, whose products and sums are exact: what is off is off by the softmax.
 """
 
@@ -19,8 +19,7 @@ import pytest
 import flat_calls
 from logitless import Objective, oracle, policy_loss
 from logitless.core.compat import mosaic_gpu_reason
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from loss_cases import token_stats
 from numerics import STATS, assert_contract, logits_problem, plain_stats, three
 

@@ -11,8 +11,7 @@ import flat_calls
 from interpreted import by_numpy
 from logitless import Objective, logprobs
 from logitless.core.compat import mosaic_gpu_reason
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.logits.mosaic_gpu import backend as mosaic_gpu
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles

@@ -18,8 +18,7 @@ import flat_calls
 from interpreted import by_numpy
 from logitless import grpo_loss, logprobs, oracle
 from logitless.core.options import Options
-from logitless.core.stats import StatCotangents, empty_sums, finish, merge, row_sums
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents, empty_sums, finish, merge, row_sums
 from logitless.logits import chunked
 from logitless.objectives.objective import Objective
 from numerics import (

@@ -14,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from logitless import oracle
 from logitless.core.problem import Given, Problem
-from logitless.core.stats import StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
 from logitless.core.validation import LossArrays
 from logitless.logits import chunked, reference
 from logitless.logits.pallas_tpu import backend as pallas_tpu

@@ -16,8 +16,7 @@ from logitless import oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.divergences import Divergence
 from logitless.core.problem import Call, Given, Problem, Teacher
-from logitless.core.stats import StatCotangents
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.logits.mosaic_gpu import pair_rows
 from logitless.logits.mosaic_gpu.peaked_sums import LOW, PeakedSums, joined, merged
 from numerics import f64

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from logitless.core.problem import Call, Given, Problem
-from logitless.core.stats import STAT_FIELDS, finish, merge
-from logitless.core.transform import LogitTransform, factor
+from logitless.core.stats import STAT_FIELDS, LogitTransform, factor, finish, merge
 from logitless.logits import chunked
 
 

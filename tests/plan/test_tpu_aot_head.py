@@ -31,8 +31,7 @@ def value_and_grad(case: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from logitless.core.problem import Call, HeadArrays, Linear, Problem
-    from logitless.core.stats import StatCotangents
-    from logitless.core.transform import LogitTransform
+    from logitless.core.stats import LogitTransform, StatCotangents
     from logitless.head.pallas_tpu import kernels
 
     n, hidden, vocab = case["n"], case["hidden"], case["vocab"]

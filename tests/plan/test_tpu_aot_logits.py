@@ -64,8 +64,7 @@ def program(
     import jax.numpy as jnp
 
     from logitless.core.problem import Call, Given, Problem
-    from logitless.core.stats import StatCotangents, TokenStats
-    from logitless.core.transform import LogitTransform
+    from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
     from logitless.logits.pallas_tpu import backend as pallas_tpu
     from logitless.objectives.inputs import LossInputs
     from logitless.objectives.objective import Objective

@@ -118,7 +118,7 @@ def _with_gradients(objective: Objective, logp: jax.Array, entropy: jax.Array, i
 
 def without_metrics() -> AbstractContextManager[Any]:
     """Losses have none."""
-    return mock.patch("logitless.objectives.metrics.loss_metrics", return_value={})
+    return mock.patch("logitless.objectives.loss.loss_metrics", return_value={})
 
 
 def metrics_of(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> dict[str, Any]:

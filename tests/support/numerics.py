@@ -25,8 +25,7 @@ from jax import Array
 import flat_calls
 from logitless import oracle
 from logitless.core.problem import Call, Given, HeadArrays, Linear, Problem
-from logitless.core.stats import TokenStats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, TokenStats
 
 FACTOR = 1.5
 FLOOR_ULP = 4

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from logitless.objectives.metrics import Metric
+from logitless.objectives.loss import Metric
 from logitless.objectives.objective import Objective
 from logitless.train import attention, folder, recorded, train_mesh
 from logitless.train.ab_text import curve, table

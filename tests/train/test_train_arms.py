@@ -20,7 +20,7 @@ from hub_folder import save_safetensors
 from interpreted import by_numpy
 from logitless.lab import cli
 from logitless.lab.bench import report
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.train import ab, loop
 from logitless.train import folder as folders
 from logitless.train.ab_plan import plan_of

@@ -17,7 +17,7 @@ import pytest
 from conftest import CHILD_ENVIRONMENT
 from interpreted import by_numpy, in_numpy
 from logitless.lab import cli
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.train import loop
 from logitless.train.architectures import PRESETS
 from logitless.train.config import load, objective_of

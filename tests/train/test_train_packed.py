@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from interpreted import in_numpy
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.train import train_mesh
 from logitless.train.config import load, objective_of
 from logitless.train.model import Params

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.objectives.metrics import Metric
+from logitless.objectives.loss import Metric
 from logitless.train import recorded
 from logitless.train.config import ConfigError
 from logitless.train.rollout import Completions, Sampling, nucleus, sample

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.objectives.metrics import Metric
+from logitless.objectives.loss import Metric
 from logitless.train import folder as folders
 from logitless.train import loop, trainer
 from logitless.train.compare import ratios

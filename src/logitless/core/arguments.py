@@ -20,10 +20,9 @@ from logitless.core.divergences import DIVERGENCES
 from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
 from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem, Source, Teacher
 from logitless.core.route import Route, decide
-from logitless.core.stats import TokenStats
+from logitless.core.stats import LogitTransform, TokenStats, transform_of
 from logitless.core.top_k import TopK
 from logitless.core.top_teacher import TopTeacher
-from logitless.core.transform import LogitTransform, transform_of
 from logitless.objectives.checks import did_you_mean, mixture, shown
 from logitless.objectives.distillation import Distillation
 from logitless.objectives.inputs import logp_temperature, loss_inputs, statistics_temperature

@@ -25,8 +25,7 @@ from jax import Array, lax
 
 from logitless.core.chunk_size import platform
 from logitless.core.pytree import register
-from logitless.core.stats import NEG_INF, PairStats, RowSums, TokenStats
-from logitless.core.transform import times
+from logitless.core.stats import NEG_INF, PairStats, RowSums, TokenStats, times
 from logitless.objectives.objective import Divergence
 
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)

@@ -30,6 +30,7 @@ from logitless.core import row_passes
 from logitless.core.row_passes import Line, Rows
 from logitless.core.stats import (
     NEG_INF,
+    LogitTransform,
     RowSums,
     SelectedStats,
     StatCotangents,
@@ -38,13 +39,16 @@ from logitless.core.stats import (
     dz_at_target,
     dz_line,
     empty_sums,
+    factor,
     finish,
     log_probability,
     merge,
+    pull_back,
     row_sums,
+    swept,
+    times,
     valid_targets,
 )
-from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 
 _HALF = -0.6931472
 """``log(1/2)``: a row has at most one id above."""

@@ -11,7 +11,7 @@ from jax import Array
 
 from logitless import api
 from logitless.core.validation import check_arguments
-from logitless.objectives.metrics import LossAux, Metrics
+from logitless.objectives.loss import LossAux, Metrics
 
 P = ParamSpec("P")
 

@@ -24,8 +24,7 @@ from jaxtyping import PyTree
 
 from logitless.core.divergences import Divergence
 from logitless.core.pytree import register, static, tree_of
-from logitless.core.stats import StatCotangents, TokenStats, blank_stats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, blank_stats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions, cotangents, may_have_gradient
 from logitless.objectives.objective import Objective

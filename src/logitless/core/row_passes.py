@@ -41,6 +41,7 @@ from logitless.core.problem import Given, Linear, Loss, Problem, Teacher
 from logitless.core.pytree import register, static
 from logitless.core.stats import (
     NEG_INF,
+    LogitTransform,
     RowSums,
     StatCotangents,
     TokenStats,
@@ -48,15 +49,18 @@ from logitless.core.stats import (
     dz_line,
     empty_sums,
     exponentials,
+    factor,
     finish,
     log_probability,
     merge,
+    pull_back,
     row_sums,
     sums_of,
+    swept,
+    times,
     valid_targets,
     where_rows,
 )
-from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
 
 Rows = Problem[Linear] | Problem[Given]
 T = TypeVar("T")

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.row_passes import Rows, column_ids
-from logitless.core.stats import NEG_INF, where_rows
-from logitless.core.transform import divided, factor, swept, times
+from logitless.core.stats import NEG_INF, divided, factor, swept, times, where_rows
 
 _GROUP = 16
 """Columns of a group."""

@@ -20,7 +20,7 @@ from logitless.core.pytree import register, static
 from logitless.core.stats import NEG_INF, TokenStats, where_rows
 from logitless.core.top_k import TopK
 from logitless.objectives.distillation import Outside
-from logitless.objectives.metrics import Metric, Metrics
+from logitless.objectives.loss import Metric, Metrics
 from logitless.objectives.objective import Divergence
 
 

@@ -25,7 +25,7 @@ from logitless.core.options import Head, Options
 from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools.text import WIDTH
 from logitless.lab.tools.timing import wall_times
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.objectives.objective import Objective
 
 _ROWS = 8

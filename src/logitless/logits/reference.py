@@ -19,8 +19,17 @@ from logitless.core.divergences import dominating, finish_pair, log_probabilitie
 from logitless.core.problem import Given, Loss, Problem
 from logitless.core.promotion import own_promotion
 from logitless.core.row_passes import column_ids, swept_columns, teacher_logits, teacher_statistics
-from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz, finish, masked_stats, row_sums, valid_targets
-from logitless.core.transform import factor
+from logitless.core.stats import (
+    NEG_INF,
+    StatCotangents,
+    TokenStats,
+    dz,
+    factor,
+    finish,
+    masked_stats,
+    row_sums,
+    valid_targets,
+)
 from logitless.objectives.objective import Divergence
 
 

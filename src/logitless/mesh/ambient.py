@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from logitless.core import compat
 from logitless.core.backend import Backend
 from logitless.mesh.sharding import Sharding, mesh_of
-from logitless.objectives.metrics import LossAux
+from logitless.objectives.loss import LossAux
 
 _ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call it inside your own shard_map."
 

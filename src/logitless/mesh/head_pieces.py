@@ -43,10 +43,10 @@ from logitless.core.stats import (
     finish,
     masked_stats,
     merge,
+    times,
     valid_targets,
 )
-from logitless.core.transform import factor as factor_of
-from logitless.core.transform import times
+from logitless.core.stats import factor as factor_of
 from logitless.mesh.collectives import gather_head, own_targets, reduce_grads, zeros
 from logitless.mesh.sharding import Placement
 

@@ -27,8 +27,16 @@ from jaxtyping import PyTree
 from logitless.core.backend import Around, Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
 from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
-from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats, finish, masked_stats, valid_targets
-from logitless.core.transform import factor
+from logitless.core.stats import (
+    NEG_INF,
+    RowSums,
+    StatCotangents,
+    TokenStats,
+    factor,
+    finish,
+    masked_stats,
+    valid_targets,
+)
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
 from logitless.mesh.sharding import Placement
 

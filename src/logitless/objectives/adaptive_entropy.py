@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.pytree import register
-from logitless.objectives.metrics import Metric
+from logitless.objectives.loss import Metric
 from logitless.objectives.objective import Number
 
 

@@ -10,7 +10,7 @@ from logitless.core import validation
 from logitless.core.promotion import own_promotion
 from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import loss_inputs, warn_unused
-from logitless.objectives.metrics import Metrics, loss_of_stats
+from logitless.objectives.loss import Metrics, loss_of_stats
 from logitless.objectives.objective import Objective
 
 

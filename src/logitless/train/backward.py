@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.loss import Metrics
 from logitless.train.lora import LoRA
 from logitless.train.model import ModelConfig, Params, Parts, lm_head, stacked_layers
 

@@ -19,7 +19,7 @@ from logitless.core.options import Head, Options
 from logitless.core.stats import TokenStats
 from logitless.lab.tools.baselines import naive_head_logp
 from logitless.objectives.inputs import divided
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.loss import Metrics
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_loss import policy_loss
 from logitless.train.config import NAIVE, TrainConfig, loss_backend

@@ -31,7 +31,7 @@ from jaxtyping import Bool, Int
 from logitless.core.pytree import register, tree_of, with_leaves
 from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
-from logitless.objectives.metrics import Metric, Metrics, reduce_metrics
+from logitless.objectives.loss import Metric, Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.train.config import TrainConfig, needs_rollout
 from logitless.train.lora import LoRA

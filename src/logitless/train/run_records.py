@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.train.rollout import Completions
 from logitless.train.task import Prompts
 

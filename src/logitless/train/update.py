@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from logitless.core.pytree import register, with_leaves
 from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.correction import entropy_denominator
-from logitless.objectives.metrics import Metrics, reduce_metrics
+from logitless.objectives.loss import Metrics, reduce_metrics
 from logitless.objectives.objective import Objective
 from logitless.train import train_mesh
 from logitless.train.backward import add_gradients

@@ -30,7 +30,7 @@ from jax import Array, lax
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, swept_columns
-from logitless.core.transform import factor, times
+from logitless.core.stats import factor, times
 from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu.kernels.stats_epilogue import LANES, bit_of
 from logitless.head.mosaic_gpu.tile_mask import TOKENS, Spans
@@ -124,7 +124,7 @@ def threshold(rows: Array) -> Array:
 
 
 def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
-    """``[N]``: the number that a column's swept logit (``u`` of ``logitless.core.transform``) has to be above; infinite
+    """``[N]``: the number that a column's swept logit (``u`` of ``logitless.core.stats``) has to be above; infinite
     where a row has no gradient."""
     assert p.tolerance is not None
     z = guess(p, rows, before) + jnp.log(p.tolerance * threshold(rows))

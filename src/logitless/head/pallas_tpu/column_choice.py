@@ -31,8 +31,7 @@ from logitless.core import row_passes
 from logitless.core.problem import HeadArrays, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import in_parts, swept_columns
-from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, valid_targets
-from logitless.core.transform import factor, times
+from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, factor, times, valid_targets
 from logitless.head.linear import raw_logits
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.operands import interpreter

@@ -38,8 +38,7 @@ from logitless.core import compat
 from logitless.core.compat import Index, Ref
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
-from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
-from logitless.core.transform import factor, pull_back, swept, times
+from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line, factor, pull_back, swept, times
 from logitless.head.pallas_tpu import kept_exponentials as kept_tokens
 from logitless.head.pallas_tpu.operands import (
     LOG_ZERO,

@@ -49,8 +49,7 @@ from jax.experimental.pallas import tpu as pltpu
 from logitless.core import compat
 from logitless.core.compat import Index, Ref
 from logitless.core.pytree import register
-from logitless.core.stats import NEG_INF, RowSums
-from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
+from logitless.core.stats import NEG_INF, LogitTransform, RowSums, factor, pull_back, swept, times
 from logitless.head.pallas_tpu.kept_exponentials import Kept, block_of_step
 from logitless.head.pallas_tpu.operands import (
     FLOOR,

@@ -31,8 +31,7 @@ from logitless.core import compat
 from logitless.core.compat import Index, Ref
 from logitless.core.problem import Problem
 from logitless.core.pytree import register, static
-from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line
-from logitless.core.transform import factor, slope, times
+from logitless.core.stats import StatCotangents, TokenStats, dz_at_target, dz_line, factor, slope, times
 from logitless.head.pallas_tpu.operands import Launch, tiles_of
 from logitless.head.pallas_tpu.tiles import LANES, Spec, blocks_of
 

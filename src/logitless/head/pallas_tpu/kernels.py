@@ -45,12 +45,13 @@ from logitless.core.stats import (
     StatCotangents,
     TokenStats,
     dz_at_target,
+    factor,
     finish,
     log_probability,
     masked_stats,
+    slope,
     valid_targets,
 )
-from logitless.core.transform import factor, slope
 from logitless.head.pallas_tpu import gather_rows, lora
 from logitless.head.pallas_tpu.dhidden import dhidden_sweep
 from logitless.head.pallas_tpu.dweight import AT_TARGET, HeadSums, coefficients, dhead_sweep

@@ -34,7 +34,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from logitless.core.compat import Index, Ref
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform
 
 Kernel = Literal["forward", "dhidden", "dhead"]
 

@@ -26,8 +26,7 @@ from logitless.core.chunk_size import column_tile, platform
 from logitless.core.problem import HeadArrays, HeadGrads, Layout, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import column_ids, columns, over_columns, probabilities
-from logitless.core.stats import NEG_INF, TokenStats
-from logitless.core.transform import factor, swept, times
+from logitless.core.stats import NEG_INF, TokenStats, factor, swept, times
 
 HARD_ROW_COST = 1.25
 """A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""

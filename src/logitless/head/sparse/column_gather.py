@@ -21,8 +21,7 @@ from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, HeadArrays, Problem
 from logitless.core.row_passes import swept_columns
-from logitless.core.stats import StatCotangents, TokenStats, dz
-from logitless.core.transform import LogitTransform, factor, pull_back
+from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, dz, factor, pull_back
 from logitless.head.linear import add_dhead, dhidden, dx_dtype
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Rule

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.problem import Problem
-from logitless.core.transform import forward
+from logitless.core.stats import forward
 
 Gather = Callable[[Array, Array], Array]
 """``(x [V, H], at [K]) -> [K, H]``."""

@@ -12,7 +12,7 @@ from logitless.core.problem import HeadArrays
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
 from logitless.head.sparse.active_columns import Columns, Rule
-from logitless.objectives.metrics import Metric, Metrics
+from logitless.objectives.loss import Metric, Metrics
 
 
 @register

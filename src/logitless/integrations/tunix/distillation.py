@@ -21,7 +21,7 @@ from logitless.core.pytree import register, static
 from logitless.integrations.tunix.interface import same_parameters
 from logitless.integrations.tunix.placement import sharding_of
 from logitless.integrations.tunix.tunix_model import without_head
-from logitless.objectives.metrics import Metric
+from logitless.objectives.loss import Metric
 
 _STRATEGY = {
     "__init__": "self student_forward_fn teacher_forward_fn labels_fn",

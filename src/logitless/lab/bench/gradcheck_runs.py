@@ -21,7 +21,7 @@ from logitless.lab.bench import divergence_runs, model_inputs, realistic, synthe
 from logitless.lab.bench.gradcheck_config import DTYPES, GradcheckConfig, axes_of
 from logitless.lab.plan.mesh import AXES
 from logitless.mesh.sharding import Sharding
-from logitless.objectives.metrics import metric_values
+from logitless.objectives.loss import metric_values
 from logitless.objectives.objective import Objective
 
 STATISTICS = ("logp", "entropy", "lse")

@@ -8,7 +8,7 @@ dlogits have the dtype of the logits, or a requested dtype: the kernels round fl
 (:func:`rounds`); any other conversion takes a separate pass. They are written over the logits, into an array of their
 own, or into some rows of a larger array (:class:`Destination`).
 
-The maths is in ``core/stats.py`` and ``core/transform.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
+The maths is in ``core/stats.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
 how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
 false are not read.
 """
@@ -29,8 +29,7 @@ from jax.typing import DTypeLike
 from logitless.core.backend import Split, refusal
 from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
 from logitless.core.problem import Given, Problem
-from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats, stats_of_columns
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import STAT_FIELDS, LogitTransform, StatCotangents, TokenStats, stats_of_columns
 from logitless.logits.chunked import Chunked
 from logitless.logits.mosaic_gpu import kernels
 from logitless.logits.mosaic_gpu.kernels import Operands, Shared

@@ -23,8 +23,7 @@ from jax.typing import DTypeLike
 
 from logitless.core import stats as st
 from logitless.core.compat import Ref, gpu_load
-from logitless.core.stats import STAT_FIELDS, StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform, swept
+from logitless.core.stats import STAT_FIELDS, LogitTransform, StatCotangents, TokenStats, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
 from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums

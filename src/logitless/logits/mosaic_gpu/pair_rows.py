@@ -29,8 +29,19 @@ from logitless.core.compat import Ref, gpu_interpreter, gpu_load
 from logitless.core.divergences import HALF, is_dominated
 from logitless.core.problem import Given, Problem, Source
 from logitless.core.row_passes import swept_columns, teacher_logits
-from logitless.core.stats import NEG_INF, StatCotangents, TokenStats, dz_at_target, dz_line, valid_targets
-from logitless.core.transform import LogitTransform, factor, pull_back, swept, times
+from logitless.core.stats import (
+    NEG_INF,
+    LogitTransform,
+    StatCotangents,
+    TokenStats,
+    dz_at_target,
+    dz_line,
+    factor,
+    pull_back,
+    swept,
+    times,
+    valid_targets,
+)
 from logitless.logits.mosaic_gpu.layout import Destination, select
 from logitless.logits.mosaic_gpu.peaked_sums import (
     LOW,

@@ -1,6 +1,6 @@
 """Sums over a row for two distributions, relative to the row's largest logit, and without it.
 
-With ``u`` and ``k`` of ``logitless.core.transform``, ``o`` and ``k_o`` those of the other distribution, ``w`` the
+With ``u`` and ``k`` of ``logitless.core.stats``, ``o`` and ``k_o`` those of the other distribution, ``w`` the
 column of the largest ``u``, sums over all columns but ``w`` of
 
     rest: e    centred: e s    squares: e^2    cross: e (s - k_o (o - o_w))      s = k (u - u_w),  e = exp(s)
@@ -22,8 +22,7 @@ from jax import Array
 
 from logitless.core.divergences import HALF, Divergence, PairSums, finish_pair, is_dominated
 from logitless.core.pytree import register
-from logitless.core.stats import TokenStats
-from logitless.core.transform import LogitTransform, divided, times
+from logitless.core.stats import LogitTransform, TokenStats, divided, times
 
 LOW = -1e30  # stands for -inf as the largest logit of no columns: differences stay finite
 

@@ -11,10 +11,9 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import stats as st
-from logitless.core import transform as tr
+from logitless.core import stats as tr
 from logitless.core.compat import gpu_load
-from logitless.core.stats import NEG_INF, RowSums, StatCotangents, TokenStats
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import NEG_INF, LogitTransform, RowSums, StatCotangents, TokenStats
 from logitless.logits.mosaic_gpu import scalars as scalar
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Power:
 class Lanes:
     """Per-lane sums, ``[lanes]`` float32: maximum ``m``, and sums of ``e``, ``e t``, ``e^2`` with ``t = k (u - m)``.
 
-    ``u`` and ``k`` are those of ``logitless.core.transform``, ``k`` times the :class:`Power`'s unit: ``e = exp(t /
+    ``u`` and ``k`` are those of ``logitless.core.stats``, ``k`` times the :class:`Power`'s unit: ``e = exp(t /
     unit)``.
     """
 

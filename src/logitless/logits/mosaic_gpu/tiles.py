@@ -29,10 +29,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from logitless.core import transform as tr
+from logitless.core import stats as tr
 from logitless.core.compat import Ref, gpu_load
-from logitless.core.stats import NEG_INF
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import NEG_INF, LogitTransform
 from logitless.logits.mosaic_gpu.layout import Number, row_index, select
 from logitless.logits.mosaic_gpu.row_terms import LOW, Coefficients, Lanes, Power
 

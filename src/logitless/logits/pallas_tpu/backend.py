@@ -9,7 +9,7 @@ No matmuls. Whole rows are held in VMEM up to a vocabulary of about 280,000 (``t
 reads. Besides the logits about 1 KiB a token moves: what a row needs (target, live, temperature, the objective's
 columns) is packed into one int32 array, since a TPU stores even ``[N, 1]`` as ``[N, 128]``.
 
-The maths is in ``core/stats.py`` and ``core/transform.py``, the kernels in ``kernels.py``. Ragged N and V are masked in
+The maths is in ``core/stats.py``, the kernels in ``kernels.py``. Ragged N and V are masked in
 the kernels; nothing is padded in HBM but the int32 targets.
 """
 
@@ -31,8 +31,7 @@ from logitless.core import stats as S
 from logitless.core.backend import Cost, Split, Way, refusal
 from logitless.core.compat import Ref
 from logitless.core.problem import Given, Problem
-from logitless.core.stats import RowSums, StatCotangents, TokenStats
-from logitless.core.transform import factor
+from logitless.core.stats import RowSums, StatCotangents, TokenStats, factor
 from logitless.logits.chunked import Chunked, bytes_moved, cotangents_of, live_cotangents
 from logitless.logits.pallas_tpu import kernels
 from logitless.logits.pallas_tpu.kernels import DEAD, INVALID, Block, Numbers

@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 
 from logitless.core import stats as S
 from logitless.core.compat import Index, Ref
-from logitless.core.stats import RowSums, StatCotangents
-from logitless.core.transform import LogitTransform, factor, times
+from logitless.core.stats import LogitTransform, RowSums, StatCotangents, factor, times
 from logitless.logits.pallas_tpu import rows
 from logitless.logits.pallas_tpu.rows import STAT_COLUMNS, Group
 from logitless.logits.pallas_tpu.tiles import LANES, Tiles

@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 
 from logitless.core import stats as S
 from logitless.core.compat import Index, Ref
-from logitless.core.transform import LogitTransform, factor, pull_back, slope, swept, times
+from logitless.core.stats import LogitTransform, factor, pull_back, slope, swept, times
 from logitless.logits.pallas_tpu.tiles import LANES
 
 STEP_TILES = (48, 80)

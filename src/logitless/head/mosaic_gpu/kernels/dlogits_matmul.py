@@ -29,13 +29,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from logitless.core import transform as tr
+from logitless.core import stats as tr
 from logitless.core.compat import Ref
 from logitless.core.problem import HeadArrays, Linear, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
-from logitless.core.stats import dz_at_target, dz_line
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, dz_at_target, dz_line
 from logitless.head.mosaic_gpu.dx_tiles import Slots
 from logitless.head.mosaic_gpu.kernels import pipeline, stats_epilogue
 from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running, token_rows, whole_bias

@@ -7,7 +7,7 @@ their number.
 
     m = max u    t = k (u - m)    e = 2^t    S = sum e    A = sum e t    Q = sum e^2
 
-``u`` and ``k`` are those of ``logitless.core.transform``, ``k`` times log2(e). The columns that take no part (the
+``u`` and ``k`` are those of ``logitless.core.stats``, ``k`` times log2(e). The columns that take no part (the
 target, those beyond the vocabulary) are masked only in the tiles that hold one, which the caller knows.
 """
 
@@ -20,9 +20,8 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core import stats as st
-from logitless.core import transform as tr
-from logitless.core.stats import NEG_INF, RowSums
-from logitless.core.transform import LogitTransform
+from logitless.core import stats as tr
+from logitless.core.stats import NEG_INF, LogitTransform, RowSums
 
 LANES = 8  # columns of the smallest accumulator tile: the bits of a row are as many words
 PIECE = 32  # columns whose bits are made at a time: fewer are more operations to compile, more take more shifts

@@ -25,11 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from logitless.core import stats as st
-from logitless.core import transform as tr
+from logitless.core import stats as tr
 from logitless.core.compat import Ref
 from logitless.core.problem import Problem
-from logitless.core.stats import TokenStats, masked_stats, valid_targets
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import LogitTransform, TokenStats, masked_stats, valid_targets
 from logitless.head.mosaic_gpu.kernels import pipeline, stats_epilogue
 from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running, token_rows, whole_bias
 from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Runs, Tiles, schedule, tiles_for
