@@ -446,7 +446,8 @@ def test_the_gradient_over_a_frozen_head() -> None:
 
 @pytest.mark.slow
 def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
-    """Its gradient in the active columns is the slabs' alone, hard rows or not."""
+    """Its gradient in the active columns is the slabs' alone, hard rows or not, summed in float32; in the others it
+    lacks no more than what easy rows leave out."""
     case = bf16(calibrated)
     rest, bias = loss_inputs(case), jnp.zeros((VOCAB,), jnp.float32)
 
@@ -468,7 +469,10 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
         case.hidden, case.lm_head, case.targets, objective=DAPO, head_layout="vh", bias=np.zeros(VOCAB), **rest
     )
     assert_as_good("dh", dh, dh_off, true_h)
-    assert_as_good("dbias", f64(dbias)[None], f64(dbias_off)[None], true_bias[None])
+    active = np.unique(case.targets)  # some of them: the targets always are
+    assert_as_good("dbias", f64(dbias)[None, active], f64(dbias_off)[None, active], true_bias[None, active])
+    left_out = values["left_out_mass_max"] * np.abs(logp_cotangents(case, rest, DAPO)).sum()
+    assert 0 < np.abs(f64(dbias) - true_bias).sum() <= left_out + 1e-5 * np.abs(true_bias).sum()
 
 
 # -- over a mesh -------------------------------------------------------------------------------------------------------
@@ -476,8 +480,14 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["in forward", "late"])
-def test_tokens_over_a_mesh(late: bool) -> None:
-    """Every device does with its own tokens what one device does, to the bit; dW is their sum."""
+def test_tokens_over_a_mesh(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device does with its own tokens what one device does, to the bit; dW is their sum.
+
+    One slab holds all columns that a set may have: an interpreted kernel starts when all devices start one, so devices that
+    take two slabs and three would wait for each other for ever.
+    """
+    slab = 1024
+    monkeypatch.setattr(column_choice, "slab_width", lambda vocab: slab)
     case = bf16(calibrated)
     rest = loss_inputs(case)
     where = Sharding(Mesh(np.array(jax.devices()[:4]), ("data",)), tokens=PartitionSpec("data"))
@@ -497,7 +507,7 @@ def test_tokens_over_a_mesh(late: bool) -> None:
     h, w = case.parameters()
     (value, metrics), (dh, dw) = f(h, w, jnp.asarray(case.targets), rest, where)
     values = metric_values(metrics)
-    assert values["dense_chunks"] == 0 and 0 < values["backward_columns"] < 0.25
+    assert values["dense_chunks"] == 0 and values["backward_columns"] == slab / VOCAB
     assert 0 < values["left_out_mass_max"] <= TOLERANCE and 0 < values["hard_rows"] < 0.5
     total, rows, weight = 0.0, [], np.zeros(w.shape)
     for k in range(0, 8, 2):

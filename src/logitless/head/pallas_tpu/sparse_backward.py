@@ -90,8 +90,8 @@ def over_slabs(rule: Rule, want: Wanted, p: Problem, known: Known, count: Array,
             x = lax.optimization_barrier(raw_logits(part.h, columns, jnp.dtype(jnp.float32)))
             kept = put(kept, jnp.sum(probabilities(x, part, own.stats, index[None, :]), axis=1))
             if want:
-                dx = slab_dx(x, index, part, own)
-                dh = None if dh is None else put(dh, dhidden(dx, columns))
+                dx = slab_dx(x, index, part, own, want.bias)
+                dh = None if dh is None else put(dh, dhidden(dx.astype(p.h.dtype), columns))
                 grads = add_dhead(grads, dx, part.h, columns)
             return kept, dh, grads
 
