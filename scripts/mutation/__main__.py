@@ -58,7 +58,7 @@ TESTS = (
 LEFT_OUT = ("startup",)
 """Tests of speed."""
 IMPORTED = (
-    *("hypothesis", "jax.numpy", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu", "jaxtyping"),
+    *("hypothesis", "jax.numpy", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu"),
     *("optax", "tokenizers", "safetensors.numpy", "rich.console", "omegaconf", "jinja2", "gguf"),
 )
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not tunix")

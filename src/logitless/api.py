@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int, PyTree
 
 from logitless.core import backend
 from logitless.core.arguments import (
@@ -30,6 +29,7 @@ from logitless.core.divergences import Divergence
 from logitless.core.options import Head, Options
 from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
+from logitless.core.shapes import Float, Int, PyTree
 from logitless.core.stats import TokenStats
 from logitless.core.top_k import TopK
 from logitless.core.validation import named_arguments, objective_of

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import ArrayLike
-from jaxtyping import PyTree
 
 from logitless.core.divergences import PairSums, ShardOfPair
 from logitless.core.problem import Loss, Problem, Source, Take, Wanted, perturbed
 from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, static
+from logitless.core.shapes import PyTree
 from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.top_k import TopK
 

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from logitless.core import row_passes
 from logitless.core.row_passes import Line, Rows
+from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
     LogitTransform,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import jax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from logitless.core.problem import Layout
+from logitless.core.shapes import Float
 
 SparseBackward = Literal["off", "auto"] | float | Array
 Number = Array | float | None

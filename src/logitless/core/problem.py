@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
-from jaxtyping import PyTree
 
 from logitless.core.divergences import Divergence
 from logitless.core.pytree import register, static, tree_of
+from logitless.core.shapes import PyTree
 from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, blank_stats
 from logitless.objectives.inputs import LossInputs
 from logitless.objectives.loss import contributions, cotangents, may_have_gradient

@@ -7,9 +7,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
 
 from logitless.core import validation
+from logitless.core.shapes import Float
 from logitless.objectives.checks import shown
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
+from logitless.core.shapes import Bool, Int
 
 
 @own_promotion

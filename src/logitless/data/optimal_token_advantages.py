@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
+from logitless.core.shapes import Float
 from logitless.core.stats import TokenStats
 from logitless.data.group_advantages import checked_groups
 

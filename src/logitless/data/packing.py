@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, tree_of
+from logitless.core.shapes import Bool, Float, Int
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
+from logitless.core.shapes import Bool, Float, Int
 from logitless.objectives.inputs import prepare
 from logitless.objectives.objective import Objective
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from logitless.core.backend import Around
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.sparse.report import SparseReport, blank_report, dense_report
 

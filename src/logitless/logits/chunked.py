@@ -17,13 +17,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, PlainJax, Way
 from logitless.core.chunk_size import platform, row_chunk
 from logitless.core.divergences import PairSums, ShardOfPair
 from logitless.core.problem import Given, Loss, Problem
+from logitless.core.shapes import PyTree
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, empty_sums, masked_stats, where_rows
 from logitless.objectives.token_program import TokenProgram, token_program
 

@@ -21,10 +21,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from logitless.core import compat
 from logitless.core.backend import Backend
+from logitless.core.shapes import PyTree
 from logitless.mesh.sharding import Sharding, mesh_of
 from logitless.objectives.loss import LossAux
 

@@ -31,10 +31,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.backend import Backend, Divisible
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Problem, Source, Wanted
+from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
     StatCotangents,

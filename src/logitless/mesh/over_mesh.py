@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from logitless.core.backend import Around, Backend
 from logitless.core.problem import (
@@ -41,6 +40,7 @@ from logitless.core.problem import (
     Wanted,
     flat_tokens,
 )
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.mesh import collectives, head_pieces
 from logitless.mesh.sharding import Placement

@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.backend import Around, Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
 from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
+from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
     RowSums,

@@ -18,10 +18,10 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.sparse.backend import Sparse
 from logitless.head.sparse.column_gather import Known, misses

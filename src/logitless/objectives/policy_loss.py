@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
+from logitless.core.shapes import Float, Int
 from logitless.core.stats import TokenStats
 from logitless.objectives.inputs import loss_inputs, warn_unused
 from logitless.objectives.loss import Metrics, loss_of_stats

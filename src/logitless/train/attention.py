@@ -12,7 +12,8 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+
+from logitless.core.shapes import Bool, Float
 
 IMPLEMENTATIONS = ("auto", "cudnn", "xla")
 _QUERY_BLOCK = 256

@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from logitless.core.pytree import register, with_leaves
+from logitless.core.shapes import Bool, Float, Int
 from logitless.train.lora import LoRA
 from logitless.train.model import (
     ModelConfig,

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt8
+
+from logitless.core.shapes import Float, UInt8
 
 
 def _half(two_bytes: UInt8[Array, "N 2"]) -> Float[Array, "N 1"]:

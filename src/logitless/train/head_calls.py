@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool
 
 from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.options import Head, Options
+from logitless.core.shapes import Bool
 from logitless.core.stats import TokenStats
 from logitless.lab.tools.baselines import naive_head_logp
 from logitless.objectives.inputs import divided

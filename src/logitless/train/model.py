@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
+from logitless.core.shapes import Bool, Float, Int
 from logitless.train.attention import causal_attention, masked_attention
 
 if TYPE_CHECKING:

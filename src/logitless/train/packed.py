@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Bool, Int
 
 from logitless.core.pytree import register, tree_of, with_leaves
+from logitless.core.shapes import Bool, Int
 from logitless.data.packing import Packed, pack, unpack
 from logitless.data.rows_with_gradient import rows_with_gradient
 from logitless.objectives.loss import Metric, Metrics, reduce_metrics

@@ -26,9 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from logitless.core.pytree import register
+from logitless.core.shapes import Bool, Float, Int
 from logitless.core.top_k import largest
 from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from logitless.core.pytree import register, with_leaves
+from logitless.core.shapes import Bool, Float, Int
 from logitless.objectives.aggregate import default_denominator, sequences_of
 from logitless.objectives.correction import entropy_denominator
 from logitless.objectives.loss import Metrics, reduce_metrics

@@ -28,10 +28,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.problem import HeadGrads, Wanted
 from logitless.core.pytree import register
+from logitless.core.shapes import PyTree
 from logitless.head.mosaic_gpu import dweight_buffer
 from logitless.head.mosaic_gpu.column_screen import Screened
 from logitless.head.mosaic_gpu.dweight_buffer import Live, Room

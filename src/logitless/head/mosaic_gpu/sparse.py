@@ -22,11 +22,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import probabilities
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import finished
 from logitless.head.linear import raw_logits

@@ -29,9 +29,9 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Problem, Wanted
+from logitless.core.shapes import PyTree
 from logitless.head.mosaic_gpu import column_chunks, dweight_buffer, tile_mask
 from logitless.head.mosaic_gpu.column_screen import Screened
 from logitless.head.mosaic_gpu.dweight_buffer import Live, Room

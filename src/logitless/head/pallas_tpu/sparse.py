@@ -48,10 +48,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.pallas_tpu import column_choice, kernels, sparse_backward
 from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, live_cotangents

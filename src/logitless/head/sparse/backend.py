@@ -34,13 +34,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from logitless.core import row_passes
 from logitless.core.backend import Around, Cost, Split, Way
 from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, split_sweep, sweep_over
+from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats, blank_stats
 from logitless.head.chunked import Chunked, add_chunk, chunk_of, dx_dtype_of, finished, logits_of, no_gradients
 from logitless.head.linear import raw_logits

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.problem import Gradients, HeadArrays, Problem
 from logitless.core.row_passes import swept_columns
+from logitless.core.shapes import PyTree
 from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, dz, factor, pull_back
 from logitless.head.linear import add_dhead, dhidden, dx_dtype
 from logitless.head.sparse import active_columns as columns_of

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.problem import Problem
 from logitless.core.row_passes import Visit, inverse, places_by_rank
+from logitless.core.shapes import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

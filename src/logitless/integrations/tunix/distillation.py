@@ -13,11 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, PyTree
 from tunix.distillation.strategies import base_strategy
 
 from logitless import Distillation, Head, Sharding, linear_distillation_loss, linear_logprobs
 from logitless.core.pytree import register, static
+from logitless.core.shapes import Bool, Float, Int, PyTree
 from logitless.integrations.tunix.interface import same_parameters
 from logitless.integrations.tunix.placement import sharding_of
 from logitless.integrations.tunix.tunix_model import without_head

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, PyTree
 
 from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.core.shapes import Float, Int, PyTree
 from logitless.integrations.tunix.interface import Interface
 from logitless.integrations.tunix.placement import sharding_of
 from logitless.integrations.tunix.policy_head import PolicyHead

@@ -23,12 +23,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from logitless.core.compat import Ref, gpu_interpreter, gpu_load
 from logitless.core.divergences import HALF, is_dominated
 from logitless.core.problem import Given, Problem, Source
 from logitless.core.row_passes import swept_columns, teacher_logits
+from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
     LogitTransform,

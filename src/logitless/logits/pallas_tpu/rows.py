@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jaxtyping import PyTree
 
 from logitless.core import stats as S
 from logitless.core.compat import Index, Ref
+from logitless.core.shapes import PyTree
 from logitless.core.stats import LogitTransform, factor, pull_back, slope, swept, times
 from logitless.logits.pallas_tpu.tiles import LANES
 

@@ -18,9 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import PyTree
 
 from logitless.core.compat import Index, Ref
+from logitless.core.shapes import PyTree
 
 COMPUTE = 2
 """Computing warpgroups per block."""
