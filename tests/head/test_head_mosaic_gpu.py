@@ -16,11 +16,13 @@ from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.problem import HeadArrays
 from logitless.core.stats import LogitTransform, finish
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import backend, limits
+from logitless.head.mosaic_gpu import backend
 from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.kernels.pipeline import LOG2E, LOW
 from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Tiles, rounds, schedule, tiles_for
-from logitless.head.mosaic_gpu.kernels.stats_epilogue import FIELDS as SUMS
-from logitless.head.mosaic_gpu.kernels.stats_epilogue import LOG2E, LOW, merged
+from logitless.head.mosaic_gpu.kernels.schedule import check as check_shapes
+from logitless.head.mosaic_gpu.kernels.stats_matmul import FIELDS as SUMS
+from logitless.head.mosaic_gpu.kernels.stats_matmul import merged
 from numerics import f64, head_problem
 
 needs_mosaic = pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
@@ -189,7 +191,7 @@ def test_refusals():
     def check(n=128, h=64, v=128, dtype=jnp.bfloat16, head_dtype=None, layout="vh", platform="gpu"):
         weight = jax.ShapeDtypeStruct((v, h) if layout == "vh" else (h, v), head_dtype or dtype)
         hidden, y = jax.ShapeDtypeStruct((n, h), dtype), jax.ShapeDtypeStruct((n,), jnp.int32)
-        limits.check(head_problem(hidden, weight, y, layout=layout, transform=LogitTransform()), platform)
+        check_shapes(head_problem(hidden, weight, y, layout=layout, transform=LogitTransform()), platform)
 
     why = mosaic_gpu_reason()
     if why is not None:

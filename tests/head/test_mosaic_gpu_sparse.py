@@ -25,21 +25,11 @@ from logitless.core.row_passes import probabilities as row_probabilities
 from logitless.core.row_passes import statistics
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import (
-    backend,
-    column_chunks,
-    column_screen,
-    hard_rows,
-    sparse,
-    sparse_backward,
-    tile_mask,
-)
-from logitless.head.mosaic_gpu import dweight_buffer as room
-from logitless.head.mosaic_gpu.dx_tiles import Slots
+from logitless.head.mosaic_gpu import backend, column_screen, dweight_buffer, sparse, sparse_backward
+from logitless.head.mosaic_gpu.dweight_buffer import sizes_of
 from logitless.head.mosaic_gpu.kernels import dlogits_matmul, dynamic_matmul, stats_matmul
 from logitless.head.mosaic_gpu.kernels.dynamic_matmul import tiles_of
-from logitless.head.mosaic_gpu.kernels.schedule import Tiles, tile_at, tiles_for
-from logitless.head.mosaic_gpu.tile_mask import Visits
+from logitless.head.mosaic_gpu.kernels.schedule import Slots, Tiles, Visits, all_of, tile_at, tiles_for
 from logitless.head.sparse.active_columns import chunk_rule
 from logitless.head.sparse.column_gather import Known, slab_dx
 from logitless.head.sparse.token_order import in_order
@@ -255,7 +245,7 @@ def test_every_tile_once_and_in_groups(rows: int, columns: int, parts: int) -> N
 )
 def test_all_tiles_are_listed_as_any_are(rows: int, columns: int, live: tuple[int, int]) -> None:
     """Without a sort: the same tiles, ``group`` rows of them for each column."""
-    every = tile_mask.all_of(rows * 128 - 3, columns * 256 - 3, live[0] * 128 - 1, live[1] * 256 - 1)
+    every = all_of(rows * 128 - 3, columns * 256 - 3, live[0] * 128 - 1, live[1] * 256 - 1)
     ours, count = np.asarray(every.listed(8, (5, 9))), live[0] * live[1]
     assert ours[:3].tolist() == [count, 5, 9]
     by_sort = np.asarray(Visits(every.tiles).listed(8, (5, 9)))
@@ -265,7 +255,7 @@ def test_all_tiles_are_listed_as_any_are(rows: int, columns: int, live: tuple[in
 def test_common_columns_come_first_and_rare_ones_by_their_tiles() -> None:
     first = jnp.asarray([0, 9, 3, 0, 9, 2, 2, 3], jnp.int32)
     last = jnp.asarray([8, -1, 3, 7, -1, 2, 5, 7], jnp.int32)
-    order = np.asarray(tile_mask.in_order(tile_mask.Spans(first, last), 8))
+    order = np.asarray(column_screen.by_tiles(column_screen.Spans(first, last), 8))
     # 0 to 8, 0 to 7, 3 to 7; then those of less than five tiles: 2, 2 to 5, 3
     assert order.tolist() == [0, 3, 7, 5, 6, 2, 8 + 6, 8 + 7]
 
@@ -276,12 +266,12 @@ def test_a_tile_is_visited_where_a_column_of_it_is_active() -> None:
     rng, tiles, v = np.random.default_rng(6), 16, 4096
     first = rng.integers(0, tiles, v)
     last = np.where(rng.random(v) < 0.2, np.minimum(first + rng.integers(0, 3, v), tiles - 1), -1)
-    spans = tile_mask.Spans(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
-    index = jnp.concatenate([jnp.asarray([2 * v]), tile_mask.in_order(spans, 1100)])
+    spans = column_screen.Spans(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32))
+    index = jnp.concatenate([jnp.asarray([2 * v]), column_screen.by_tiles(spans, 1100)])
     count = int((last >= 0).sum())
     assert 700 < count < 1000
-    every = tile_mask.all_of(tiles * 128, 1101, 14 * 128 - 5, count + 1)
-    got = np.asarray(tile_mask.met(spans, index, every).tiles)
+    every = all_of(tiles * 128, 1101, 14 * 128 - 5, count + 1)
+    got = np.asarray(column_screen.met(spans, index, every).tiles)
     want = np.zeros((tiles, 5), bool)
     for at, column in enumerate(np.asarray(index)):
         if column < v:
@@ -611,8 +601,8 @@ def goes_at_once() -> tuple[int, int]:
     h, y = jnp.asarray(case.hidden.reshape(-1, WIDTH)), jnp.asarray(case.targets.reshape(-1))
     p = head_problem(h, jnp.asarray(case.lm_head), y, transform=LogitTransform(), vocab_size=VOCAB)
     columns, hard = round(m["active_columns"] * VOCAB), round(m["hard_rows"] * rest["mask"].sum())
-    held = room.room(p, column_screen.slab_rule(VOCAB))
-    assert columns < held.columns and 3 < hard < held.hard
+    sizes = sizes_of(p, column_screen.slab_rule(VOCAB))
+    assert columns < sizes.columns and 3 < hard < sizes.hard
     return columns, hard
 
 
@@ -628,11 +618,13 @@ def gives_nan(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def has_room(monkeypatch: pytest.MonkeyPatch, columns: int | None = None, hard: int | None = None) -> None:
     if hard is not None:
-        monkeypatch.setattr(hard_rows, "GROUP", hard)
-        monkeypatch.setattr(hard_rows, "GROUPS", 1)
+        monkeypatch.setattr(dweight_buffer, "GROUP", hard)
+        monkeypatch.setattr(dweight_buffer, "GROUPS", 1)
     if columns is not None:
-        way = room.room
-        monkeypatch.setattr(room, "room", lambda p, rule: dataclasses.replace(way(p, rule), columns=columns))
+        way = dweight_buffer.sizes_of
+        monkeypatch.setattr(
+            dweight_buffer, "sizes_of", lambda p, rule: dataclasses.replace(way(p, rule), columns=columns)
+        )
 
 
 @pytest.mark.slow  # 18 seconds; with more room it is tested above
@@ -640,7 +632,7 @@ def test_with_just_enough_room_all_goes_at_once(monkeypatch: pytest.MonkeyPatch)
     """Columns up to the mean row's, in whole tiles, hard rows up to the last; and no other way has a part in it."""
     columns, hard = goes_at_once()
     has_room(monkeypatch, columns=-(-(columns + 1) // 256) * 256, hard=hard)
-    gives_nan(column_chunks, "gradients", monkeypatch)
+    gives_nan(sparse_backward, "_in_column_chunks", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
@@ -650,8 +642,8 @@ def test_hard_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     _, hard = goes_at_once()
     size = -(-2 * hard // 5)
     assert 2 * size < hard < 3 * size
-    monkeypatch.setattr(hard_rows, "GROUP", size)
-    gives_nan(column_chunks, "gradients", monkeypatch)
+    monkeypatch.setattr(dweight_buffer, "GROUP", size)
+    gives_nan(sparse_backward, "_in_column_chunks", monkeypatch)
     gradients_again("calibrated", chunk_size=CHUNK)
 
 
@@ -681,7 +673,7 @@ def test_other_heads(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``[H, V]`` and ``[V, H]`` with a bias, a frozen one and one alone: as near the exact path's gradients as
     ``[V, H]`` without a bias is."""
     if at_a_time == "at once":
-        gives_nan(column_chunks, "gradients", monkeypatch)
+        gives_nan(sparse_backward, "_in_column_chunks", monkeypatch)
     else:
         has_room(monkeypatch, columns=256)
         gives_nan(sparse_backward, "_dhidden", monkeypatch)
@@ -717,18 +709,18 @@ def test_every_column_has_one_turn_and_dx_none_of_the_finished_rows() -> None:
         arrays = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))
         y = jax.ShapeDtypeStruct((n,), jnp.int32)
         p = head_problem(*arrays, y, transform=LogitTransform(), vocab_size=vocab)
-        held = room.room(p, column_screen.slab_rule(vocab))
-        assert bool(held.in_dw) == (n != 640)
-        assert held.holds(jnp.int32(held.columns - 1)) and not held.holds(jnp.int32(held.columns))  # the mean row's
+        sizes = sizes_of(p, column_screen.slab_rule(vocab))
+        assert bool(sizes.in_dw) == (n != 640)
+        assert sizes.holds(jnp.int32(sizes.columns - 1)) and not sizes.holds(jnp.int32(sizes.columns))  # the mean row's
         for columns in (1, 300, vocab // 3, vocab):
-            plan = column_chunks._Plan(held, width, bool(held.in_dw), jnp.int32(columns))
+            plan = sparse_backward._ColumnOrder(sizes, width, bool(sizes.in_dw), jnp.int32(columns))
             begin, turns = -1 if plan.last else 0, []
             while begin < plan.end:
                 first, tiles, slot = (int(x) for x in plan.turn(jnp.int32(begin)))
                 turns.append((first, tiles))
-                assert 0 < tiles <= held.across
-                if held.in_dw:
-                    assert slot >= 0 and slot + tiles * held.token_tiles <= held.in_dw
+                assert 0 < tiles <= sizes.across
+                if sizes.in_dw:
+                    assert slot >= 0 and slot + tiles * sizes.token_tiles <= sizes.in_dw
                     assert slot * 128 * 256 >= max(begin, 0) * 256 * width
                 begin = 0 if begin < 0 else begin + tiles
             covered = sorted(t for first, tiles in turns for t in range(first, first + tiles))
@@ -741,12 +733,12 @@ def test_every_column_has_one_turn_and_dx_none_of_the_finished_rows() -> None:
 )
 def test_dh_of_every_tile_is_in_one_of_the_halves(tokens: int, hard: int, live: tuple[int, int]) -> None:
     """Of tokens, and of hard rows behind them; those first."""
-    held = room.Room(256, hard * 128, tokens * 128, 0)
-    count = room.Live(*(jnp.int32(x) for x in (live[0] * 128 - 5, 9, max(live[1] * 128 - 7, 0))))
+    sizes = dweight_buffer.Sizes(256, hard * 128, tokens * 128, 0)
+    count = dweight_buffer.Live(*(jnp.int32(x) for x in (live[0] * 128 - 5, 9, max(live[1] * 128 - 7, 0))))
     tiles = -(-(tokens + hard) // 2)
     listed, seen = jnp.arange(tokens + hard, dtype=jnp.int32)[:, None], []
     for begin in (0, tiles):
-        lists = room._of_tokens(listed, count, held, begin, tiles)
+        lists = dweight_buffer._of_tokens(listed, count, sizes, begin, tiles)
         own = np.asarray(lists.table)[: int(lists.count), 0]
         assert lists.behind == begin and ((own >= begin) & (own < begin + tiles)).all()
         assert (np.diff((own >= tokens).astype(int)) <= 0).all()
@@ -763,7 +755,7 @@ def test_rows_side_by_side_are_spread() -> None:
         index = np.concatenate([np.flatnonzero(chosen), vocab + np.arange(vocab + 64)])
         want = np.zeros_like(rows)
         want[chosen] = rows[: chosen.sum()]
-        got = jax.jit(column_chunks._spread, static_argnums=4)(rows, index.astype(np.int32), chosen, chosen.sum(), 64)
+        got = jax.jit(sparse_backward._spread, static_argnums=4)(rows, index.astype(np.int32), chosen, chosen.sum(), 64)
         np.testing.assert_array_equal(got, want)
 
 
@@ -774,7 +766,7 @@ def test_a_sum_in_two_numbers_has_the_digits_of_both() -> None:
     @jax.jit
     def run(parts: Any) -> Any:
         def add(pair: Any, more: Any) -> Any:
-            return column_chunks._added(*pair, more), None
+            return sparse_backward._added(*pair, more), None
 
         nothing = jnp.zeros_like(parts[0], jnp.bfloat16)
         return jax.lax.scan(add, (nothing, nothing), parts)[0]
@@ -854,17 +846,17 @@ def test_dx_fits_into_the_place_of_dw(vocab: int) -> None:
             h, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, width), (vocab, width)))
             y = jax.ShapeDtypeStruct((n,), jnp.int32)
             p = head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab)
-            held = room.room(p, column_screen.slab_rule(vocab))
-            tiles = held.rows // 128 * held.across
-            assert held.tokens >= n and held.rows >= held.tokens + held.hard and 0 < held.hard <= n + 7
-            assert held.columns % 256 == 0 and held.columns * width * 2 <= max(room.PART, 512 * width)
+            sizes = sizes_of(p, column_screen.slab_rule(vocab))
+            tiles = sizes.rows // 128 * sizes.across
+            assert sizes.tokens >= n and sizes.rows >= sizes.tokens + sizes.hard and 0 < sizes.hard <= n + 7
+            assert sizes.columns % 256 == 0 and sizes.columns * width * 2 <= max(dweight_buffer.PART, 512 * width)
             turned = jax.ShapeDtypeStruct((width, vocab), jnp.bfloat16)
             q = head_problem(h, turned, y, layout="hv", transform=LogitTransform(), vocab_size=vocab)
-            assert room.room(q, column_screen.slab_rule(vocab)).in_dw == 0
-            if held.in_dw:
-                assert tiles <= held.in_dw and held.in_dw * 128 * 256 <= vocab * width and vocab * width % 2048 == 0
+            assert sizes_of(q, column_screen.slab_rule(vocab)).in_dw == 0
+            if sizes.in_dw:
+                assert tiles <= sizes.in_dw and sizes.in_dw * 128 * 256 <= vocab * width and vocab * width % 2048 == 0
             else:
-                small = vocab * width < tiles * 128 * 256 or (n / 128 + 2) * 128 / width > held.across
+                small = vocab * width < tiles * 128 * 256 or (n / 128 + 2) * 128 / width > sizes.across
                 assert small or vocab * width % 2048
 
 
@@ -872,14 +864,14 @@ def test_dx_fits_into_the_place_of_dw(vocab: int) -> None:
 def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in the place of dW, an array of its size; where there is none, in one of its own."""
     case, seen = calibrated(jnp.bfloat16), []
-    way = sparse_backward._columns_dx
+    way = sparse_backward._dlogits
 
     def noted(*args: Any) -> Any:
-        seen.append(args[1].array.shape)
+        seen.append(args[2].array.shape)
         return way(*args)
 
     has_room(monkeypatch, columns=512)
-    monkeypatch.setattr(sparse_backward, "_columns_dx", noted)
+    monkeypatch.setattr(sparse_backward, "_dlogits", noted)
 
     def loss(h: Any, w: Any) -> Any:
         where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=CHUNK)
@@ -956,7 +948,7 @@ def test_where_logits_are_stored() -> None:
         return head_problem(h, w, y, transform=LogitTransform(), vocab_size=vocab)
 
     def hard(vocab: int) -> int:
-        return room.room(problem(1024, 64, vocab), column_screen.slab_rule(vocab)).hard
+        return sizes_of(problem(1024, 64, vocab), column_screen.slab_rule(vocab)).hard
 
     assert hard(20032) == 768 and hard(20040) == 384
     assert sparse.not_screened_because(problem(1024, 64, 2048)) is None

@@ -483,8 +483,8 @@ def test_a_bias_that_is_trained_over_a_frozen_head() -> None:
 def test_tokens_over_a_mesh(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every device does with its own tokens what one device does, to the bit; dW is their sum.
 
-    One slab holds all columns that a set may have: an interpreted kernel starts when all devices start one, so devices that
-    take two slabs and three would wait for each other for ever.
+    One slab holds all columns that a set may have: an interpreted kernel starts when all devices start one, so
+    devices that take two slabs and three would wait for each other for ever.
     """
     slab = 1024
     monkeypatch.setattr(column_choice, "slab_width", lambda vocab: slab)

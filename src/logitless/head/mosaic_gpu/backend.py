@@ -27,8 +27,9 @@ from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Want
 from logitless.core.row_passes import Rows, front
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, sums_of_stats
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import limits, stored_dx
+from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.kernels.schedule import check
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.logits.mosaic_gpu import pair_rows
 from logitless.logits.mosaic_gpu.layout import Destination
@@ -45,7 +46,7 @@ def not_fused_because(p: Problem[Linear]) -> str | None:
         return "it has no second distribution"
     if p.ids is not None:
         return "it cannot leave the columns of given ids out of its sums"
-    return refusal(limits.check, p)
+    return refusal(check, p)
 
 
 def _rows(x: Array, p: Rows, live: Array | None) -> Problem[Given]:

@@ -16,6 +16,15 @@ computed from the logits of the active columns, so a bad guess costs time, never
                 the others; it will be a hard row. How many is many, of a few limits, is a matter of cost. Where most
                 rows are left apart, the policy is not sparse, and no column is active (``sparse.py``).
     bytes       N V / 8 for the bits, written once, read once for each limit and once to count
+
+Most active columns are rare tokens, of which only a few rows know; a few thousand common ones are active nearly
+everywhere. With the columns in an order of their own (:func:`by_tiles`),
+
+    common     active in tiles of tokens that lie far apart: first, those that are active longest in front
+    rare       active in neighbouring tiles only: behind them, by the first of these tiles
+
+a tile of tokens needs the front of the common columns and a short piece of the rare ones. So of ``tokens x K`` a
+backward over blocks of 256 columns visits a third, the tiles in which both met (:func:`met`; docs/sparse-backward.md).
 """
 
 from __future__ import annotations
@@ -30,13 +39,15 @@ from jax import Array, lax
 from logitless.core.problem import Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit, live_sweep, swept_columns
-from logitless.core.stats import factor, times
+from logitless.core.stats import TokenStats, factor, times
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu.kernels.stats_epilogue import LANES, bit_of
-from logitless.head.mosaic_gpu.tile_mask import TOKENS, Spans
+from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TOKENS, Visits, tiles_for
+from logitless.head.mosaic_gpu.kernels.stats_matmul import LANES, bit_of
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
 from logitless.head.sparse.lse_guess import expected_lse
+from logitless.head.sparse.token_order import Ordered
 
 THRESHOLD = 2.0**-5.5
 """On a probability, relative to the tolerance: at 2^-8 columns above 9e-5 pass (docs/sparse-backward.md)."""
@@ -53,6 +64,9 @@ MOST_APART = 5 / 8
 UNLIKELY = -6.0
 """Samples from a sparse policy rarely have a lower log-probability: fewer than 1 token in 100."""
 
+_NEAR = 4
+"""Tiles of tokens that are neighbours: a column that is active in no others is rare."""
+
 _FEW = 4096
 _LOW_IDS = 1024
 
@@ -65,6 +79,59 @@ def slab_rule(vocab: int, backward: int = 2) -> Rule:
     return dataclasses.replace(rule, per_column=1 + rule.per_column, slab=slab, most=rule.most // slab * slab)
 
 
+# -- active columns, and the tiles in which they are active -----------------------------------------------------------
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """The first and the last tile of tokens in which each column is active, ``[V]`` int32; ``last`` is -1 for those
+    that are not."""
+
+    first: Array
+    last: Array
+
+    @property
+    def active(self) -> Array:
+        """Bool ``[V]``."""
+        return self.last >= 0
+
+    def everywhere(self) -> Spans:
+        """The same columns, active in every tile."""
+        return Spans(jnp.zeros_like(self.first), jnp.where(self.active, jnp.iinfo(jnp.int32).max - 1, -1))
+
+    def only(self, which: Array | bool) -> Spans:
+        """No other column is active."""
+        return Spans(self.first, jnp.where(which, self.last, -1))
+
+
+def by_tiles(s: Spans, size: int) -> Array:
+    """int32 ``[size]``: the active columns, common ones first; then numbers beyond the vocabulary."""
+    vocab = s.last.size
+    end = jnp.max(s.last) + 1  # of the tiles
+    common = s.last - s.first >= _NEAR
+    key = jnp.where(common, end - s.last, end + 1 + s.first)
+    order = jnp.argsort(jnp.where(s.active, key, jnp.iinfo(jnp.int32).max), stable=True)[:size].astype(jnp.int32)
+    at = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(at < jnp.sum(s.active, dtype=jnp.int32), order, vocab + at)
+
+
+def met(s: Spans, index: Array, everything: Visits) -> Visits:
+    """The tiles of ``everything`` with a column that is active for a token; ``index [K]`` are the columns. The
+    first place belongs to no column but to the mean row of the head, which visits all tiles; and every column has a
+    tile."""
+    tokens, across = everything.tiles.shape
+    first = s.first.at[index].get(mode="fill", fill_value=tokens)
+    last = s.last.at[index].get(mode="fill", fill_value=-1)
+    rest = (0, across * COLUMNS - index.size)
+    first, last = jnp.pad(first, rest, constant_values=tokens), jnp.pad(last, rest, constant_values=-1)
+    tile = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    tiles = jnp.any(((first <= tile) & (tile <= last)).reshape(tokens, across, COLUMNS), axis=2)
+    tiles = tiles.at[:, 0].set(True)
+    tiles = tiles.at[0].set(tiles[0] | ~jnp.any(tiles & everything.tiles, axis=0))
+    return Visits(tiles & everything.tiles)
+
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Screened:
@@ -72,6 +139,9 @@ class Screened:
 
     columns: Columns  # of all tokens
     spans: Spans  # for the active columns; empty if dense
+
+
+# -- the screen ------------------------------------------------------------------------------------------------------
 
 
 def few_columns(p: Problem, rows: Array) -> Array:
@@ -133,8 +203,8 @@ def screen_of(p: Problem, rows: Array, before: Array | None) -> Array:
 
 
 def passed(words: Array, vocab: int, tile: int) -> Array:
-    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: a bit (``epilogue.bit_of``) of lane ``i`` of vocabulary tile
-    ``v`` is column ``v tile + 8 j + i``. Columns behind the last tile are padding, and pass for nobody."""
+    """Bool ``[vocab]`` from int32 ``[vocab tiles, 8]``: a bit (``stats_matmul.bit_of``) of lane ``i`` of vocabulary
+    tile ``v`` is column ``v tile + 8 j + i``. Columns behind the last tile are padding, and pass for nobody."""
     shifts = bit_of(jnp.arange(0, tile, LANES, dtype=jnp.int32), tile)[None, :, None]
     found = ((words[:, None, :] >> shifts) & 1).reshape(-1)[:vocab].astype(bool)
     return jnp.pad(found, (0, vocab - found.size))
@@ -167,3 +237,25 @@ def active_columns(rule: Rule, words: Array, rows: Array, p: Problem, tile: int)
     first, last = jnp.min(jnp.where(seen, each, tiles), axis=0), jnp.max(jnp.where(seen, each, -1), axis=0)
     first, last = first.at[target].min(token_tile, mode="drop"), last.at[target].max(token_tile, mode="drop")
     return Spans(first, last), apart[best].astype(jnp.int32)
+
+
+def screened(f: Ordered, rule: Rule, before: Array | None) -> tuple[TokenStats, Screened]:
+    """``(statistics of the live tokens, columns of those that come first)``, both in the order of ``f``: one matmul, no
+    logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
+    p = f.p
+    rows = jnp.arange(p.n) < f.count
+    numbers = screen_of(p, rows, None if before is None else f.take(before))
+    stats, words = stats_matmul.screened_stats(p, numbers, f.live)
+    assert words is not None
+    finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
+    tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
+    spans, apart = active_columns(rule, words, finite, p, tile)
+    assert p.tolerance is not None
+    flat = finite & (stats.max_logp < jnp.log(p.tolerance * threshold(rows)))  # none could have passed
+    apart = apart + jnp.sum(flat, dtype=jnp.int32)
+    count = jnp.sum(spans.active, dtype=jnp.int32)
+    dense = (count > rule.most) | (apart > MOST_APART * f.count)
+    spans = spans.only(~dense)
+    nothing = jnp.zeros((p.n,), jnp.float32)
+    columns = Columns(by_tiles(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
+    return stats, Screened(columns, spans)

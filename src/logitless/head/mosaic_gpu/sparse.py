@@ -3,8 +3,8 @@
 With M one ``N x H x V`` matmul over the live tokens and K active columns for all of them:
 
     screen     statistics, and a bit for each token and column (``column_screen.py``)                  M, no logits
-    backward   over the K columns, and for hard rows over all others: for most calls together
-               (``sparse_backward.py``), else in chunks of columns (``column_chunks.py``)  3 M K / V, and 3 M a hard row
+    backward   over the K columns, and for hard rows over all others (``sparse_backward.py``)
+                                                                                           3 M K / V, and 3 M a hard row
 
 There is no float32 dW. A policy that is not sparse costs four matmuls, where the exact path, which keeps logits, takes
 three; with a memory budget, which is room for such logits, that path serves it from the start (``screen.looks_flat``).
@@ -30,13 +30,9 @@ from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import finished
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward, tile_mask
-from logitless.head.mosaic_gpu import hard_rows as hard
+from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward
 from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form, not_fused_because
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
-from logitless.head.mosaic_gpu.kernels import stats_matmul
-from logitless.head.mosaic_gpu.kernels.schedule import tiles_for
-from logitless.head.mosaic_gpu.limits import visit_of
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule
 from logitless.head.sparse.backend import in_words
@@ -52,11 +48,28 @@ def not_screened_because(p: Problem[Linear]) -> str | None:
     """Why this form does not serve a problem (arrays or shapes); ``None`` where it does."""
     if p.call.mass is not None and p.call.mass < _LEAST_TOLERANCE:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
-    return not_fused_because(p) or dweight_buffer.no_room_because(p)
+    return not_fused_because(p) or dweight_buffer.not_served_because(p)
 
 
 def rule_of(p: Problem, want: Wanted) -> Rule:
     return slab_rule(p.head.vocab, want.matmuls)
+
+
+def visit_of(p: Problem[Linear]) -> int:
+    """Tokens per visit of a slab of columns: about four chunks, since no full chunk of logits is in memory here.
+
+    All tokens rounded up to a multiple of 8, which tiled copies need, or equal parts in multiples of 128: a call is
+    filled up to whole visits, and a group of hard rows, in multiples of 8, is never more than these.
+    """
+    most = _whole(4 * p.call.chunk, 128)
+    if p.n <= most:
+        return _whole(p.n, 8)
+    return _whole(-(-p.n // -(-p.n // most)), 128)
+
+
+def _whole(count: int, unit: int) -> int:
+    """``count`` rounded up to a multiple of ``unit``."""
+    return -(-int(count) // unit) * unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +96,14 @@ class ScreenedSparse(Around):
             f"1 and 3/V times {met} per live token{late}, 4 a hard row; one less of the 3 and of the rest with a "
             "frozen head, 1 without a gradient"
         )
-        held = dweight_buffer.room(p, rule)
+        sizes = dweight_buffer.sizes_of(p, rule)
         tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p)}
-        tiles |= {"columns_at_once": held.columns, "hard_at_once": held.hard, "hard_group": hard.group_size(p.n)}
-        tiles["dx_apart"] = int(not held.in_dw)  # or in the place of dW
+        tiles |= {
+            "columns_at_once": sizes.columns,
+            "hard_at_once": sizes.hard,
+            "hard_group": dweight_buffer.group_size(p.n),
+        }
+        tiles["dx_apart"] = int(not sizes.in_dw)  # or in the place of dW
         if p.call.memory_budget is not None and way.in_forward:
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
@@ -118,7 +135,7 @@ class ScreenedSparse(Around):
         self, p: Problem, want: Wanted, loss: Loss, before: Array | None, moving: Array
     ) -> tuple[TokenStats, SparseReport, Gradients]:
         f = in_order(p, moving, visit_of(p), by=before)
-        stats, found = _screen(f, want, before)
+        stats, found = column_screen.screened(f, rule_of(p, want), before)
         # Apart: XLA would otherwise fuse the loss, its sums and gathers into a single thread block.
         out = lax.optimization_barrier(jax.tree.map(f.put_back, stats))
         g = lax.optimization_barrier(loss.cotangents(out))
@@ -131,7 +148,7 @@ class ScreenedSparse(Around):
         """Statistics and columns from one matmul, and each row's left-out mass (K / V of another matmul)."""
         live = jnp.ones((p.n,), bool) if p.live is None else p.live
         f = in_order(p, live, visit_of(p))
-        stats, found = _screen(f, want, None)
+        stats, found = column_screen.screened(f, rule_of(p, want), None)
         out = jax.tree.map(f.put_back, stats)
         kept = _kept_mass(f, rule_of(p, want), stats, found.columns)
         columns = dataclasses.replace(found.columns, left_out=jnp.where(live, f.put_back(mass_beside(kept)), 0.0))
@@ -146,28 +163,6 @@ class ScreenedSparse(Around):
             g = without(g, ~p.live)
         f = in_order(p, g.any_nonzero(), visit_of(p))
         return _gradients(f, want, Known(*jax.tree.map(f.take, (out, g))), residual)[0]
-
-
-def _screen(f: Ordered, want: Wanted, before: Array | None) -> tuple[TokenStats, Screened]:
-    """``(statistics of the live tokens, columns of those that come first)``, both in the order of ``f``: one matmul, no
-    logits. ``before [N]``, in the order of the call, is known of the targets' log-probabilities."""
-    p, rule = f.p, rule_of(f.p, want)
-    rows = jnp.arange(p.n) < f.count
-    numbers = column_screen.screen_of(p, rows, None if before is None else f.take(before))
-    stats, words = stats_matmul.screened_stats(p, numbers, f.live)
-    assert words is not None
-    finite = rows & jnp.isfinite(stats.max_logp)  # a row that is not has NaN gradients, through all columns
-    tile = tiles_for(p.n, p.h.shape[1], p.call.vocab_size).columns
-    spans, apart = column_screen.active_columns(rule, words, finite, p, tile)
-    assert p.tolerance is not None
-    flat = finite & (stats.max_logp < jnp.log(p.tolerance * column_screen.threshold(rows)))  # none could have passed
-    apart = apart + jnp.sum(flat, dtype=jnp.int32)
-    count = jnp.sum(spans.active, dtype=jnp.int32)
-    dense = (count > rule.most) | (apart > column_screen.MOST_APART * f.count)
-    spans = spans.only(~dense)
-    nothing = jnp.zeros((p.n,), jnp.float32)
-    columns = Columns(tile_mask.in_order(spans, rule.most), jnp.where(dense, 0, count), dense, nothing)
-    return stats, Screened(columns, spans)
 
 
 def _kept_mass(f: Ordered, rule: Rule, stats: TokenStats, c: Columns) -> Array:
@@ -192,9 +187,8 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     """``(gradients, columns with the mass that each token leaves out, columns that a token met)``, in the order of the
     call: the active columns for every row, the others for hard rows. ``known`` is in the order of ``f``."""
     rule = rule_of(f.p, want)
-    total, left_out, width, dense = sparse_backward.gradients(
-        f, want, known, found, rule, dweight_buffer.room(f.p, rule)
-    )
+    task = sparse_backward.Task(f, want, known, found, rule, dweight_buffer.sizes_of(f.p, rule))
+    total, left_out, width, dense = sparse_backward.gradients(task)
     columns = dataclasses.replace(found.columns, left_out=f.put_back(left_out), dense=dense)
     return finished(f.p, total), columns, width
 

@@ -36,8 +36,8 @@ from logitless.core.row_passes import Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import problem_of
 from logitless.head.linear import dx_dtype, raw_logits
-from logitless.head.mosaic_gpu import limits
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
+from logitless.head.mosaic_gpu.kernels.schedule import TILE_K, check
 from logitless.logits.mosaic_gpu.layout import Destination
 
 if TYPE_CHECKING:
@@ -59,15 +59,15 @@ _FROZEN = 2048
 def not_stored_because(p: Problem[Linear]) -> str | None:
     """Why the dx of all tokens is not kept (arrays or shapes); ``None`` where it is."""
     (n, width), vocab = p.h.shape, p.head.vocab
-    why = refusal(limits.check, p)
+    why = refusal(check, p)
     if why is not None:
         return why
     if p.head.lora_a is not None:
         return "the head has LoRA"
     if p.more_ids is not None:
         return f"it has no {p.more_ids}"
-    if width % limits.TILE_K or vocab % limits.TILE_K:
-        return f"H = {width} and V = {vocab} are not both multiples of {limits.TILE_K}"
+    if width % TILE_K or vocab % TILE_K:
+        return f"H = {width} and V = {vocab} are not both multiples of {TILE_K}"
     needs, room = bytes_of(p), _room(p)
     if needs > room:
         return f"the dx of {n} tokens and a chunk's logits take {needs:,} bytes, more than {room:,}"

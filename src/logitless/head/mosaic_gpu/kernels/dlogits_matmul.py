@@ -6,10 +6,10 @@
 
 ``k`` and ``b`` in units of ln 2; all but ``k`` times the slope of the raw logits, which is ``1 - u^2`` more under a
 softcap. The epilogue computes that, rounds it once and writes it through shared memory, 128 columns at a time (64 under
-a softcap), into the tile's slot (``dx_tiles.py``). Columns that do not count, and rows without a cotangent, are written
-as zeros; a row that is NaN is so in all of them. The mass that a row has in the columns that count is summed beside it,
-in float32. Which tiles of tokens and columns are visited only the device may know (``tile_mask.py``); slots of the
-others are left as they are.
+a softcap), into the tile's slot (``schedule.Slots``). Columns that do not count, and rows without a cotangent, are
+written as zeros; a row that is NaN is so in all of them. The mass that a row has in the columns that count is summed
+beside it, in float32. Which tiles of tokens and columns are visited only the device may know (``schedule.Visits``);
+slots of the others are left as they are.
 
     matmuls   one, N x H x K of those
     HBM       what the matmul reads; 2 N K bytes of dx written, and 4 bytes per token and 256 columns
@@ -29,18 +29,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from logitless.core import stats as tr
+from logitless.core import stats as st
 from logitless.core.compat import Ref
 from logitless.core.problem import HeadArrays, Linear, Problem
 from logitless.core.pytree import register
 from logitless.core.row_passes import Visit
 from logitless.core.stats import LogitTransform, dz_at_target, dz_line
-from logitless.head.mosaic_gpu.dx_tiles import Slots
-from logitless.head.mosaic_gpu.kernels import pipeline, stats_epilogue
-from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running, token_rows, whole_bias
-from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Listed, Tiles, tiles_for
-from logitless.head.mosaic_gpu.kernels.stats_epilogue import LOG2E, LOW
-from logitless.head.mosaic_gpu.tile_mask import Visits
+from logitless.head.mosaic_gpu.kernels import pipeline
+from logitless.head.mosaic_gpu.kernels.pipeline import LOG2E, LOW, Pipeline, Running, across, token_rows, whole_bias
+from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Listed, Slots, Tiles, Visits, tiles_for
 from logitless.head.sparse.column_gather import Known
 
 _ROW_NUMBERS = 6
@@ -72,11 +69,11 @@ class Rows:
 
 def rows_of(p: Problem, known: Known) -> Rows:
     s, g, t = known.stats, known.g, p.transform
-    one, k = jnp.ones((p.n,), jnp.float32), tr.factor(t)
-    slope = tr.times(tr.factor(dataclasses.replace(t, softcap=None)), one)
+    one, k = jnp.ones((p.n,), jnp.float32), st.factor(t)
+    slope = st.times(st.factor(dataclasses.replace(t, softcap=None)), one)
     a, b = dz_line(s.peak, s, g, k)
     own = slope * dz_at_target(s, g)
-    numbers = jnp.stack([s.peak, tr.times(k, one) * LOG2E, slope * a, slope * b * (1.0 / LOG2E), own])
+    numbers = jnp.stack([s.peak, st.times(k, one) * LOG2E, slope * a, slope * b * (1.0 / LOG2E), own])
     beside = jnp.stack([p.targets.astype(jnp.float32), jnp.exp(s.max_logp)])  # ids are exact below 2^24
     return Rows(jnp.concatenate([jnp.where(g.any_nonzero(), numbers, 0.0), beside]))
 
@@ -110,10 +107,10 @@ def _compute(m: Running, refs: _Refs) -> None:
         x, n = m.product(n, part)
         if refs.bias is not None:
             x = x + m.load_columns(refs.bias, v * t.columns, t.columns)
-        peak, k, a, b, at_target, target, least = (stats_epilogue.across(r, span) for r in rows)
+        peak, k, a, b, at_target, target, least = (across(r, span) for r in rows)
         mass = plgpu.layout_cast(jnp.zeros((t.rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         for begin in range(0, t.columns, span):
-            own = tr.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
+            own = st.swept(x if span == t.columns else x[:, begin : begin + span], numbers)
             column = m.load_columns(refs.columns, v * t.columns + begin, span)
             none = jnp.full_like(own, _NONE)
             power = jnp.where(column >= least, jnp.maximum((own - peak) * k, none), none)

@@ -6,12 +6,12 @@ and dW of the active columns, whose number the forward pass has found, and of th
 the size of the most that there may be, or the host would have to choose one of several. Tiles of the result beyond the
 extents are left as they are.
 
-    out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]; either may be dx, in slots (``dx_tiles.py``)
+    out [R, C]      left [R, D] or [D, R] times right [D, C] or [C, D]; either may be dx, in slots (``schedule.Slots``)
     in parts        out [P, R, C] in float32: the depth is cut into so many parts that all blocks have a tile, for
                     products that are small and deep (dH of a few hard rows: D is the vocabulary)
     into            written over an array that is there, in its own memory
     by lists        the pieces of the depth that count are another set for each tile of rows, or of columns (dH and dW
-                    of the blocks that were visited: ``tile_mask.py``)
+                    of the blocks that were visited: ``schedule.Visits``)
 
     matmuls   one, R x D x C of the live extents
     HBM       both operands once per group of row tiles; the result once
@@ -30,11 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from logitless.core.compat import Index, Ref, gpu_load
-from logitless.head.mosaic_gpu.dx_tiles import Slots
 from logitless.head.mosaic_gpu.kernels import pipeline
 from logitless.head.mosaic_gpu.kernels.pipeline import Pipeline, Running
-from logitless.head.mosaic_gpu.kernels.schedule import ByLists, TileByTile, Tiles, extents
-from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.kernels.schedule import TILE_K, ByLists, Slots, TileByTile, Tiles, extents
 
 _GROUP = 8  # row tiles: with 16 column tiles, as many as there are blocks
 

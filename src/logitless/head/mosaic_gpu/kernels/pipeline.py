@@ -4,7 +4,7 @@ multiplied by two, over the tiles that a walk (``schedule.py``) gives each block
 Block = two computing warpgroups and one copying warpgroup. For each tile the copying warpgroup streams ``left [2 M,
 64]`` and ``right [C, 64]`` through the ring, the others multiply (wgmma, float32 accumulators); ``x [M, C]`` in their
 registers is for a kernel's own epilogue. Either operand may be stored depth-first, and one operand in slots
-(``dx_tiles.py``).
+(``schedule.Slots``).
 
     HBM       the left one once per group of row tiles, the right one once per *group* (blocks that share a column tile
               run at the same time, and L2 serves all but the first)
@@ -23,11 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike, DTypeLike
 
 from logitless.core.compat import Index, Ref, gpu_interpreter, gpu_load
-from logitless.head.mosaic_gpu.dx_tiles import Slots
-from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Schedule, Tiles
-from logitless.head.mosaic_gpu.kernels.stats_epilogue import LOW
-from logitless.head.mosaic_gpu.limits import TILE_K
+from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, TILE_K, Schedule, Slots, Tiles
 
+LOG2E = 1.4426950408889634
+LOW = -1e30  # stands for -inf: differences stay finite, and 2^(k (LOW - m)) is 0
 SWIZZLE = 128  # bytes: one atom is TILE_K 16-bit numbers
 PIECE = 2 * SWIZZLE
 """Bytes of a row that leave at a time. One piece is on its way, not two of half the size: the time is the same, and
@@ -273,3 +272,8 @@ def whole_bias(bias: Array, columns: int) -> Array:
     """A bias over whole vocabulary tiles in float32, without infinities: ``-inf`` would make ``0 * -inf``."""
     column = jnp.maximum(bias.astype(jnp.float32)[:columns], LOW)
     return jnp.pad(column, (0, columns - column.shape[0]))
+
+
+def across(row: Array, columns: int) -> Array:
+    """``row [M]`` along the columns of ``[M, columns]``."""
+    return lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))

@@ -1,12 +1,18 @@
-"""Who computes what in the Hopper head kernel: tiles, and an equal share of them for every block of the GPU.
+"""Who computes what in the Hopper head kernels: the shapes that they take, tile sizes, where the tiles of dx lie, which
+of them are visited, and the walk of every block.
 
-A deterministic rule from shapes and from how many tiles are live, which is traced. A kernel's blocks walk over the
+Rules are deterministic, from shapes and from how many tiles are live, which is traced. A kernel's blocks walk over the
 tiles in one of four ways:
 
     Runs        equal runs over the vocabulary, by a table
     TileByTile  all tiles of a product in turns, its depth whole or in parts
     Listed      the tiles of a list, in turns
     ByLists     all tiles of a product in turns, of its depth only the pieces that a list names
+
+dx lies in :class:`Slots`: each tile of 128 tokens and 256 columns has a slot, 128 rows of an array ``[rows, 256]``,
+which may be any memory that is free, the dW buffer before dW is written. The tiles of a row are adjacent, ``across``
+slots; dx with few columns needs little memory, at any offset, and a single kernel serves every size. Whoever reads or
+writes dx asks for a piece that lies within a tile.
 """
 
 from __future__ import annotations
@@ -18,13 +24,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
-from logitless.core.compat import Index, Ref
+from logitless.core.compat import Index, Ref, mosaic_gpu_reason
+from logitless.core.problem import Linear, Problem
 from logitless.core.shapes import PyTree
 
 COMPUTE = 2
 """Computing warpgroups per block."""
 
+TILE_K = 64
+"""Depth of a tile: 128 bytes per 16-bit row, a swizzle atom."""
+
+_DTYPES = ("bfloat16", "float16")
 _BLOCKS = 132  # streaming multiprocessors of an H100 or H200
 _L2_BYTES = 20 << 20  # of hidden states that a group of token tiles may keep in L2
 
@@ -48,6 +60,10 @@ class Tiles:
     def runs(self, token_tiles: int, vocab_tiles: int) -> int:
         """The most runs a row is cut into, of equal length; one shorter one may follow."""
         return min(4 * (self.blocks // min(self.group, token_tiles)), self.blocks, vocab_tiles)
+
+
+TOKENS, COLUMNS = Tiles().tokens, Tiles().columns
+"""Of a tile of dx."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +132,144 @@ def tiles_for(n: int, h: int, vocab_size: int, itemsize: int = 2) -> Tiles:
     choices = [dataclasses.replace(t, group=g) for g in sorted({most, *(g for g in (1, 2, 4, 8, 16, 32) if g < most)})]
     cost = {c: rounds(c, token_tiles, vocab_tiles) for c in choices}
     return max((c for c in choices if cost[c] <= 1.01 * min(cost.values())), key=lambda c: c.group)
+
+
+def check(p: Problem[Linear], platform: str = "gpu") -> None:
+    """Raise ``NotImplementedError`` with the reason where these kernels cannot run (arrays or shapes)."""
+    (n, h), v, layout, interpret = p.h.shape, p.head.vocab, p.head.layout, p.call.interpret
+    dtype, head_dtype = p.h.dtype, p.head.weight.dtype
+    names = jnp.dtype(dtype).name, jnp.dtype(head_dtype).name
+    why = mosaic_gpu_reason()
+    if why is not None:
+        raise NotImplementedError(f"mosaic_gpu: {why}")
+    if platform not in ("gpu", "cuda") and not interpret:
+        raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
+    if names[0] not in _DTYPES or names[0] != names[1]:
+        raise NotImplementedError(
+            f"mosaic_gpu: hidden states are {names[0]} and the head is {names[1]}; the fused matmul takes "
+            f"{' or '.join(_DTYPES)}, the same for both"
+        )
+    if n < 1 or h < 1 or v < 1:
+        raise NotImplementedError(f"mosaic_gpu: hidden [{n}, {h}] and a vocabulary of {v}: something is empty")
+    if h % 8:
+        raise NotImplementedError(f"mosaic_gpu: the hidden size is {h}, and copies need a multiple of 8 (16 bytes)")
+    if layout == "hv" and v % TILE_K:
+        raise NotImplementedError(
+            f"mosaic_gpu: V = {v} is not a multiple of {TILE_K}, which a head [H, V] needs and a head [V, H] does not"
+        )
+
+
+# -- dx and the tiles of it that are visited ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """dx, or room for it."""
+
+    array: Any  # [rows, 256], or a reference to it
+    first: Index  # the slot of the first tile
+    across: Any  # slots per row of tiles
+
+    def at(self, row: Index, rows: int, column: Index, columns: int) -> Any:
+        """A kernel's reference to so many rows and columns from there on."""
+        slot = self.first + lax.div(row, jnp.int32(TOKENS)) * self.across + lax.div(column, jnp.int32(COLUMNS))
+        inside = lax.rem(row, jnp.int32(TOKENS)), lax.rem(column, jnp.int32(COLUMNS))
+        return self.array.at[pl.ds(slot * TOKENS + inside[0], rows), pl.ds(inside[1], columns)]
+
+    def numbers(self) -> tuple[Index, Index]:
+        return self.first, self.across
+
+    def of(self, array: Array) -> Slots:
+        """The same places of another array."""
+        return dataclasses.replace(self, array=array)
+
+    def tiles(self, rows: int, columns: int) -> Array:
+        """``[row tiles, column tiles, 128, 256]``; undefined in missing columns."""
+        row, column = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)
+        slot = self.first + row * self.across + jnp.minimum(column, self.across - 1)
+        at = slot[:, :, None] * TOKENS + jnp.arange(TOKENS, dtype=jnp.int32)
+        return self.array.at[at].get(mode="clip")
+
+
+def count(size: int) -> int:
+    """How many slots so many numbers have room for."""
+    return size // (TOKENS * COLUMNS)
+
+
+def tile_count(size: Any, tile: int) -> Any:
+    """Number of tiles for ``size`` tokens or columns."""
+    return (size + (tile - 1)) // tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """What is visited: bool ``[token tiles, column tiles]``. Every row and column with a tile has an entry."""
+
+    tiles: Array
+
+    def columns(self) -> Array:
+        """That a token's tile visits, on average over the live tiles."""
+        return COLUMNS * jnp.sum(self.tiles) / jnp.maximum(jnp.sum(jnp.any(self.tiles, axis=1)), 1)
+
+    def listed(self, group: int, slots: tuple[Index, Index]) -> Array:
+        """int32 ``[3 + tiles]``, for ``schedule.Listed``: how many, and the numbers of the result's ``slots``; then
+        which, ``group`` token tiles with a column tile at a time, by L2."""
+        rows, columns = self.tiles.shape
+        groups = -(-rows // group)
+        whole = jnp.pad(self.tiles, ((0, groups * group - rows), (0, 0))).reshape(groups, group, columns)
+        flags = whole.transpose(0, 2, 1).reshape(-1)
+        place = jnp.arange(flags.size, dtype=jnp.int32)
+        place = jnp.sort(jnp.where(flags, place, flags.size))[: rows * columns]
+        row = place // (group * columns) * group + place % group
+        tile = row * columns + place // group % columns
+        return _with_numbers(tile, jnp.sum(flags, dtype=jnp.int32), *slots)
+
+    def by_tokens(self) -> Array:
+        """int32 ``[token tiles, 2 + column tiles]``, for ``schedule.ByLists``: per token tile its index, the number of
+        visited column tiles, and their indices."""
+        return _lists(self.tiles)
+
+    def by_columns(self) -> Array:
+        """int32 ``[column tiles, 2 + token tiles]``: the other way round."""
+        return _lists(self.tiles.T)
+
+
+def _with_numbers(tiles: Array, *numbers: Index) -> Array:
+    return jnp.concatenate([jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers]), tiles])
+
+
+def _lists(visited: Array) -> Array:
+    """int32 ``[R, 2 + C]``: row index, number of visited tiles, and their indices."""
+    rows, columns = visited.shape
+    which = jnp.where(visited, jnp.arange(columns, dtype=jnp.int32), columns)
+    count = jnp.sum(visited, axis=1, dtype=jnp.int32)
+    numbers = jnp.stack([jnp.arange(rows, dtype=jnp.int32), count], axis=1)
+    return jnp.concatenate([numbers, jnp.sort(which, axis=1) % columns], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class All(Visits):
+    """All tiles of the first rows and columns: their list needs no sort."""
+
+    live: tuple[Array, Array]  # tiles
+
+    def listed(self, group: int, slots: tuple[Index, Index]) -> Array:
+        rows, columns = self.live
+        at = jnp.arange(self.tiles.size, dtype=jnp.int32)
+        row, column, _ = tile_at(at, jnp.maximum(rows, 1), jnp.maximum(columns, 1), group)
+        tile = row * self.tiles.shape[1] + column
+        return _with_numbers(tile, rows * columns, *slots)
+
+
+def all_of(rows: int, columns: int, live_rows: Index, live_columns: Index) -> All:
+    """All tiles for the given rows and columns; the leading rows and columns are live."""
+    sizes = (rows, live_rows, TOKENS), (columns, live_columns, COLUMNS)
+    row, column = (jnp.arange(tile_count(size, tile)) * tile < live for size, live, tile in sizes)
+    live = tuple(tile_count(jnp.int32(live), tile) for _, live, tile in sizes)
+    return All(row[:, None] & column[None, :], live)
+
+
+# -- the walk of a block ----------------------------------------------------------------------------------------------
 
 
 class _Walk:
@@ -219,7 +373,7 @@ def _in_turns(t: Tiles, count: Array, step: Callable[..., PyTree], carry: PyTree
 class Listed(_Walk):
     """The walk over the tiles of a list."""
 
-    listed: Ref  # int32 [3 + most], a reference: how many, and the slots of the result (``dx_tiles.py``);
+    listed: Ref  # int32 [3 + most], a reference: how many, and the slots of the result (:class:`Slots`);
     # then row times columns of the tile, plus its column
     columns: int
     t: Tiles
