@@ -117,7 +117,7 @@ def pieces() -> dict[str, Callable[..., Any]]:
         "maxima of 16": lambda x, y, ids, h, w: jnp.max(x.reshape(x.shape[0], -1, 16), axis=2),
         "lax.top_k of 1024": lambda x, y, ids, h, w: lax.top_k(x[:, :1024], 64),
         "lax.top_k of 9496": lambda x, y, ids, h, w: lax.top_k(x[:, :9496], 64),
-        "row_ids": lambda x, y, ids, h, w: id_passes.row_ids(ids, x.shape[1]),
+        "row_ids": lambda x, y, ids, h, w: id_passes.row_ids(ids, x.shape[1]).once,
         "rows of w": lambda x, y, ids, h, w: of_rows(h, w, ids),
     }
 

@@ -1,15 +1,14 @@
-"""The likeliest ids of each row, exactly, equal logits by the smaller id.
+"""The likeliest ids of each row, exactly, equal logits by the smaller id, with a single read of the logits.
 
-The ``k`` largest of ``V`` columns lie in the ``k`` groups of columns with the largest maxima: such groups hold ``k``
-columns at least as large as any column elsewhere, and of equal groups the first are taken, whose columns have the
-smaller ids. So a row is read once for the maxima of its groups, the groups are chosen by the same rule (they are fewer,
-and grouped again), and ``16 k`` columns are sorted. A second read sums the exponentials of all columns that were not
-chosen, relative to the largest of them: with ``m`` the largest logit, ``T`` that sum relative to ``m`` and ``e_j`` the
-exponentials of the chosen ones,
+Columns are ordered by their values, equal ones by their ids. The ``k`` first of ``V`` columns lie in the ``k`` groups
+of columns whose own first columns are the first: such groups hold ``k`` columns ahead of any column elsewhere. Group
+``g`` holds the columns ``g``, ``g + G``, ``g + 2 G``, ..., so that a pass over the row reads it in order, and finds
+each group's largest logit ``m_g``, whose it is, and ``S_g = sum exp(z - m_g)``. The groups are chosen by the same rule
+among themselves (:func:`first_columns`), and of their ``16 k`` columns the first ``k``. All other columns are other
+groups' and those of the chosen groups that were not chosen: with ``m`` the row's largest logit, ``T`` the sum of their
+exponentials relative to ``m``, and ``e_j`` those of the chosen columns,
 
     gap = log1p(T + sum_{j > 1} e_j)      logp_j = (z_j - m) - gap      lse = m + gap      log_rest = log T - gap
-
-Columns equal to the smallest chosen one, and not chosen, are counted.
 """
 
 from __future__ import annotations
@@ -19,11 +18,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.row_passes import Rows, column_ids
+from logitless.core.row_passes import Rows
 from logitless.core.stats import NEG_INF, divided, factor, swept, times, where_rows
+from logitless.core.transform import LogitTransform
 
 _GROUP = 16
-"""Columns of a group."""
+"""Columns of a group of logits."""
+
+_LINE = 128
+"""The number of groups of logits is a multiple: every group's columns start at whole lines of memory."""
+
+_LAST = jnp.iinfo(jnp.int32).max
+"""An id behind all others, of a column that is not there."""
 
 
 class TopK(NamedTuple):
@@ -46,49 +52,143 @@ class TopK(NamedTuple):
     """``[...]``, log of the mass of all other ids: ``log(1 - sum p)`` would lose it to rounding."""
 
 
-def _pick(x: Array, ids: Array) -> Array:
-    return jnp.take_along_axis(x, ids, axis=1)
+class Columns(NamedTuple):
+    """Some columns of each row, ``[C, W]``; no two have the same id."""
+
+    value: Array
+    id: Array
+    at: Array
+    """Where a column stands: what it is asked for by."""
+
+    def ahead(self, last: Columns) -> Array:
+        """Which columns are ahead of ``last [C, 1]``, or are it; a NaN is ahead of nothing."""
+        return (self.value > last.value) | ((self.value == last.value) & (self.id <= last.id))
+
+    def last(self) -> Columns:
+        """The last column of each row, ``[C, 1]``."""
+        return Columns(*(a[:, -1:] for a in self))
+
+
+def first_columns(c: Columns, k: int) -> Columns:
+    """The ``k`` first columns of each row in order."""
+    width = c.value.shape[1]
+    if width < max(8 * k, _LINE):
+        value, ids, at = lax.sort((-c.value, c.id, c.at), dimension=1, num_keys=2, is_stable=False)
+        return Columns(-value[:, :k], ids[:, :k], at[:, :k])
+    size = _GROUP if width > 4 * _GROUP * k else 4
+    stride = -(-width // size)
+    fills = (NEG_INF, _LAST, 0)
+    padded = [
+        jnp.pad(a, ((0, 0), (0, size * stride - width)), constant_values=v) for a, v in zip(c, fills, strict=True)
+    ]
+    members = [Columns(*(a[:, i : i + stride] for a in padded)) for i in range(0, size * stride, stride)]
+    first = members[0]
+    for m in members[1:]:
+        instead = (m.value > first.value) | ((m.value == first.value) & (m.id < first.id))
+        # A maximum, and not a select: it keeps a NaN.
+        first = Columns(jnp.maximum(first.value, m.value), jnp.where(instead, m.id, first.id), first.at)
+    groups = first._replace(at=jnp.broadcast_to(jnp.arange(stride, dtype=jnp.int32), first.id.shape))
+    places = _columns_of(first_columns(groups, min(k, stride)).at, size, stride)
+    return first_columns(Columns(*(_pick(a, places) for a in padded)), k)
+
+
+def _pick(x: Array, places: Array) -> Array:
+    return jnp.take_along_axis(x, places, axis=1)
+
+
+def _columns_of(groups: Array, size: int, stride: int) -> Array:
+    """The columns ``[C, size K]`` of ``groups [C, K]``."""
+    members = stride * jnp.arange(size, dtype=jnp.int32)
+    return (members[:, None] + groups[:, None, :]).reshape(groups.shape[0], -1)
+
+
+class _Groups(NamedTuple):
+    """Groups of a row's logits, ``[C, G]``."""
+
+    first: Columns
+    total: Array
+    """Sum of the exponentials of a group relative to its largest logit."""
+
+
+def _groups(x: Array, t: LogitTransform, vocab_size: int, stride: int) -> _Groups:
+    """Groups of the logits: group ``g`` has the columns ``g``, ``g + stride``, ..."""
+    parts = [x[:, i : min(i + stride, vocab_size)] for i in range(0, vocab_size, stride)]
+    missing = stride * len(parts) - vocab_size
+    parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, missing)), constant_values=NEG_INF)
+    value, member = parts[0], jnp.zeros(parts[0].shape, jnp.uint8)
+    for i, part in enumerate(parts[1:], 1):  # in the order of ids: equal logits leave the smaller one
+        member = jnp.where(part > value, jnp.uint8(i), member)
+        value = jnp.maximum(value, part)
+    centre, ids = _finite(swept(value, t)), jnp.arange(stride, dtype=jnp.int32)
+    e = [jnp.exp(times(factor(t), swept(part, t) - centre)) for part in parts]
+    e[-1] = jnp.where(ids < stride - missing, e[-1], 0.0)
+    value, member = lax.optimization_barrier((value, member))  # one byte in memory, and not an id
+    first = Columns(value, ids + stride * member.astype(jnp.int32), jnp.broadcast_to(ids, value.shape))
+    return _Groups(first, sum(e[1:], e[0]))
+
+
+def _finite(u: Array) -> Array:
+    """A peak to take differences from: 0 in the place of ``-inf``."""
+    return jnp.where(u == NEG_INF, 0.0, u)
+
+
+class _Rest(NamedTuple):
+    """Columns of each row ``[C, W]`` that are left, by their raw logits; or groups of them."""
+
+    value: Array
+    counts: Array
+    total: Array | float
+    """Sum of the exponentials of a group relative to its ``value``."""
 
 
 def largest(x: Array, k: int) -> Array:
     """Ids ``[C, k]`` of the largest columns of ``x [C, V]`` in order, equal ones by the smaller id."""
-    width, group = x.shape[1], _GROUP
-    if width <= 2 * k * group:
-        return lax.top_k(x, k)[1].astype(jnp.int32)
-    whole = width // group * group
-    maxima = jnp.max(x[:, :whole].reshape(x.shape[0], -1, group), axis=2)
-    if whole < width:
-        maxima = jnp.concatenate([maxima, jnp.max(x[:, whole:], axis=1, keepdims=True)], axis=1)
-    groups = jnp.sort(largest(maxima, k), axis=1)  # sorted by column, and ties are
-    columns = (groups[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)).reshape(x.shape[0], -1)
-    values = jnp.where(columns < width, _pick(x, jnp.minimum(columns, width - 1)), NEG_INF)
-    return _pick(columns, lax.top_k(values, k)[1])
+    return _first_and_rest(x, LogitTransform(), x.shape[1], k)[0].id
+
+
+def _first_and_rest(x: Array, t: LogitTransform, vocab_size: int, k: int) -> tuple[Columns, list[_Rest]]:
+    """The ``k`` first columns of the rows ``x [C, V]``, and all others; ``t`` broadcasts against the rows."""
+    # Raw logits: the transform keeps their order, but may round two logits to equal values.
+    rest: list[_Rest] = []
+    if vocab_size < max(2 * _GROUP * k, _GROUP * _LINE):
+        ids = jnp.broadcast_to(jnp.arange(vocab_size, dtype=jnp.int32), (x.shape[0], vocab_size))
+        candidates = Columns(x[:, :vocab_size], ids, ids)
+    else:
+        stride = -(-vocab_size // (_GROUP * _LINE)) * _LINE
+        groups = _groups(x, t, vocab_size, stride)
+        chosen = first_columns(groups.first, k)
+        rest.append(_Rest(groups.first.value, ~groups.first.ahead(chosen.last()), groups.total))
+        ids = _columns_of(chosen.at, -(-vocab_size // stride), stride)
+        value = jnp.where(ids < vocab_size, _pick(x, jnp.minimum(ids, vocab_size - 1)), jnp.asarray(NEG_INF, x.dtype))
+        candidates = Columns(value, ids, ids)
+    first = first_columns(candidates, k)
+    rest.append(_Rest(candidates.value, ~candidates.ahead(first.last()) & (candidates.id < vocab_size), 1.0))
+    return first, rest
+
+
+def _log_sum(rest: list[_Rest], t: LogitTransform) -> tuple[Array, Array]:
+    """``(log of the sum of exp(z - centre) [C], centre [C, 1])`` over the columns that are left."""
+    u = [jnp.where(r.counts, swept(r.value, t), NEG_INF) for r in rest]
+    centre = _finite(jnp.max(jnp.stack([jnp.max(a, axis=1) for a in u]), axis=0)[:, None])
+    e = [jnp.exp(times(factor(t), a - centre)) * r.total for a, r in zip(u, rest, strict=True)]
+    return jnp.log(jnp.sum(jnp.stack([jnp.sum(a, axis=1) for a in e]), axis=0)), centre
 
 
 def top_of_rows(x: Array, p: Rows, k: int) -> TopK:
     """The likeliest ids of the rows ``x [C, V]``; every row is live."""
-    vocab_size, t = p.call.vocab_size, p.transform.column()
-    real = column_ids(x.shape[1]) < vocab_size
-    raw = x if vocab_size >= x.shape[1] else jnp.where(real, x, jnp.asarray(NEG_INF, x.dtype))
-    # Compare raw logits: the transform keeps their order, but may round two logits to equal values.
-    # If available, take an additional id: the largest remaining logit.
-    more = largest(raw, min(k + 1, vocab_size))
-    ids, centre = more[:, :k], swept(_pick(x, more[:, -1:]), t)
-    chosen = _pick(x, ids)
-    u, last, scale = swept(chosen, t), chosen[:, -1:], factor(t)
-    m, centre = (jnp.where(a > NEG_INF, a, 0.0) for a in (u[:, :1], centre))
+    t = p.transform.column()
+    first, rest = _first_and_rest(x, t, p.call.vocab_size, k)
+    log_others, centre = _log_sum(rest, t)
+    u, scale = swept(first.value, t), factor(t)
+    m = _finite(u[:, :1])
     e = jnp.exp(times(scale, u - m))
-    others = jnp.where(real & (x < last), jnp.exp(times(scale, swept(x, t) - centre)), 0.0)
-    equal = jnp.sum(real & (x == last), axis=1, dtype=jnp.float32) - jnp.sum(chosen == last, axis=1, dtype=jnp.float32)
-    at_last = jnp.exp(jnp.minimum(times(scale, u[:, -1:] - centre), 0.0))[:, 0]  # equal to the centre where any is left
-    log_others = jnp.log(jnp.sum(others, axis=1) + equal * at_last) + times(scale, centre - m)[:, 0]
-    rest = jnp.exp(log_others)
-    gap = jnp.log1p(rest + jnp.sum(e[:, 1:], axis=1))
+    log_others = log_others + times(scale, centre - m)[:, 0]
+    gap = jnp.log1p(jnp.exp(log_others) + jnp.sum(e[:, 1:], axis=1))
     logp = times(scale, u - m) - gap[:, None]
     mass = jnp.sum(jnp.exp(logp), axis=1)
     light = mass < 0.5
     log_rest = jnp.where(light, jnp.log1p(-jnp.where(light, mass, 0.0)), log_others - gap)
-    return TopK(ids, logp, divided(m[:, 0], p.transform) + gap, log_rest)
+    return TopK(first.id, logp, divided(m[:, 0], p.transform) + gap, log_rest)
 
 
 def blank_top_k(n: int, k: int) -> TopK:
