@@ -12,8 +12,8 @@ import pytest
 import logitless as L
 from logitless import oracle
 from logitless.core.problem import Call, Given, Problem
+from logitless.core.stats import LogitTransform
 from logitless.core.top_k import largest, top_of_rows
-from logitless.core.transform import LogitTransform
 from numerics import BACKENDS, assert_contract, transformed, truth_of
 
 N, H, V = 13, 16, 3001

@@ -191,6 +191,43 @@ def test_the_off_policy_mask_measures_from_rollout_or_old_and_drops_nothing_with
     assert kept(o, **without) == kept(o.replace(off_policy_threshold=-3.0), **without) == [True, True]
 
 
+def test_sequences_far_from_their_sampler_leave_the_loss_and_its_denominator() -> None:
+    """The mean of ``exp(|logp - rollout|)`` over a sequence, as Tunix has it: row 0 is off by ln 4 at one of two
+    tokens, (4 + 1) / 2 = 2.5; row 1 by ln 2 at each, 2; row 2 is right, and its sampler's second value is not known;
+    row 3 has a token that the sampler could not draw. At a threshold of 2 the middle two stay."""
+    logp, ln = np.full((4, 2), -3.0, np.float32), np.log
+    rollout = logp + np.array([[ln(4.0), 0], [-ln(2.0), ln(2.0) - 1e-6], [0, np.nan], [-np.inf, 0]], np.float32)
+    mask, a = np.array([[1, 1], [1, 1], [1, 1], [1, 1]], bool), np.float32([1.0, 2.0, -1.0, 1.0])
+    ref, entropy = logp + np.float32([[0.3], [0.1], [-0.2], [0.4]]), np.full((4, 2), 0.7, np.float32)
+    given = {"advantages": a, "ref_logp": ref}
+    rest = {"advantages": a[1:3], "ref_logp": ref[1:3], "mask": mask[1:3]}
+    for aggregation in ("grpo", "bnpo", "luspo"):
+        o = Objective(
+            aggregation=aggregation, count_rows="non_empty", sequence_error_max=2.0, beta=0.1, entropy_coef=0.5
+        )
+        got = evaluate(o, logp, entropy, mask=mask, rollout_logp=rollout, **given)
+        plain = evaluate(o.replace(sequence_error_max=None), logp[1:3], entropy[1:3], **rest)
+        np.testing.assert_allclose(got.loss, plain.loss, rtol=1e-6)
+        np.testing.assert_allclose(got.dlogp[1:3], plain.dlogp, rtol=1e-6)
+        np.testing.assert_allclose(got.dentropy[1:3], plain.dentropy, rtol=1e-6)
+        assert not got.dlogp[[0, 3]].any() and not got.dentropy[[0, 3]].any()
+        assert float(got.metrics["kept_tokens"].sum) == 4
+    given_count = evaluate(
+        o, logp, entropy, mask=mask, rollout_logp=rollout, denominator=8.0, entropy_denominator=16.0, **given
+    )
+    plain = evaluate(
+        o.replace(sequence_error_max=None), logp[1:3], entropy[1:3], denominator=8.0, entropy_denominator=16.0, **rest
+    )
+    np.testing.assert_allclose(given_count.loss, plain.loss, rtol=1e-6)
+    with pytest.raises(ValueError, match="set count_rows='non_empty'"):
+        Objective(sequence_error_max=2.0)
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        Objective.bnpo(sequence_error_max=0.5)
+    with pytest.raises(ValueError, match="sequence_error_max needs rollout_logp"):
+        evaluate(o, logp, entropy, **given)
+    assert Objective.from_tunix(seq_logprob_error_threshold=2.0).sequence_error_max == 2.0
+
+
 def test_the_off_policy_mask_keeps_a_token_without_an_advantage() -> None:
     """Only negative advantages are dropped: of two rows that drifted, the one with A = 0 is counted as kept."""
     logp = np.float32([[-2.0], [-2.0]])

@@ -254,6 +254,26 @@ def test_off_policy_mask(policy: str, level: str, sampler: str) -> None:
     assert 0 < float(kept.sum) < float(kept.count)  # the mask did something
 
 
+@pytest.mark.parametrize("aggregation", ["grpo", "bnpo", "dr_grpo", "luspo"])
+def test_sequences_beyond_an_error(aggregation: str) -> None:
+    """Rows, packed rows, NaN among the sampler's values, and a token level and a sequence level."""
+    of_length = {"max_length": 5} if aggregation == "dr_grpo" else {}
+    for level, more in (
+        ("token", {"beta": 0.1, "entropy_coef": 0.02, "top_entropy": 0.5}),
+        ("sequence", {"delta": None}),
+    ):
+        o = objective_of(
+            "clip", level, aggregation, count_rows="non_empty", sequence_error_max=1.2, **of_length, **more
+        )
+        for layout in ("rows", "packed"):
+            logp, entropy, inputs = random_batch(11, layout=layout)
+            inputs["rollout_logp"] = np.where(inputs["rollout_logp"] > -0.1, np.nan, inputs["rollout_logp"])
+            got = evaluate(o, logp, entropy, **inputs)
+            assert agrees(got, o, logp, entropy, **inputs)[0] != 0.0
+            kept = got.metrics["kept_tokens"]
+            assert 0 < float(kept.sum) < float(kept.count)
+
+
 # Fractions with few binary digits: 1 - rho is then exact, and a token that sits on the quantile is kept by both sides.
 @pytest.mark.parametrize("entropy_coef", [None, 0.03])
 def test_top_entropy_and_entropy_bonus(entropy_coef: float | None) -> None:

@@ -117,7 +117,9 @@ def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, jax.Sh
     estimated = beta is not None and getattr(objective, "kl", None) != "full"
     if estimated and given["ref_logp"] is None and given.get("ref_hidden") is None:
         missing["ref_logp"] = shape
-    asks = (getattr(objective, k, None) is not None for k in ("correction", "off_policy_threshold"))
+    asks = (
+        getattr(objective, k, None) is not None for k in ("correction", "off_policy_threshold", "sequence_error_max")
+    )
     if any(asks) and given["rollout_logp"] is None:
         missing["rollout_logp"] = shape
     return missing

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.core.row_passes import Rows
-from logitless.core.stats import NEG_INF, divided, factor, swept, times, where_rows
-from logitless.core.transform import LogitTransform
+from logitless.core.stats import NEG_INF, LogitTransform, divided, factor, swept, times, where_rows
 
 _GROUP = 16
 """Columns of a group of logits."""

@@ -345,6 +345,8 @@ def loss_arrays(call: str, objective: Objective, shape: tuple[int, ...], given: 
         raise ValueError(
             f"{call}: objective.correction={objective.correction!r} needs rollout_logp, the sampler's logp."
         )
+    if objective.sequence_error_max is not None and arrays["rollout_logp"] is None:
+        raise ValueError(f"{call}: objective.sequence_error_max needs rollout_logp, the sampler's logp.")
     if token_weights is not None:
         token_weights = floats(call, "token_weights", token_weights)
         expected = (shape,) if segment_ids is not None else (shape, (rows, 1), (rows,))

@@ -341,6 +341,14 @@ def combination(o: Objective) -> None:
 
     if isinstance(o.top_entropy, (int, float)) and not 0 < o.top_entropy <= 1:
         raise ValueError(f"Objective: top_entropy={o.top_entropy}, expected a fraction in (0, 1].")
+    if isinstance(o.sequence_error_max, (int, float)) and o.sequence_error_max < 1:
+        raise ValueError(
+            f"Objective: sequence_error_max={o.sequence_error_max}, expected 1 or more: it bounds a mean of "
+            "exp(|logp - rollout|)."
+        )
+    of_rows = o.aggregation in ("grpo", "dr_grpo", "luspo") and o.count_rows == "all"
+    if o.sequence_error_max is not None and of_rows:
+        refuse(f"sequence_error_max drops sequences, and {o.aggregation!r} counts all: set count_rows='non_empty'.")
     if isinstance(o.dual_clip, (int, float)) and o.dual_clip <= 1:
         raise ValueError(f"Objective: dual_clip={o.dual_clip}, expected a constant above 1 (3 is usual).")
     if o.policy == "gmpo" and o.level != "token":

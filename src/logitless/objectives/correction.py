@@ -73,6 +73,13 @@ def off_policy_keep(
     return (advantage >= 0) | ~(drift > objective.off_policy_threshold)
 
 
+def sequences_agree(objective: Objective, logp: Array, rollout: Array, sequences: Sequences) -> Array:
+    """Sequences whose mean ``exp(|logp - rollout|)`` is at most ``sequence_error_max``; a NaN keeps its sequence."""
+    assert objective.sequence_error_max is not None
+    apart = jnp.abs(jnp.where(jnp.isnan(rollout), 0.0, jax.lax.stop_gradient(logp) - rollout))
+    return ~(sequences.mean(jnp.exp(apart)) > objective.sequence_error_max)
+
+
 @own_promotion
 def entropy_denominator(objective: Objective, mask: Array, entropy: Array | None = None) -> Array:
     """What ``entropy_denominator=`` has to be where a batch is split: the number of tokens that the entropy bonus acts

@@ -56,6 +56,7 @@ class LossInputs:
     sequences: Sequences | None = None
     vespo_log_weight: Array | None = None
     entropy_denominator: Array | None = None
+    denominator: Array | None = None  # as given, where the loss counts for itself what it keeps
 
     counted: Counted | None = None  # what only the metrics read
 
@@ -117,6 +118,7 @@ def prepare(objective: Objective, mask: Array, arrays: LossArrays) -> LossInputs
         sequences=sequences if coupled else None,
         vespo_log_weight=log_weight,
         entropy_denominator=entropy_denominator,
+        denominator=total if objective.sequence_error_max is not None and given.denominator is not None else None,
         counted=Counted(
             sequences=sequences,
             denominator=total,
@@ -125,6 +127,22 @@ def prepare(objective: Objective, mask: Array, arrays: LossArrays) -> LossInputs
             one_advantage=given.advantages.ndim == 1,
         ),
     )
+
+
+def only_kept(objective: Objective, x: LossInputs, keep: Array) -> LossInputs:
+    """Without the sequences where ``keep [B, T]`` is false: their tokens weigh nothing, and nothing counts them. The
+    mask stays, since a NaN of theirs is one of the loss."""
+    assert x.sequences is not None
+    sequences = dataclasses.replace(x.sequences, mask=x.mask & keep)
+    total = default_denominator(objective, sequences) if x.denominator is None else x.denominator
+    weight = jnp.where(jnp.isnan(x.weight), jnp.nan, aggregation_weights(objective, sequences, total))
+    entropy_weight = x.entropy_weight
+    if entropy_weight is not None:
+        count = x.entropy_denominator
+        if count is None:
+            count = jnp.maximum(jnp.sum(sequences.mask, dtype=jnp.float32), 1.0)
+        entropy_weight = jnp.where(sequences.mask, 1.0 / count, 0.0)
+    return dataclasses.replace(x, weight=weight, entropy_weight=entropy_weight)
 
 
 def _per_token(x: Array, shape: tuple[int, ...]) -> Array:
@@ -160,12 +178,13 @@ def _reads_ref_logp(o: Objective) -> bool:
 
 def _reads_rollout(o: Objective) -> bool:
     drift = o.off_policy_threshold is not None and o.off_policy_from == "rollout"
-    return o.correction is not None or drift
+    return o.correction is not None or drift or o.sequence_error_max is not None
 
 
 def _reads_sequences(o: Objective) -> bool:
-    of_policy = o.level != "token" or o.policy in ("vespo", "gmpo") or o.off_policy_threshold is not None
-    return of_policy or o.aggregation not in ("bnpo", "dapo") or o.correction not in (None, "token")
+    of_policy = o.level != "token" or o.policy in ("vespo", "gmpo")
+    drops = o.off_policy_threshold is not None or o.sequence_error_max is not None
+    return of_policy or drops or o.aggregation not in ("bnpo", "dapo") or o.correction not in (None, "token")
 
 
 _NO_KL = (

@@ -1,7 +1,7 @@
 """The loss over per-token statistics, written once and used by every backend, and its metrics.
 
     l_t  = policy term (policy_terms.py), times the off-policy mask, the top-entropy mask and the correction weight
-    l_t += beta * KL_t
+    l_t += beta * KL_t, and nothing of sequences beyond ``sequence_error_max``
     loss = sum_t weight_t l_t - entropy_coef * sum_t k_t entropy_t / max(sum k, 1)
 
 A live token whose statistics are NaN makes the loss NaN, and its own gradient, whatever would have dropped the token.
@@ -26,8 +26,14 @@ from jax import Array
 
 from logitless.core.pytree import register
 from logitless.core.stats import TokenStats
-from logitless.objectives.correction import correction_weight, off_policy_keep, top_entropy_keep, vespo_log_weight
-from logitless.objectives.inputs import LossInputs, divided
+from logitless.objectives.correction import (
+    correction_weight,
+    off_policy_keep,
+    sequences_agree,
+    top_entropy_keep,
+    vespo_log_weight,
+)
+from logitless.objectives.inputs import LossInputs, divided, only_kept
 from logitless.objectives.objective import Objective
 from logitless.objectives.policy_terms import (
     exp,
@@ -62,6 +68,11 @@ def token_terms(
     entropy = jnp.where(x.mask, entropy, 0.0)
     logp = divided(logp, x.logp_temperature)
     r, w = log_ratio(o, logp, x.old, x.sequences)
+    agree: Array | None = None
+    if o.sequence_error_max is not None:
+        assert x.rollout is not None and x.sequences is not None
+        agree = sequences_agree(o, logp, x.rollout, x.sequences)
+        x = only_kept(o, x, agree)
 
     correction, log_correction = x.correction, x.vespo_log_weight
     if o.correction is not None and x.old is None:  # on-policy: the weight needs the current log-probability
@@ -78,13 +89,14 @@ def token_terms(
         assert x.sequences is not None
         phi = vespo_weight(o, r, x.advantage, x.sequences, log_correction)
     loss = policy_term(o, logp, r, w, x, phi)
-    keep: Array | None = None
+    keep = agree
     if o.off_policy_threshold is not None:
         assert x.sequences is not None
-        keep = off_policy_keep(o, logp, x.rollout, x.old, x.advantage, x.sequences)
+        near = off_policy_keep(o, logp, x.rollout, x.old, x.advantage, x.sequences)
+        keep = near if keep is None else keep & near
     high_entropy = None
     if o.top_entropy is not None:
-        high_entropy = top_entropy_keep(o, entropy, x.mask)
+        high_entropy = top_entropy_keep(o, entropy, x.mask if agree is None else x.mask & agree)
         keep = high_entropy if keep is None else keep & high_entropy
     if keep is not None:
         loss = jnp.where(keep, loss, 0.0)
@@ -102,6 +114,8 @@ def token_terms(
         kl = kl * exp(w) if o.kl_bias_correction else kl
         loss = loss + o.beta * kl
 
+    if agree is not None:
+        loss = jnp.where(agree, loss, 0.0)  # the KL as well
     policy = contribution = jnp.where(x.mask, x.weight * loss, 0.0)
     if o.entropy_coef is not None:
         contribution = contribution - o.entropy_coef * _entropy_weight(x, high_entropy) * entropy

@@ -145,6 +145,9 @@ class Objective:
     """Upper bound of the correction weight; ``None`` is no bound."""
     off_policy_threshold: Number | None = None
     """Drop sequences with negative advantage whose mean ``rollout - logp`` exceeds this (see ``off_policy_from``)."""
+    sequence_error_max: Number | None = None
+    """Drop sequences whose mean ``exp(|logp - rollout|)`` exceeds this, from the loss and its denominator (Tunix'
+    ``seq_logprob_error_threshold``; 1 is perfect agreement)."""
     top_entropy: Number | None = None
     """Keep the policy loss only for this fraction of tokens, highest entropy first."""
     entropy_coef: Number | None = None
@@ -324,6 +327,8 @@ class Objective:
             return f"level={self.level!r} uses one ratio for the whole sequence"
         if self.off_policy_threshold is not None:
             return "off_policy_threshold averages over the sequence"
+        if self.sequence_error_max is not None:
+            return "sequence_error_max averages over the sequence"
         if self.top_entropy is not None:
             return "top_entropy takes a quantile over the batch"
         if self.correction is not None and not old_known:

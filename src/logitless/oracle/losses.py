@@ -69,6 +69,22 @@ def _sequences(valid: Bools, segment_ids: ArrayLike | None) -> list[list[Positio
     return list(segments.values())
 
 
+def _agreeing(valid: Bools, segment_ids: ArrayLike | None, logp: Floats, rollout: Floats | None, o: Objective) -> Bools:
+    """Valid tokens of sequences whose mean ``exp(|logp - rollout|)`` is at most ``sequence_error_max``."""
+    most = number_or_none(o.sequence_error_max)
+    if most is None:
+        return valid
+    if rollout is None:
+        raise ValueError("sequence_error_max needs rollout_logp.")
+    kept = valid.copy()
+    for positions in _sequences(valid, segment_ids):
+        errors = [1.0 if np.isnan(rollout[p]) else exp(abs(logp[p] - rollout[p])) for p in positions]
+        if positions and sum(errors) / len(positions) > most:
+            for p in positions:
+                kept[p] = False
+    return kept
+
+
 def _correction_weights(s: _Sequence, o: Objective) -> list[float]:
     """Train/rollout weights: ``exp`` of ``old - rollout`` per token, summed, or averaged; truncated or masked.
     ``geometric_mask`` keeps the tokens' own weights where the average lies inside the bounds."""
@@ -248,6 +264,7 @@ def policy_loss_grad(
     if given is not None:
         unknown |= np.isnan(given)
     unknown &= valid
+    valid = _agreeing(valid, segment_ids, lp, rollout, o)
 
     kept_by_entropy = valid.copy()
     if o.top_entropy is not None and valid.any():

@@ -10,7 +10,8 @@
 | ``temperature`` (0 means 1) | ``temperature`` |
 | ``sampler_is``, ``sampler_is_threshold`` | ``correction="token"``, ``correction_max`` |
 | ``truncated_importance_sampling_type`` seq-mask-tis, with ``force_on_policy_ratio`` | ``correction="geometric_mask"``; a token without a sampler's value weighs 1 (there: 0), and no weight is clamped (there: exp(+-20)) |
-| ``seq_logprob_error_threshold``, ``overlong_loss_masking`` | refused: leave these sequences out of the mask |
+| ``seq_logprob_error_threshold`` | ``sequence_error_max``, with ``rollout_logp`` (a token without a sampler's value: no error; there its sequence is dropped) |
+| ``overlong_loss_masking`` | refused, since it is of the batch: leave these sequences out of the mask (the integration's fused loss does) |
 | ``force_on_policy_ratio`` (after 0.1.8) | leave ``old_logp`` out: the ratio is then 1 |
 | log-ratios clamped to +-20; gspo-token's at most 10 | ``log_ratio_clamp``, ``sequence_log_ratio_max`` |
 """  # noqa: E501
@@ -96,12 +97,17 @@ def from_tunix(config: object = None, *, max_length: Number | None = None, **giv
         s.ignored(["sampler_is_threshold"], "without sampler_is='token'")
     else:
         fields.update(correction=s.choice("sampler_is", {"token": "token"}), correction_max=s["sampler_is_threshold"])
-    for name in ("seq_logprob_error_threshold", "overlong_loss_masking"):
-        if s[name] not in (None, False):
-            s.refuse(
-                f"{name}={s[name]!r} drops sequences from the loss and its denominator: leave them out of the mask of "
-                "the call."
-            )
+    if s["overlong_loss_masking"]:
+        s.refuse(
+            "overlong_loss_masking=True drops truncated completions from the loss and its denominator: leave them out "
+            "of the mask of the call, and give overlong_loss_masking=False."
+        )
+    fields["sequence_error_max"] = s["seq_logprob_error_threshold"]
+    if fields["sequence_error_max"] is not None and s["loss_agg_mode"] == "sequence-mean-token-sum-norm":
+        s.refuse(
+            "seq_logprob_error_threshold drops sequences from the denominator, which Tunix refuses with "
+            "loss_agg_mode='sequence-mean-token-sum-norm'; use another one."
+        )
     return Objective(**fields | _truncated(s))
 
 

@@ -322,4 +322,5 @@ def objective_of(c: TrainConfig) -> Objective:
 
 def needs_rollout(objective: Objective) -> bool:
     """Whether the loss reads the sampler's log-probabilities."""
-    return objective.correction is not None or objective.off_policy_threshold is not None
+    asks = objective.correction, objective.off_policy_threshold, objective.sequence_error_max
+    return any(x is not None for x in asks)

@@ -21,6 +21,7 @@ from logitless.core.loss_stats import with_stats
 from logitless.core.stats import TokenStats
 from logitless.integrations.tunix.interface import Interface, modules
 from logitless.integrations.tunix.logps import TokenEntropy, entropy_from_logits, predictions
+from logitless.objectives.aggregate import sequences_of
 from logitless.objectives.objective import Objective
 
 
@@ -60,7 +61,7 @@ def _loss(
         return x[:, 1:] if p.packed and x is not None and x.ndim == 2 else x
 
     width = example.completion_mask.shape[-1]
-    objective = Objective.from_tunix(algo_config, max_length=float(width))
+    objective = Objective.from_tunix(algo_config, max_length=float(width), **_DONE_HERE)
     if objective.correction == "geometric_mask":
         raise ValueError("logitless: the fused loss does not serve truncated_importance_sampling_type.")
     objective = objective.replace(correction=None, correction_max=2.0)  # sampler weights come with the example
@@ -71,9 +72,10 @@ def _loss(
     loss, aux = with_stats(linear_grpo_loss)(
         **p.arguments(),
         advantages=tokens(jnp.asarray(example.advantages, jnp.float32)),
-        mask=tokens(example.completion_mask),
+        mask=tokens(_trained(example, algo_config, segments)),
         old_logp=None if on_policy else tokens(example.old_per_token_logps),
         ref_logp=None if objective.beta is None else tokens(example.ref_per_token_logps),
+        rollout_logp=None if objective.sequence_error_max is None else tokens(example.rollout_per_token_logps),
         token_weights=tokens(getattr(example, "sampler_is_weights", None)),
         segment_ids=tokens(segments) if interface == "0.1.8" else None,  # 0.1.7 averages over whole rows
         objective=objective,
@@ -81,6 +83,24 @@ def _loss(
     )
     stats = aux.stats
     return loss, stats.map(lambda s: jnp.pad(s, ((0, 0), (1, 0)))) if p.packed else stats
+
+
+_DONE_HERE = {"overlong_loss_masking": False}
+"""Settings that are of the batch."""
+
+
+def _trained(example: Any, algo_config: Any, segments: Array | None) -> Array:
+    """``completion_mask`` without truncated sequences, where the config says so; in packed rows one token of a sequence
+    is enough."""
+    mask = example.completion_mask
+    if not getattr(algo_config, "overlong_loss_masking", False):
+        return mask
+    overlong = getattr(example, "overlong", None)
+    if overlong is None:
+        raise ValueError("logitless: overlong_loss_masking needs the example's overlong, the rollout's verdict.")
+    overlong = jnp.asarray(overlong, jnp.float32)
+    per_token = jnp.broadcast_to(overlong.reshape(len(mask), -1), mask.shape)
+    return jnp.where(sequences_of(mask != 0, segments).total(per_token) > 0, 0, mask)
 
 
 def _over_statistics(interface: Interface, stats: TokenStats) -> Callable[..., Any]:
