@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,11 @@ Counts = tuple[float, int, int]
 """Matmuls per token that has a gradient: with both gradients, with a frozen head, without any gradient."""
 
 
+Stored = Literal["logits", "dx", "bits", "nothing"]
+"""What memory holds of a row of the vocabulary: the logits of a chunk of tokens, also the dx of all tokens, a bit for
+each token and column, or nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What a call costs on one device, in words and numbers."""
@@ -71,11 +76,17 @@ class Cost:
     way: str
     matmuls: str
     bytes_moved: str
-    tiles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tiles: dict[str, object] = dataclasses.field(default_factory=dict)
+    """Chunks and tiles by name, for a reader."""
     counts: Counts | None = None
     """``None`` where it depends on the data (a sparse backward)."""
     fused_statistics: bool = False
     """Statistics without a gradient never hold logits."""
+    sweep: int = 0
+    """Tokens for which each matmul reads the head once; 0: all."""
+    stored: Stored = "logits"
+    exact_if_flat: bool = False
+    """Of a sparse backward without logits: where the policy is flat, the exact backend serves the call."""
 
 
 class Backend(Protocol[P]):

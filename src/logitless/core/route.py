@@ -83,7 +83,7 @@ class Route:
         return own if self.reference is None else f"{own}; and those of the reference's statistics"
 
     @property
-    def tiles(self) -> dict[str, Any]:
+    def tiles(self) -> dict[str, object]:
         """Chunks and tiles by name."""
         return self.described.tiles
 

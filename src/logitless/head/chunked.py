@@ -137,7 +137,8 @@ class Chunked(PlainJax):
             f"{call.chunk * head.vocab * item:,} B at a time; at most {sweeps} chunks, fewer with dead tokens"
         )
         tiles: dict[str, object] = {"chunk": call.chunk, "layout": head.layout}
-        return Cost(words, matmuls, moved, tiles | ({"kept": call.kept} if call.kept else {}), counts)
+        tiles |= {"kept": call.kept} if call.kept else {}
+        return Cost(words, matmuls, moved, tiles, counts, sweep=call.chunk)
 
     def tokens_kept(self, p: Problem) -> int:
         """Tokens whose logits the forward pass keeps for cotangents that arrive later: all or none."""

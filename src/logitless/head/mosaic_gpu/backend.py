@@ -133,10 +133,9 @@ class StoredDx(MosaicGpu):
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost = super().describe(p, way)
-        tiles = cost.tiles | {"chunk": stored_dx.chunk_of(p), "dx_rows": p.n}
-        return dataclasses.replace(
-            cost, bytes_moved=f"{cost.bytes_moved}; dx of all tokens in memory, dW written once", tiles=tiles
-        )
+        chunk, moved = stored_dx.chunk_of(p), f"{cost.bytes_moved}; dx of all tokens in memory, dW written once"
+        tiles = cost.tiles | {"chunk": chunk, "dx_rows": p.n}
+        return dataclasses.replace(cost, bytes_moved=moved, tiles=tiles, sweep=chunk, stored="dx")
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
         return (self.token_statistics(p) if loss is None else stored_dx.statistics(self, p, loss)), None

@@ -97,18 +97,22 @@ class ScreenedSparse(Around):
             "frozen head, 1 without a gradient"
         )
         sizes = dweight_buffer.sizes_of(p, rule)
-        tiles = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p)}
+        tiles: dict[str, object] = {"chunk": p.call.chunk, "slab": rule.slab, "visit": visit_of(p)}
         tiles |= {
             "columns_at_once": sizes.columns,
             "hard_at_once": sizes.hard,
             "hard_group": dweight_buffer.group_size(p.n),
         }
         tiles["dx_apart"] = int(not sizes.in_dw)  # or in the place of dW
-        if p.call.memory_budget is not None and way.in_forward:
+        exact_if_flat = p.call.memory_budget is not None and way.in_forward
+        if exact_if_flat:
             words += "; the exact path, in its chunks, where most targets are unlikely"
             tiles["chunk_if_flat"] = p.call.chunk
         moved = f"a bit for each token and column ({p.n * p.head.vocab // 8:,} B), W once and its active rows"
-        return Cost(words, matmuls, moved, tiles, fused_statistics=True)
+        return Cost(
+            words, matmuls, moved, tiles, fused_statistics=True, sweep=p.call.chunk, stored="bits",
+            exact_if_flat=exact_if_flat,
+        )  # fmt: skip
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:
         return self.own.token_statistics(p), blank_report(p.n)

@@ -103,7 +103,10 @@ def cost_of(p: Problem, used: tuple[str, ...], way: str = "", counts: Counts | N
     matmuls = "" if counts is None else "{:.3g} ({} with a frozen head, {} without a gradient)".format(*counts)
     tiles = {k: f"{about[k]['token_tile']}x{about[k]['vocab_tile']}" for k in used}
     moved = ", ".join(f"{k} {about[k]['hbm_bytes']:,} B" for k in used)
-    return Cost(way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts)
+    return Cost(
+        way, matmuls, moved, {**tiles, "layout": p.head.layout}, counts,
+        sweep=int(about[used[0]]["token_tile"]), stored="nothing",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,6 +115,7 @@ class SparsePallasTpu(Around):
             matmuls=f"1 + {4 if late else 3} K/V, 3 or 4 a hard row, {5 if late else 4} if flat (1 without a gradient)",
             bytes_moved=f"{exact.bytes_moved} at most (dhead by the hard rows)",
             tiles={**exact.tiles, **tiles},
+            sweep=sparse_backward.chunk_of(p),
         )
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:

@@ -21,7 +21,7 @@ import dataclasses
 import math
 
 from logitless.core.chunk_size import MIB, column_tile, platform
-from logitless.core.registry import KERNELS
+from logitless.core.problem import Layout
 from logitless.core.route import Route
 from logitless.lab.plan.chips import Chip, roofline_seconds
 from logitless.mesh import head_pieces
@@ -45,6 +45,7 @@ class Sizes:
     rows: int = 1  # devices with different tokens
     gathered: int = 1  # devices that the head is gathered over
     teacher: int = 0  # width of a second model's hidden states; 0: there is none
+    layout: Layout = "vh"
 
     @property
     def head(self) -> int:
@@ -141,29 +142,28 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
     """The way that a route takes."""
     if route.dense:
         return dense(s)
-    on_tpu, screened, later = route.backend == KERNELS["tpu"], "columns_at_once" in route.tiles, not route.in_forward
+    cost, later = route.described, not route.in_forward
+    on_tpu, screened = cost.stored == "nothing", cost.stored == "bits"
     matmuls: float = _matmuls(s, on_tpu, later, route)
     if shares is not None and s.wide:
         # A share of the columns for all tokens, whose logits are made again where none are kept, and once more for late
         # cotangents; all columns for hard rows. A shard of the vocabulary finds its columns in a second sweep.
-        matmuls += screened and not later and "chunk_if_flat" not in route.tiles  # if flat: no logits were kept
+        matmuls += screened and not later and not cost.exact_if_flat  # if flat: no logits were kept
         of_columns = (later + (on_tpu or screened) + s.wide) * shares.active_columns
         first = 2 if route.way_taken.shards > 1 else s.sources
         sparse = first + of_columns + (s.sources + s.wide) * shares.hard_rows
         matmuls = min(matmuls, sparse) if shares.active_columns <= 0.25 else matmuls
-    no_logits = on_tpu or screened or (route.fused_statistics and not s.wants)
-    kernels = (int(v.split("x")[0]) for v in route.tiles.values() if isinstance(v, str) and "x" in v)  # 512x1024
-    tile = route.tiles.get("chunk") or next(kernels, s.tokens)
-    sweeps = -(-s.live // tile)  # each matmul reads the head once for a tile of tokens
-    once = no_logits or "dx_rows" in route.tiles  # dW is written once
+    no_logits = on_tpu or screened or (cost.fused_statistics and not s.wants)
+    sweeps = -(-s.live // (cost.sweep or s.tokens))  # each matmul reads the head once for a tile of tokens
+    once = no_logits or cost.stored == "dx"  # dW is written once
     moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if once else sweeps)
     if not no_logits:  # logits written and read, dlogits written and read by each matmul
         again = 2 if later and s.wants and not route.static.kept else 1
         moved += s.live * s.vocab * (2 * s.logit * again * s.sources + s.item * (1 + s.wide) * bool(s.wants))
-    beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route, screened)
+    beside = _of_tpu_kernels(s, route) if on_tpu else _of_chunks(s, route)
     flops = 2 * s.live * (s.width + s.rank) * s.vocab * matmuls
     if s.teacher:  # number of matmuls with the teacher's width
-        counts = route.described.counts  # without a gradient each model's logits are made equally often
+        counts = cost.counts  # without a gradient each model's logits are made equally often
         theirs = (2 if counts is None else counts[2]) // 2 + bool(later and s.wants)
         flops += 2 * s.live * s.vocab * (s.teacher - s.width - s.rank) * theirs
         moved += sweeps * theirs * (s.vocab * (s.teacher - s.width) * s.item)
@@ -184,15 +184,16 @@ def _matmuls(s: Sizes, on_tpu: bool, later: bool, route: Route) -> float:
     return int(found) if found == int(found) else found
 
 
-def _of_chunks(s: Sizes, route: Route, screened: bool) -> int:
-    if route.fused_statistics and not s.wants:
+def _of_chunks(s: Sizes, route: Route) -> int:
+    cost = route.described
+    if cost.fused_statistics and not s.wants:
         return s.hidden * s.masked + 8 * MIB
-    if screened and "chunk_if_flat" not in route.tiles:
+    if cost.stored == "bits" and not cost.exact_if_flat:
         return s.tokens * s.vocab // 8 + s.hidden
-    chunk, kept = route.tiles["chunk"], route.static.kept * s.vocab * s.logit if s.wants else 0
+    chunk, kept = cost.sweep, route.static.kept * s.vocab * s.logit if s.wants else 0
     logits = chunk * s.vocab * s.logit * s.sources
-    if "dx_rows" in route.tiles and s.wants:
-        return _of_stored_dx(s, route, logits, kept)
+    if cost.stored == "dx" and s.wants:
+        return _of_stored_dx(s, chunk, logits, kept)
     dlogits = chunk * s.vocab * s.item if s.wants and s.item != s.logit else 0
     lora, small = 8 * chunk * s.vocab * bool(s.rank), chunk * s.width * s.item * (1 + s.wide)
     dw = s.dw if s.sum_item != s.item else 0
@@ -204,14 +205,14 @@ def _of_chunks(s: Sizes, route: Route, screened: bool) -> int:
     return kept + max(logits + max(dlogits, small), lora + small) + dw - lent
 
 
-def _of_stored_dx(s: Sizes, route: Route, logits: int, kept: int) -> int:
+def _of_stored_dx(s: Sizes, chunk: int, logits: int, kept: int) -> int:
     """Dlogits of all tokens, or with a frozen head of a few; those of a chunk or, later, dH in parts."""
     rows = s.tokens if "lm_head" in s.wants else min(s.tokens, 2048)
     dx = rows * s.vocab * s.item
     later = s.hidden + 2 * 4 * s.tokens * s.width  # hidden states in order, dH in parts
     if kept:
         return kept + dx * (s.item != s.logit) + later
-    return dx + max(logits + route.tiles["chunk"] * s.vocab * s.item * (s.item != s.logit), later)
+    return dx + max(logits + chunk * s.vocab * s.item * (s.item != s.logit), later)
 
 
 def _of_tpu_kernels(s: Sizes, route: Route) -> int:
@@ -226,7 +227,7 @@ def _of_tpu_kernels(s: Sizes, route: Route) -> int:
     if wants_hidden and not carries:
         return (8 + s.item) * s.tokens * s.width
     arrays = 3 if s.masked and wants_hidden else int(s.masked or bool(s.wants))
-    arrays += 3 * (wants_hidden and route.tiles["layout"] == "hv")
+    arrays += 3 * (wants_hidden and s.layout == "hv")
     arrays += route.way_taken.mass is not None and bool(s.wants)
     kept = route.static.kept * s.vocab * s.item if wants_head and route.static.kept > s.width else 0
     return arrays * s.hidden + kept
@@ -234,7 +235,7 @@ def _of_tpu_kernels(s: Sizes, route: Route) -> int:
 
 def _of_mesh(s: Sizes, route: Route) -> int:
     """TPU kernels have a large head and its dW in parts; a shard of the vocabulary has the direction and its sum."""
-    if route.backend != KERNELS["tpu"]:
+    if route.described.stored != "nothing":
         return s.head * (1 + bool(s.dw)) if s.gathered > 1 else 0
     n = 1 if s.rank else head_pieces.number(s.vocab * s.width, s.vocab // s.gathered)
     direction = route.way_taken.shards > 1 or (n > 1 and s.gathered > 1)

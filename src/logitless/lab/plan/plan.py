@@ -16,6 +16,7 @@ from logitless.core.arguments import by_name, distillation_calls
 from logitless.core.chunk_size import MIB
 from logitless.core.explanation import call_arguments, route_of
 from logitless.core.options import Head, grouped
+from logitless.core.problem import Layout
 from logitless.core.registry import ANYWHERE
 from logitless.core.route import Route
 from logitless.lab.plan import estimate, program
@@ -324,11 +325,12 @@ def _work(
 
     def sizes(h: Any, w: Any, wanted: tuple[str, ...], rank: int) -> estimate.Sizes:
         width, item = h.shape[-1], jnp.dtype(h.dtype).itemsize
-        vocab = w.shape[0 if given["head_layout"] == "vh" or w.shape[1] == width else 1]
+        layout: Layout = "vh" if given["head_layout"] == "vh" or w.shape[1] == width else "hv"
+        vocab = w.shape[0 if layout == "vh" else 1]
         logit, sum_item = jnp.dtype(given["logits_dtype"]).itemsize, item if given["head_grad_dtype"] == "param" else 4
         return estimate.Sizes(
             math.prod(h.shape[:-1]) // rows, -(-live // rows), width, vocab // shards, rank, item, logit, sum_item,
-            wanted, given["mask"] is not None, rows, gathered,
+            wanted, given["mask"] is not None, rows, gathered, layout=layout,
         )  # fmt: skip
 
     rank = 0 if given["lora"] is None else given["lora"][1].shape[0]
