@@ -16,7 +16,8 @@ from peer_batches import Answer, Batch
 
 def config(**settings: Any) -> ActorConfig:
     """An ``ActorConfig`` with these settings of the loss."""
-    mode = PolicyLossConfig(loss_mode=settings.pop("loss_mode", "vanilla"))
+    own = {"dro_beta": settings.pop("dro_beta")} if "dro_beta" in settings else {}
+    mode = PolicyLossConfig(loss_mode=settings.pop("loss_mode", "vanilla"), **own)
     sizes = dict(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, use_torch_compile=False)
     return ActorConfig(**sizes, policy_loss=mode, **settings)
 

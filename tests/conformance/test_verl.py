@@ -94,6 +94,40 @@ def test_weights_and_counts_of_a_larger_batch(mode: str, record_property: Any) -
         compare(record_property, settings, None, weights=batch().weights, tokens=40, rows=8)
 
 
+def likely(mask: str) -> Batch:
+    """Old log-probabilities that are some: DPPO compares probabilities."""
+    b = batch(mask)
+    return b.replace(old=np.minimum(b.old, -0.01))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_dppo(mode: str, aggregation: str, record_property: Any) -> None:
+    """With the cap of 3 that ``ActorConfig`` has, with the paper's 20, and with one that most ratios exceed."""
+    batches = [likely(mask) for mask in LIVE_MASKS]
+    names = {"actor/pg_clipfrac": "clip_fraction"}
+    tight = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1} if mode == "dppo_tv" else {"clip_ratio": 0.01}
+    tight |= {} if mode == "dppo_tv" else {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01}
+    for own in ({}, {"clip_ratio_c": 20.0}, {"clip_ratio_c": 0.7, **tight}):
+        compare(record_property, {"loss_mode": mode, "loss_agg_mode": aggregation, **own}, names, batches)
+    dropped = peer_verl.loss(peer_verl.config(loss_mode=mode, **tight), batches[0]).metrics["actor/pg_clipfrac"]
+    assert 0 < dropped < 1
+    compare(record_property, {"loss_mode": mode, **tight}, None, batches[:1], weights=batch().weights)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_dro(aggregation: str, record_property: Any) -> None:
+    """The quadratic penalty is a k2 estimate of the KL to the old policy, which the call has as ``ref_logp``."""
+    settings = {"loss_mode": "dro", "dro_beta": 0.3, "loss_agg_mode": aggregation}
+    config = peer_verl.config(**settings)
+    objective = Objective.from_verl(config, max_length=WIDTH)
+    text = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+    agreement = Agreement(record_property, "veRL", text, tolerance=EPS)
+    for b in (batch(mask) for mask in LIVE_MASKS):
+        agreement.check(objective, b, peer_verl.loss(config, b), None, ref_logp=b.old)
+    agreement.done()
+
+
 def test_log_ratios_beyond_the_clamp(record_property: Any) -> None:
     """A log-ratio of 120 is 20 there and here, and infinite without the clamp."""
     b = batch("full")
