@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from logitless.core import backend
@@ -32,6 +33,7 @@ from logitless.core.promotion import own_promotion
 from logitless.core.shapes import Float, Int, PyTree
 from logitless.core.stats import TokenStats
 from logitless.core.top_k import TopK
+from logitless.core.top_teacher import overlap_with
 from logitless.core.validation import named_arguments, objective_of
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.distillation import Distillation
@@ -411,8 +413,9 @@ def linear_distillation_loss(
 
     Returns:
       ``(loss, metrics)``. Metrics are ``(sum, count)`` pairs (``divergence`` at the loss's temperature, ``entropy``,
-      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``, with a sparse backward
-      what it left out of each row's gradient).
+      ``teacher_entropy``, with targets ``logp`` and ``is_top1``, with a hard part ``hard_loss``, with a ``teacher``
+      ``student_mass`` and ``teacher_mass`` of its ids and, with ``distillation.overlap``, their ``overlap`` with the
+      student's likeliest, with a sparse backward what it left out of each row's gradient).
 
     >>> import jax, jax.numpy as jnp, logitless
     >>> h, w, t = jnp.ones((1, 2, 3)), jnp.zeros((4, 3)), jnp.eye(4, 3)
@@ -426,6 +429,8 @@ def linear_distillation_loss(
     kept = ("entropy", "teacher_entropy", "student_mass", "teacher_mass", "live_token_share", *OF_A_SPARSE_BACKWARD)
     out = {k: metrics[k] for k in kept if k in metrics}
     out["divergence"] = metrics["kl_loss"]
+    if distillation.overlap:
+        out["overlap"] = _overlap(call)
     if apart is not None:
         more, metrics = run(name, apart)
         loss = loss + more
@@ -434,6 +439,17 @@ def linear_distillation_loss(
     if distillation.hard_weight is not None:
         out["hard_loss"] = Metric(-metrics["logp"].sum, metrics["logp"].count)
     return loss, out
+
+
+def _overlap(call: dict[str, Any]) -> Metric:
+    """The metric of :attr:`Distillation.overlap`, by a call of its own."""
+    teacher, mask, options = (call[k] for k in ("teacher", "mask", "options"))
+    ids = jnp.asarray(teacher.ids)
+    backend = options.backend if options.backend in ("reference", "chunked") else None
+    options = dataclasses.replace(options, backend=backend, sparse_backward="off")
+    own = linear_top_k(call["hidden"], call["lm_head"], ids.shape[-1], mask=mask, options=options)
+    live = jnp.ones(ids.shape[:-1], bool) if mask is None else jnp.asarray(mask) != 0
+    return overlap_with(TopK(ids, jnp.asarray(teacher.logp)), own.ids, live)
 
 
 @own_promotion

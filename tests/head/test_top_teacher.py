@@ -55,6 +55,30 @@ def plain(h: Any, w: Any, top: L.TopK, kind: str, mix: float, outside: str) -> A
     return jnp.where(jnp.any(top.ids >= 0, -1), jnp.sum(jnp.where(there, terms, 0.0), -1), 0.0)
 
 
+def test_the_overlap_with_the_students_own_likeliest() -> None:
+    """Over live tokens, of which one has no ids and one has fewer; an id that is given twice counts once."""
+    h, w, top = case()
+    h = h + np.float32(0.5) * np.random.default_rng(1).standard_normal(h.shape).astype(np.float32)
+    mine = oracle.top_k(oracle.linear_rows(h, w), K).ids
+    ids = np.array(top.ids)
+    ids[..., 1::2] = np.where(ids[..., 1::2] < 0, -1, mine[..., 1::2])  # half of them are the student's own
+    mask = np.random.default_rng(2).random((B, T)) < 0.7
+    given = dict(teacher=L.TopK(ids, top.logp), mask=mask)
+    _, plain = L.linear_distillation_loss(h, w, **given)
+    assert "overlap" not in plain
+    _, metrics = jax.jit(
+        lambda h: L.linear_distillation_loss(h, w, distillation=L.Distillation(overlap=True), **given)
+    )(h)
+    unique = np.array(
+        [[np.where(np.isin(np.arange(K), np.unique(r, return_index=True)[1]), r, -1) for r in b] for b in ids]
+    )
+    want = oracle.sparse_divergence(oracle.linear_rows(h, w), unique, top.logp).overlap
+    np.testing.assert_allclose(metrics["overlap"].sum, want[mask].sum(), rtol=1e-6)
+    assert float(metrics["overlap"].count) == mask.sum() and 0.3 < want[mask].mean() < 1
+    with pytest.raises(NotImplementedError, match="overlap is for teacher="):
+        L.linear_distillation_loss(h, w, h, w, distillation=L.Distillation(overlap=True))
+
+
 @pytest.mark.parametrize("spread", [2.0, 12.0], ids=["ordinary", "peaked"])
 @pytest.mark.parametrize("outside", ["tail", "renormalised"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -222,6 +222,8 @@ def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any]
         raise ValueError(f"{name}: give teacher_hidden and teacher_lm_head, or teacher, a logitless.TopK.")
     if given["teacher"] is None and d.outside != "tail":
         raise ValueError(f"{name}: distillation.outside={d.outside!r} is for teacher=, ids and log-probabilities.")
+    if d.overlap and (given["teacher"] is None or given["sharding"] is not None):
+        raise NotImplementedError(f"{name}: distillation.overlap is for teacher=, ids of each token, on one device.")
     soft, hard = d.objectives()
     weights = jnp.full(jnp.shape(given["hidden"])[:-1], 0.0 if d.hard_weight is None else d.hard_weight, jnp.float32)
     rest = {k: v for k, v in given.items() if k != "distillation"} | _NO_POLICY

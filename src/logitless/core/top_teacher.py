@@ -79,6 +79,17 @@ class TopTeacher:
         return {k: Metric(jnp.sum(where_rows(live, x), dtype=jnp.float32), tokens) for k, x in masses.items()}
 
 
+def overlap_with(teacher: TopK, own_ids: Array, live: Array) -> Metric:
+    """Mean share of the teacher's ids that are among as many of the student's likeliest, ``own_ids [*tokens, K]`` in
+    order; 0 where a token has no ids."""
+    once = TopTeacher(teacher, None)._once()
+    count = jnp.sum(once, axis=-1)
+    among = jnp.arange(own_ids.shape[-1]) < count[..., None]  # the student's first ones, as many
+    found = jnp.any((teacher.ids[..., :, None] == own_ids[..., None, :]) & among[..., None, :], axis=-1)
+    share = jnp.sum(once & found, axis=-1) / jnp.maximum(count, 1)
+    return Metric(jnp.sum(where_rows(live, share), dtype=jnp.float32), jnp.sum(live, dtype=jnp.float32))
+
+
 def _log_rest(log_q: Array) -> Array:
     """``log(1 - sum q)``, ``-inf`` if rounding makes the difference negative. The largest ``q`` is taken from one
     first, by ``expm1``: in a peaked row the difference of two sums would lose the rest."""

@@ -16,6 +16,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "divergence": get_args(Divergence),
     "outside": get_args(Outside),
     "temperature_squared": (False, True),
+    "overlap": (False, True),
     "aggregation": get_args(Aggregation),
     "count_rows": get_args(CountRows),
 }
@@ -72,6 +73,9 @@ divergence='reverse_kl' if that is meant.
     together is one more outcome; ``renormalised``: both sides are normalised over the teacher's ids."""
     temperature_squared: bool = static(False)
     """Multiply the divergence by the square of the temperature (Tunix, MaxText; TRL, Liger and NeMo do not)."""
+    overlap: bool = static(False)
+    """Of a teacher that is given at its likeliest ids: the metric ``overlap``, the share of these ids that are among as
+    many of the student's own likeliest. One more matmul, and a top-k of its logits."""
     aggregation: Aggregation = static("bnpo")
     """How token losses become one number; veRL's and Tunix' names are accepted and mapped."""
     count_rows: CountRows = static("all")
