@@ -10,23 +10,19 @@ the time of all tokens.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import statistics
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import harness
 import logitless
-from logitless.lab.bench import realistic
-from logitless.lab.bench.case_arrays import policy_statistics
-from logitless.lab.tools import baselines, shapes, timing
+from logitless.lab.bench import case_arrays
+from logitless.lab.tools import baselines, timing
 
 LIVE = (1 / 4, 2108 / 8192, 0.4, 4000 / 8192, 0.6, 5000 / 8192, 0.75, 1 / 16, 1 / 8, 7 / 8)
 """Shares of the tokens that are live; 2,108 and 4,000 of 8,192 are just beyond one chunk and just below two."""
@@ -72,31 +68,13 @@ def programs(budget: int) -> dict[str, Callable[..., Any]]:
     }
 
 
-def host_data(kind: str, n: int, width: int, vocab: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and a head: logits of a spread of 3 (``flat``), or of a trained policy's kind."""
-    if kind == "flat":
-        made = shapes.host_arrays("head", n, width, vocab, jnp.bfloat16, np.random.default_rng(seed), 1)
-        return made[0].reshape(n, width), made[1]
-    return realistic.realistic_head(n, width, vocab, seed, jnp.bfloat16, realistic.POLICIES[kind])
-
-
-def on_device(kind: str, made: tuple[np.ndarray, np.ndarray], rows: int, seed: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Arrays of a call in which every token is live; targets and old log-probabilities are the policy's own."""
-    (n, width), rng = made[0].shape, np.random.default_rng(seed)
-    h, w = (jax.device_put(x) for x in made)
-    if kind == "flat":
-        y = jnp.asarray(rng.integers(0, len(w), n, dtype=np.int32))
-    else:
-        y = realistic.sample_targets(h, w, seed, chunk=min(n, 256))
-    old = policy_statistics((h, w), y, chunk=256)[0] + 0.05 * rng.standard_normal(n).astype(np.float32)
-    shape = rows, n // rows
-    rest = dict(
-        targets=y.reshape(shape),
-        mask=jnp.ones(shape, bool),
-        advantages=jnp.asarray(rng.standard_normal(rows), jnp.float32),
-        old_logp=jnp.asarray(old.reshape(shape)),
-    )
-    return h.reshape(*shape, width), w, rest
+def inputs(c: Any, kind: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Hidden states, a head and a batch in which every token is live: logits of a spread of 3 (``flat``), or of a
+    trained policy's kind, with targets and old log-probabilities of its own."""
+    case = dict(level="head", tokens=c.tokens, hidden=c.hidden, vocab=c.vocab, rows=8, dtype="bfloat16", inputs=kind)
+    case |= dict(states="", seed=seed, batch_kind="uniform", live=1.0, moving=1.0)
+    (h, w), rest = case_arrays.Data().of(case, {})
+    return h, w, rest
 
 
 def with_live(rest: dict[str, Any], share: float, seed: int) -> dict[str, Any]:
@@ -114,88 +92,40 @@ ARMS = {
 }
 
 
-def measured(f: Any, args: Any, repeats: int) -> float:
-    jax.block_until_ready(f(*args))
-    return timing.back_to_back(f, *args, repeats=repeats)
-
-
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__)
-    cli.add_argument("--tokens", type=int, default=8192)
-    cli.add_argument("--hidden", type=int, default=4096)
-    cli.add_argument("--vocab", type=int, default=151936)
-    cli.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
-    cli.add_argument("--repeats", type=int, default=4)
-    cli.add_argument("--wait-for", help="a file that is there when the device is free to be timed")
-    cli.add_argument("--only", nargs="+", help="some of the programs")
-    cli.add_argument("--kinds", nargs="+", default=list(ARMS))
-    cli.add_argument("--out", default="")
-    c = cli.parse_args()
-    sizes, rows, start = (c.tokens, c.hidden, c.vocab), 8, time.perf_counter()
-
-    def say(*words: Any) -> None:
-        print(f"[{time.perf_counter() - start:6.1f} s]", *words, flush=True)
-
-    with ThreadPoolExecutor(6) as pool:
-        made = {(k, s): pool.submit(host_data, k, *sizes, s) for s in c.seeds for k in c.kinds}
-        some = with_live(on_device("flat", host_data("flat", 64, c.hidden, c.vocab, 0), rows, 0)[2], 1.0, 0)
-        like = jax.ShapeDtypeStruct((rows, c.tokens // rows, c.hidden), jnp.bfloat16)
-        head = jax.ShapeDtypeStruct((c.vocab, c.hidden), jnp.bfloat16)
-        shape = (rows, c.tokens // rows)
-        rest = {k: jax.ShapeDtypeStruct(shape if v.ndim == 2 else v.shape, v.dtype) for k, v in some.items()}
-        compiled: dict[str, Any] = {}
-        first: dict[str, Any] = {}
-        for name, f in programs(round(1.06 * c.tokens * c.vocab * 6)).items():
-            if c.only and name not in c.only:
-                continue
-            try:
-                compiled[name], first[name] = timing.compile_in_steps(jax.jit(f), like, head, rest)
-                first[name]["temporaries"] = timing.compiled_memory(compiled[name])["temporaries"]
-                say(name, first[name])
-            except Exception as error:  # the other arms count
-                say(name, "does not compile:", repr(error)[:400])
-        record: dict[str, Any] = dict(
-            kind="h200_live", **timing.environment(), shape=sizes, seeds=c.seeds, compile=first, ms={}
-        )
-        while c.wait_for and not Path(c.wait_for).exists():
-            time.sleep(0.5)
-        say("timing")
-        for seed in c.seeds:
-            for kind in c.kinds:
-                h, w, batch = on_device(kind, made.pop((kind, seed)).result(), rows, seed)
-                arms = {a: (compiled[a], (h, w, batch)) for a in ARMS[kind] if a in compiled}
-                if kind == "flat" and "default" in compiled:
-                    live = {f"default, {round(s * c.tokens)} live": (compiled["default"], s) for s in LIVE}
-                    arms |= {k: (f, (h, w, with_live(batch, s, seed))) for k, (f, s) in live.items()}
-                turns = [{k: measured(f, args, c.repeats) for k, (f, args) in arms.items()} for _ in range(2)]
-                for k in arms:
-                    record["ms"].setdefault(f"{kind}: {k}", []).append(round(min(t[k] for t in turns), 4))
-                if seed == c.seeds[0] and jax.default_backend() == "gpu":
-                    record["kernels"] = {
-                        k: timing.profile(f, *a, repeats=2).get("kernels") for k, (f, a) in arms.items()
-                    }
-                say(seed, kind, {k: v[-1] for k, v in record["ms"].items() if k.startswith(kind)})
-                del h, w, batch, arms
-                if c.out:
-                    finish(record, c)
+    defaults: dict[str, Any] = dict(tokens=8192, hidden=4096, vocab=151936, seeds=[11, 12, 13], repeats=4)
+    c = harness.options(__doc__, **defaults, out="").parse_args()
+    shape = c.tokens, c.hidden, c.vocab
+    record: dict[str, Any] = dict(kind="h200_live", **timing.environment(), shape=shape, seeds=c.seeds, ms={})
+    compiled: dict[str, Any] = {}
+    for seed, kind in itertools.product(c.seeds, ARMS):
+        given = inputs(c, kind, seed)
+        if not compiled:
+            compiled, record["compile"] = harness.compiled(programs(round(1.06 * c.tokens * c.vocab * 6)), given)
+        arms = {a: (compiled[a], given) for a in ARMS[kind] if a in compiled}
+        if kind == "flat" and "default" in compiled:
+            for share in LIVE:
+                some = (*given[:2], with_live(given[2], share, seed))
+                arms[f"default, {round(share * c.tokens)} live"] = compiled["default"], some
+        for name, ms in harness.faster_of_two(arms, c.repeats).items():
+            record["ms"].setdefault(f"{kind}: {name}", []).append(ms)
+        harness.say(seed, kind, {k: v[-1] for k, v in record["ms"].items() if k.startswith(kind)})
+        del given, arms
+        if c.out:
+            harness.write(c.out, with_ratios(record, c.tokens))
 
 
-def finish(record: dict[str, Any], c: Any) -> None:
-    """Writes the record with the ratios so far."""
+def with_ratios(record: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The record with the ratios so far."""
     ms = record["ms"]
-    record["of_strong"] = {
-        k: [round(a / b, 4) for a, b in zip(v, ms[f"{k.split(':')[0]}: strong"], strict=False)]
-        for k, v in ms.items()
-        if f"{k.split(':')[0]}: strong" in ms
-    }
-    shares = {f"flat: default, {round(s * c.tokens)} live": round(s * c.tokens) / c.tokens for s in LIVE}
-    record["above_share"] = {
-        k: round(statistics.median(a / b for a, b in zip(ms[k], ms["flat: default"], strict=False)) - share, 4)
-        for k, share in shares.items()
-        if k in ms
-    }
-    with open(c.out, "w") as file:
-        json.dump(record, file, indent=1)
+    dense = {k: ms.get(f"{k.split(':')[0]}: strong", ()) for k in ms}
+    ratios = {k: [round(a / b, 4) for a, b in zip(v, dense[k], strict=False)] for k, v in ms.items()}
+    above = {}
+    for n in (round(share * tokens) for share in LIVE):
+        if (name := f"flat: default, {n} live") in ms:
+            paired = zip(ms[name], ms["flat: default"], strict=True)
+            above[name] = round(statistics.median(a / b for a, b in paired) - n / tokens, 4)
+    return {**record, "of_strong": ratios, "above_share": above}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ bfloat16, as MaxText does in any case.
 
 from __future__ import annotations
 
-import json
 import math
 from importlib import metadata
 from pathlib import Path
@@ -22,23 +21,19 @@ import maxtext
 import numpy as np
 from flax import nnx
 from maxtext.configs import pyconfig
-from maxtext.integration.tunix import tunix_adapter
 from maxtext.utils import maxtext_utils, model_creation_utils
 
+import harness
 import logitless
-from logitless.integrations.tunix.tunix_model import split
 
-RECORD = Path(__file__).parent / "results" / "maxtext.json"
 B, T, V = 4, 16, 160
 HEADS: dict[str, dict[str, Any]] = {
     "lm_head": {"logits_via_embedding": False},
     "tied": {"logits_via_embedding": True, "normalize_embedding_logits": False},
     "tied, scaled, capped": {
-        "logits_via_embedding": True,
-        "normalize_embedding_logits": True,
-        "final_logits_soft_cap": 30.0,
+        "logits_via_embedding": True, "normalize_embedding_logits": True, "final_logits_soft_cap": 30.0,
     },
-}
+}  # fmt: skip
 IDS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 TARGETS, MASK = logitless.next_tokens(IDS, jnp.broadcast_to(jnp.arange(T) >= 6, (B, T)))
 LOSS: dict[str, Any] = {
@@ -111,15 +106,6 @@ def compare(name: str) -> dict[str, Any]:
     return found
 
 
-def refusal() -> str:
-    """What ``install()`` has to say about MaxText's adapter."""
-    try:
-        split(object.__new__(tunix_adapter.TunixMaxTextAdapter))
-    except NotImplementedError as error:
-        return str(error)
-    raise SystemExit("MaxText's adapter was not refused")
-
-
 if __name__ == "__main__":
     record = {
         "what": "a loss over a MaxText model's own logits, and over its hidden states without logits",
@@ -127,8 +113,6 @@ if __name__ == "__main__":
         "versions": {name: metadata.version(name) for name in ("maxtext", "google-tunix", "jax", "flax")},
         "platform": jax.default_backend(),
         "comparisons": [compare(name) for name in HEADS],
-        "refused": refusal(),
     }
-    record["memory"] = json.loads(RECORD.read_text())["memory"]  # benchmarks/maxtext_memory.py
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    print(RECORD.read_text())
+    harness.write("maxtext.json", record | {"memory": harness.read("maxtext.json")["memory"]})  # maxtext_memory.py
+    harness.say(record)

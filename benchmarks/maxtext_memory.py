@@ -12,44 +12,28 @@ H = 256, 8 rows of 32 prompt and 224 completion tokens. Programs are compiled fo
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from tunix.rl import algo_core, common
+from tunix.rl import algo_core
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
+import harness
 import logitless.integrations.tunix as integration
 from logitless.integrations.tunix.interface import interface
+from tunix_memory import COMPLETION, ROWS, H, V
 
-ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "benchmarks" / "results" / "maxtext.json"
-ROWS, PROMPT, COMPLETION, V, H = 8, 32, 224, 151_936, 256
+RECORD = "maxtext.json"
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
     "chunks of 128, recomputed": {"compute_logps_chunk_size": 128},
     "chunks of 32, recomputed": {"compute_logps_chunk_size": 32},
     "install()": {},
 }
-
-
-def example() -> Any:
-    """Shapes of a batch."""
-
-    def shape(*size: int, kind: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(size, kind)
-
-    logps, live = shape(ROWS, COMPLETION, kind=jnp.float32), shape(ROWS, COMPLETION, kind=bool)
-    return common.TrainExample(
-        prompt_ids=shape(ROWS, PROMPT), prompt_mask=shape(ROWS, PROMPT, kind=bool),
-        completion_ids=shape(ROWS, COMPLETION), completion_mask=live, advantages=shape(ROWS, kind=jnp.float32),
-        ref_per_token_logps=logps, old_per_token_logps=logps,
-    )  # fmt: skip
 
 
 def temporaries(arm: str, head: str, dtype: Any) -> float:
@@ -66,12 +50,14 @@ def temporaries(arm: str, head: str, dtype: Any) -> float:
         return out.primary_loss.compute()
 
     with integration.install() if arm == "install()" else contextlib.nullcontext():
-        compiled = jax.jit(jax.value_and_grad(loss)).lower(state, example()).compile()
+        compiled = (
+            jax.jit(jax.value_and_grad(loss)).lower(state, tunix_memory.train_example(jax.ShapeDtypeStruct)).compile()
+        )
     return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    sys.path.insert(0, str(harness.ROOT / "tests" / "support"))
     if interface() != "0.1.8":
         raise SystemExit("maxtext_memory: this Tunix has no chunks; put a checkout of google/tunix on PYTHONPATH.")
     found: dict[str, Any] = {}
@@ -79,7 +65,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16"):
             found[f"{head}, {dtype}"] = {arm: temporaries(arm, head, jnp.dtype(dtype)) for arm in ARMS}
             print(head, dtype, found[f"{head}, {dtype}"], flush=True)
-    record = json.loads(RECORD.read_text())
+    record = harness.read(RECORD)
     record["memory"] = {
         "what": "MiB of temporaries of Tunix' GRPO step over the fake of a MaxText model",
         "command": "PYTHONPATH=<checkout of google/tunix> python benchmarks/maxtext_memory.py",
@@ -89,7 +75,7 @@ def main() -> None:
         "tokens": ROWS * COMPLETION,
         "temporaries_mib": found,
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    harness.write(RECORD, record)
 
 
 if __name__ == "__main__":

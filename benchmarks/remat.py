@@ -8,19 +8,17 @@ Arms alternate in one process: the loss with its gradients; the same under ``jax
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import harness
 import logitless
 from logitless.lab.bench import ratios
 from logitless.lab.tools import timing
 
-RESULTS = Path(__file__).parent / "results"
 PARTS = 4
 
 
@@ -76,33 +74,21 @@ def measure(tokens: int, hidden: int, vocab: int, rounds: int) -> dict[str, Any]
     """Milliseconds of each round, ratios to the plain call, and the compiler's temporaries."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     x = batch(tokens, hidden, vocab, dtype)
-    programs = {name: jax.jit(arm).lower(**x).compile() for name, arm in ARMS.items()}
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for done in range(rounds + 1):
-        for name, program in programs.items():
-            ms = timing.wall_times(lambda program=program: program(**x), repeats=2)
-            times[name] += [min(ms)] if done else []  # the first round warms up
+    programs, found = harness.compiled(ARMS, tuple(x.values()))
+    calls = {name: functools.partial(program, *x.values()) for name, program in programs.items()}
+    times = harness.alternated(calls, rounds, repeats=2)
     return dict(
         what="loss and gradients of one batch, under jax.checkpoint and in lax.scan; milliseconds by the host's clock",
         shape=dict(tokens=tokens, hidden=hidden, vocab=vocab, dtype=str(jnp.dtype(dtype))),
         environment=timing.environment(),
         rounds=times,
         ratios={name: ratios.ratio(times[name], times["plain"]) for name in times if name != "plain"},
-        temporaries={name: timing.compiled_memory(p)["temporaries"] for name, p in programs.items()},
+        temporaries={name: row["temporaries"] for name, row in found.items()},
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in dict(tokens=2048, hidden=512, vocab=32768, rounds=9).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = vars(parser.parse_args())
-    out = given.pop("out")
-    record = measure(**given)
-    print(json.dumps({k: record[k] for k in ("shape", "ratios", "temporaries")}, indent=1))
-    (out / f"remat_{jax.default_backend()}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    sizes = harness.options(__doc__, tokens=2048, hidden=512, vocab=32768, rounds=9).parse_args()
+    record = measure(**vars(sizes))
+    harness.say({k: record[k] for k in ("shape", "ratios", "temporaries")})
+    harness.write(f"remat_{jax.default_backend()}.json", record)

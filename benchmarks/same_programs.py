@@ -16,7 +16,6 @@ stopped goes on. A program takes about 15 s at each commit. The exit code is 1 i
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -32,9 +31,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import harness
 from hlo_graph import compare, digest
 
-ROOT = Path(__file__).resolve().parent.parent
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Nothing can be timed here, so nothing is tuned; matmuls are cuBLAS's, as the tuner of an H200 chooses for these."""
 TARGET = """
@@ -199,7 +198,7 @@ def key_of(c: Case) -> str:
 
 
 def git(*args: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
+    done = subprocess.run(["git", "-C", str(harness.ROOT), *args], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -243,17 +242,11 @@ def judged(c: Case, before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--before", required=True, help="a commit")
-    p.add_argument("--after", required=True, help="another one")
-    p.add_argument("--out", type=Path, default=Path("same_programs.json"))
-    p.add_argument("--only", default="", help="cases whose names have this in them")
-    p.add_argument("--work", type=Path, help="where programs are kept; without it, nowhere")
-    args = p.parse_args()
+    args = harness.options(__doc__, before="", after="HEAD", out="same_programs.json", only="", work="").parse_args()
     todo = [c for c in cases() if any(args.only in name for name in c["names"])]
     commits = {k: git("rev-parse", f"{getattr(args, k)}^{{commit}}") for k in ("before", "after")}
     with tempfile.TemporaryDirectory() as scratch:
-        work = (args.work or Path(scratch)).resolve()
+        work = Path(args.work or scratch).resolve()
         before, after = (compiled_at(commit, todo, work) for commit in commits.values())
     rows = [judged(*row) for row in zip(todo, before, after, strict=True)]
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -267,7 +260,7 @@ def main() -> int:
         of=len(rows),
         cases=rows,
     )
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    harness.write(args.out, record)
     for r in rows:
         print(f"{r['same']:5s} {'equal' if r.get('equal') else 'DIFFERS'} {r.get('temporaries', '')} {r['names'][0]}")
     return 0 if record["equal"] == record["of"] else 1

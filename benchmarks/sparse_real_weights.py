@@ -16,15 +16,13 @@ does. Rows that would leave out more than 2^-8 go through all columns. Truth is 
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+import harness
 from logitless.lab.bench import realistic
 from logitless.lab.tools import timing
 
@@ -98,12 +96,11 @@ def real_weights(path: str, tokens: int) -> dict[str, Any]:
         h, y, w = rounded(f["h"][:tokens]), f["y"][:tokens], rounded(f["head"].astype(np.float32))
     if len(h) < tokens:
         raise SystemExit(f"{path} has {len(h)} tokens, expected at least {tokens}; give a smaller --tokens.")
-    start = time.perf_counter()
     chunks = (*(c for c in realistic.CHUNKS if c < tokens), tokens)
     table = realistic.measure(h, w, y, chunks)
     widths = tuple(round(k * len(w) / realistic.MEASURED_VOCAB) for k in realistic.WIDTHS)
     errors = gradient_errors(h, w, y, widths)
-    print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)
+    harness.say(path)
     return dict(tokens=tokens, hidden=h.shape[1], vocab=len(w), table=table, errors=errors)
 
 
@@ -141,7 +138,7 @@ def states(model: str, gsm8k: str, tokens: int, length: int = 512) -> dict[str, 
         h = run(params, padded, at, at < len(ids))[0]
         hidden.append(np.asarray(h[len(prompt) - 1 : len(ids) - 1], np.float32))
         targets += solution
-        print(f"{len(targets)} tokens", flush=True)
+        harness.say(f"{len(targets)} tokens")
         if len(targets) >= tokens:
             break
     return _arrays(hidden, targets, models.lm_head(params, config), tokens)
@@ -179,16 +176,8 @@ def _arrays(hidden: list[np.ndarray], targets: Any, head: Any, tokens: int) -> d
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = harness.options(__doc__, fit="", real="", states="", model="", gsm8k="", rollouts="", tokens=1024, hidden=1536)
     p.add_argument("npz", nargs="*", metavar="NAME=FILE", help="states to measure, for --real")
-    p.add_argument("--fit", help="JSON file for the generator's table")
-    p.add_argument("--real", help="JSON file for the tables and errors of real weights")
-    p.add_argument("--states", help=".npz file for a model's states")
-    p.add_argument("--model", help="a folder (config.json, safetensors) or a .gguf file, for --states")
-    p.add_argument("--gsm8k", help="JSONL file of GSM8K, for --states")
-    p.add_argument("--rollouts", help="a run's folder with recorded completions, for --states")
-    p.add_argument("--tokens", type=int, default=1024)
-    p.add_argument("--hidden", type=int, default=1536, help="width of the generator's hidden states")
     args = p.parse_args()
     if not (args.fit or args.real or args.states):
         p.error("nothing to do: give --fit, --real or --states")
@@ -199,15 +188,11 @@ def main() -> None:
         np.savez(args.states, **found[0](args.model, found[1], args.tokens))  # type: ignore[arg-type]
     environment = timing.environment()
     if args.fit:
-        Path(args.fit).write_text(json.dumps(dict(environment=environment, **fit(args.hidden)), indent=1))
+        harness.write(args.fit, dict(environment=environment, **fit(args.hidden)))
     if args.real:
         named = dict(item.split("=", 1) for item in args.npz)
-        if not named:
-            p.error("--real needs NAME=FILE.npz")
-        result: dict[str, Any] = dict(environment=environment, tolerance=TOLERANCE, weights={})
-        for name, path in named.items():
-            result["weights"][name] = real_weights(path, args.tokens)
-            Path(args.real).write_text(json.dumps(result, indent=1))
+        weights = {name: real_weights(path, args.tokens) for name, path in named.items()}
+        harness.write(args.real, dict(environment=environment, tolerance=TOLERANCE, weights=weights))
 
 
 if __name__ == "__main__":

@@ -4,22 +4,25 @@ plots, from benchmarks/results: ``python benchmarks/tables.py``."""
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # also where this file is imported from elsewhere
-
-import tables_gsm8k
-from tables_gsm8k import RESULTS, ROOT, markdown, read
-
+import harness
 from logitless.lab.bench import ratios
-from logitless.lab.bench.charts import Bar, Bars, to_svg
+from logitless.lab.bench.charts import Bar, Bars, Lines, Series, to_svg
+from logitless.lab.bench.report_views import tone_of
+from logitless.train import ab_text
+from logitless.train.compare import agreements
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
+DOCS = harness.ROOT / "docs"
+PAGE, HOME, TRAINING, PLOTS = DOCS / "benchmarks.md", DOCS / "index.md", DOCS / "training.md", DOCS / "plots"
+TUNIX = DOCS / "tunix.md"
+README = harness.ROOT / "README.md"
 BEGIN, END = "<!-- from the suites: begin -->\n", "<!-- end -->\n"
-
+LEARN, SAME = "train_gsm8k_learn.json", "train_gsm8k_same.json"
+LEARN_BEGIN, LEARN_END = f"<!-- from {LEARN}: begin -->\n", f"<!-- from {LEARN}: end -->\n"
+Record = dict[str, Any]
 README_ROWS = (
     ("an RL batch of Qwen2.5-7B, {live:.0f} % of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
     ("8,192 tokens, all live", "live", "", "default"),
@@ -49,10 +52,17 @@ with the options of its case. A file's `note` names the commits and calls where 
 EARLIER = "the form before"
 """In the name of a case that a file keeps for comparison: measured with an earlier version, and not on the page."""
 TRAINED = {
-    "random": "Qwen2.5-1.5B shape, random weights",
-    "smollm2_arithmetic": "SmolLM2-135M, sums",
-    "abc": "SmolLM2-135M, sums, three losses",
+    "random": (
+        "Qwen2.5-1.5B shape, random weights",
+        "qwen2.5-1.5b-random ab.arms.kernel.backend=mosaic_gpu ab.arms.baseline.backend=reference",
+    ),
+    "smollm2_arithmetic": ("SmolLM2-135M, sums", "smollm2-135m-arithmetic ab.kernel=mosaic_gpu"),
+    "abc": (
+        "SmolLM2-135M, sums, three losses",
+        "smollm2-135m-abc ab.arms.exact.backend=mosaic_gpu ab.arms.sparse.backend=mosaic_gpu",
+    ),
 }
+"""The record's name, with its title and the configuration of ``logitless ab`` that made it."""
 TRAINED_COLUMNS = {
     "reward, first 10 steps": ("train/reward_first10", 1, ".3f"),
     "last 10": ("train/reward_last10", 1, ".3f"),
@@ -83,10 +93,15 @@ def first_ratio(row: dict[str, Any]) -> tuple[str, str]:
     return ("", "") if found is None else (ratio_text(next(iter(found[1].values()))), found[0])
 
 
+def file_of(suite: str) -> str:
+    """The record of a suite."""
+    return f"{suite.replace('-', '_')}_suite.json"
+
+
 def suite_records(suite: str) -> list[dict[str, Any]]:
     """The cases of a suite that are shown; none where there is no file."""
-    result = read(f"{suite.replace('-', '_')}_suite.json")
-    return [r for r in (result or {"records": []})["records"] if EARLIER not in r.get("name", "")]
+    result = harness.read(file_of(suite))
+    return [r for r in result.get("records", ()) if EARLIER not in r.get("name", "")]
 
 
 def suite_tables() -> list[str]:
@@ -97,9 +112,8 @@ def suite_tables() -> list[str]:
         where = next((row["environment"] for _, _, row in rows if "error" not in row), None)
         if where is None:
             continue
-        file = f"{suite.replace('-', '_')}_suite.json"
         out += [f"## {title}", "", f"{where['device']}, jax {where['jax']}.", ""]
-        out += [f"    logitless bench --suite {suite} --out benchmarks/results/{file}", ""]
+        out += [f"    logitless bench --suite {suite} --out benchmarks/results/{file_of(suite)}", ""]
         out += [*_ratio_table(rows), *_gates(records), *_checks(records)]
     return out
 
@@ -127,7 +141,7 @@ def _ratio_table(rows: list[Any]) -> list[str]:
         plan, ms = row["mem/compiler"], row["median_ms"]
         memory = mib(plan["temporaries"]) if plan else ""
         cells.append([name, arm, *first_ratio(row), f"{ms:.{2 if ms < 10 else 1}f}", memory])
-    return markdown(["case", "arm", "ratio", "to", "ms", "MiB"], cells)
+    return harness.table(["case", "arm", "ratio", "to", "ms", "MiB"], cells)
 
 
 def _state(gate: dict[str, Any]) -> str:
@@ -144,7 +158,7 @@ def _gates(records: list[dict[str, Any]]) -> list[str]:
                 value += f" [{gate['low']:.3g}, {gate['high']:.3g}]"
             shown = _state(gate) if gate["ok"] else f"**{_state(gate)}**"
             cells.append([case_name(r["name"]), name, value, f"{gate['limit']:.3g}", shown])
-    return markdown(["case", "bar", "reached", "limit", ""], cells) if cells else []
+    return harness.table(["case", "bar", "reached", "limit", ""], cells) if cells else []
 
 
 def _checks(records: list[dict[str, Any]]) -> list[str]:
@@ -162,11 +176,11 @@ def _checks(records: list[dict[str, Any]]) -> list[str]:
 
 def training_tables() -> list[str]:
     commands, cells = [], []
-    for case, title in TRAINED.items():
-        result = read(f"train_h200_{case}.json")
-        if result is None:
+    for case, (title, command) in TRAINED.items():
+        result = harness.read(f"train_h200_{case}.json")
+        if not result:
             continue
-        commands.append(f"    python benchmarks/train_h200.py {case.split('_')[-1]} --out results")
+        commands.append(f"    logitless ab --config {command}")
         for arm in result["arms"].values():
             found = arm["summary"]
             values = [(found.get(key), unit, form) for key, unit, form in TRAINED_COLUMNS.values()]
@@ -174,12 +188,12 @@ def training_tables() -> list[str]:
             if arm is not next(iter(result["arms"].values())):
                 cells[-1][0] = ""
     head = ["## H200: training runs", "", "`benchmarks/results/train_h200_*.json`, one row for each arm.", ""]
-    return [*head, *commands, "", *markdown(["run", "loss", *TRAINED_COLUMNS], cells)] if cells else []
+    return [*head, *commands, "", *harness.table(["run", "loss", *TRAINED_COLUMNS], cells)] if cells else []
 
 
 def sharded_tables() -> list[str]:
-    result = read("tpu_sharded.json")
-    if result is None:
+    result = harness.read("tpu_sharded.json")
+    if not result:
         return []
     cells = [
         [slice_name, layout, name, mib(row["peak_bytes"]), sent(row)]
@@ -196,7 +210,7 @@ def sharded_tables() -> list[str]:
         "",
         f"    {result['command']}",
         "",
-        *markdown(["slice", "layout", "program", "peak MiB a chip", "collectives, MiB"], cells),
+        *harness.table(["slice", "layout", "program", "peak MiB a chip", "collectives, MiB"], cells),
     ]
 
 
@@ -209,24 +223,10 @@ def sent(row: dict[str, Any]) -> str:
     return ", ".join(f"{k} {mib(v)}" for k, v in found.items() if v >= 1 << 20) or "-"
 
 
-def other_files(page: str) -> list[str]:
-    """The records that the page does not name: with what they say that they are, then the rest by name."""
-    said = {p.name: _what(p.name) for p in sorted(RESULTS.iterdir()) if p.name not in page}
-    listed = [f"- `{name}`: {what}" for name, what in said.items() if what]
-    rest = ", ".join(f"`{name}`" for name, what in said.items() if not what)
-    return ["## Other records", "", "Files that are not named above:", "", *listed, f"- {rest}", ""] if said else []
-
-
-def _what(name: str) -> str:
-    """The first clause of what a file says that it is."""
-    result = read(name) if name.endswith(".json") else {}
-    first = re.split(r"[:;.(] ?", str(result.get("what", "")))[0]
-    return first.strip() if len(first) > 20 else ""
-
-
 def recorded_ratios() -> list[tuple[float, float, float]]:
     """Every ratio of every suite, by every clock, every bar that has an interval, and those of GSM8K's replays."""
-    found = tables_gsm8k.ratios()
+    same = harness.read(SAME).get("same_completions", {}).values()
+    found = [(row["ratio"], *row["interval"]) for arm in same for row in arm.values() if row["interval"]]
     for suite in SUITES:
         for r in suite_records(suite):
             told = [
@@ -239,7 +239,7 @@ def recorded_ratios() -> list[tuple[float, float, float]]:
 
 def live_ratios() -> dict[str, tuple[float, float, float]]:
     """Times of ``h200_live.py`` over those of the strong dense form in float32: the median, least and largest seed."""
-    record = read("h200_live.json")
+    record = harness.read("h200_live.json")
     if not record:
         return {}
     ms = record["after"]["ms"]
@@ -254,7 +254,7 @@ def readme_table() -> str:
     for label, suite, case, arm in README_ROWS:
         if suite == "live":
             ratio, _, _ = live_ratios()[arm]
-            compiled = read("h200_live.json")["after"]["compile"]
+            compiled = harness.read("h200_live.json")["after"]["compile"]
             both = (mib(compiled[name]["temporaries"]) for name in ("strong/f32", arm))
             cells.append([label, f"{ratio:.2f}", *both])
             continue
@@ -268,20 +268,114 @@ def readme_table() -> str:
             dense["error"] if "error" in dense else mib(dense["mem/compiler"]["temporaries"]),
             mib(row["mem/compiler"]["temporaries"]),
         ])  # fmt: skip
-    return "\n".join(markdown(["loss and gradients", "time / dense", "dense, MiB", "**logitless**, MiB"], cells))
+    return "\n".join(harness.table(["loss and gradients", "time / dense", "dense, MiB", "**logitless**, MiB"], cells))
 
 
 def with_table(page: Path) -> str:
     """A page with the README's table made anew."""
-    text = page.read_text()
-    return text.split(BEGIN)[0] + BEGIN + readme_table() + END + text.split(END, 1)[1]
+    return harness.between(page.read_text(), BEGIN, END, readme_table())
+
+
+# The GSM8K runs.
+
+
+def learned(result: Record) -> str:
+    """Sampled rewards and held-out answers of every arm."""
+    arms = arms_of(result)
+    scores = {
+        name: [r.get("eval/answer", r["eval/reward"]) for r in arm["metrics"] if "eval/reward" in r]
+        for name, arm in arms.items()
+    }
+    rows = [
+        [f"sampled reward, {label}", *(f"{arm['summary'][f'train/reward_{key}']:.3f}" for arm in arms.values())]
+        for label, key in (("first 10 steps", "first10"), ("last 10 steps", "last10"))
+    ]
+    rows += [
+        [f"held-out answers right, {label}", *(f"{100 * found[at]:.1f} %" for found in scores.values())]
+        for label, at in (("before", 0), ("at the end", -1))
+    ]
+    names = [f"{name} ({arm['summary']['loss_backend']})" for name, arm in arms.items()]
+    return "\n".join(harness.table(["", *names], rows)).rstrip()
+
+
+def arms_of(result: Record) -> dict[str, Record]:
+    """The arms, and the control where the record has one."""
+    return {**result["arms"], **({"control": result["control"]} if result.get("control") else {})}
+
+
+def same(result: Record) -> str:
+    """Time and memory of all arms on the baseline's completions."""
+    found, c, first = result["same_completions"], result["config"], next(iter(result["arms"]))
+    order = list(dict.fromkeys([*result["arms"], *found]))
+    rows = [[label, *(cells.get(n, "") for n in order)] for label, cells in ab_text.same_completions(found).items()]
+    said = (
+        f"The same completions in all arms, in turns: {c['ab']['replay_steps']} steps of the {first} run, "
+        f"micro-batches of {c['train']['microbatch']} x {c['train']['pack_length']:,} tokens. Ratio to {first} "
+        f"with its {c['ab']['confidence']:.0%} interval. A step is the rollout of the {first} run and the arm's "
+        f"update; the control is {first} with half the micro-batch."
+    )
+    return "\n".join([said, "", *harness.table(["", *order], rows)]).rstrip()
+
+
+def replayed(result: Record) -> str:
+    """What the replay said, with the control's own distance."""
+    lines = []
+    for name, a in agreements(result).items():
+        if a.get("replay_grad_norm_deviation") is not None:
+            worst = (a[f"replay_grad_norm_{key}"] for key in ("deviation", "control", "limit"))
+            said = "{:.1e}, the control's {:.1e}, limit {:.1e}".format(*worst)
+            lines.append(f"- {name}: {a['verdict']}. Gradient norm, at the step nearest to its limit: {said}.")
+    return "\n".join(lines)
+
+
+def reward_curve(result: Record, block: int = 5) -> Lines:
+    """The sampled reward of every arm, as means of ``block`` steps at the middle of each block."""
+    series: list[Series] = []
+    for arm, run in arms_of(result).items():
+        steps = [(r["step"], r["train/reward"]) for r in run["metrics"] if r["step"] > 0 and "train/reward" in r]
+        blocks = [steps[j : j + block] for j in range(0, len(steps), block)]
+        points = tuple((sum(s for s, _ in b) / len(b), sum(v for _, v in b) / len(b)) for b in blocks)
+        series.append(Series(arm, points, tone_of(arm, (s.tone for s in series))))
+    title = "Sampled reward on GSM8K, Qwen2.5-1.5B"
+    return Lines("gsm8k-reward", title, "step", "mean reward", tuple(series), note=f"means of {block} steps")
+
+
+def setting(result: Record) -> str:
+    c, first = result["config"], next(iter(result["arms"].values()))
+    steps = max(len([r for r in arm["metrics"] if "train/loss" in r]) for arm in result["arms"].values())
+    t, r, where = c["train"], c["rollout"], first["summary"]["environment"]
+    return (
+        f"{where['device']}, jax {where['jax']}; {steps} steps of {t['prompts_per_step']} x {t['group_size']} "
+        f"completions of at most {r['max_completion_tokens']} tokens, micro-batches of {t['microbatch']} x "
+        f"{t['pack_length']:,} tokens; greedy answers to {c['eval']['problems']} held-out problems."
+    )
+
+
+def gsm8k(plots_at: str, whole: bool) -> str:
+    """Setting, curve, tables and verdicts; of the verdicts the last alone unless ``whole``."""
+    result, times = harness.read(LEARN), harness.read(SAME)
+    first = next(iter(result["arms"]))
+    said = [f"{name} against {first}: {a['verdict']}." for name, a in agreements(result).items()]
+    said.append(f"In all: {ab_text.verdict(result)}.")
+    verdicts = "\n".join(f"- {line}" for line in said) if whole else said[-1]
+    image = f"![sampled reward]({plots_at}/gsm8k-reward.svg)"
+    parts = [setting(result), image, learned(result), verdicts, same(times), replayed(times) if whole else ""]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def render() -> str:
-    head = ["# Benchmarks", "", HOW, ""]
-    tables = [suite_tables(), training_tables(), tables_gsm8k.benchmark_tables(), sharded_tables()]
-    page = "\n".join([*head, *(line for table in tables for line in table)])
-    return "\n".join([page, *other_files(page)]).rstrip() + "\n"
+    tables = [suite_tables(), training_tables(), sharded_tables()]
+    return "\n".join(["# Benchmarks", "", HOW, "", *(line for table in tables for line in table)]).rstrip() + "\n"
+
+
+def tunix_table() -> str:
+    """Temporaries of Tunix' steps, in docs/tunix.md."""
+    ways = "stock", "install()", "logitless"
+    rows = [
+        [name, *(f"{found[k]:,.0f}" if k in found else "-" for k in ways)]
+        for name, found in harness.read("tunix_memory.json")["temporaries_mib"].items()
+    ]
+    return "\n".join(harness.table(["MiB", "stock", "`install()`", '`policy_loss_fn="logitless"`'], rows))
 
 
 def largest() -> Bars:
@@ -289,19 +383,23 @@ def largest() -> Bars:
     bars = []
     for what, label in (("context", "16 rows of {:,}"), ("batch", "{:,} rows of 512")):
         for arm, name, tone in (("dense", "dense", "a"), ("fused", "logitless", "ours")):
-            size = read(f"train_gsm8k_largest_{arm}_{what}.json")["fits"]
+            size = harness.read(f"train_gsm8k_largest_{arm}_{what}.json")["fits"]
             tokens = (16 if what == "context" else 512) * size
             bars.append(Bar(f"{name}: {label.format(size)} tokens", (("tokens", tokens),), tone))
     return Bars("largest-on-one-h200", "What fits one H200", "tokens", tuple(bars))
 
 
-def files() -> dict[Path, str]:
+def files() -> Iterator[tuple[Path, str]]:
     """Everything that follows from the records, with what it should hold."""
-    picture = {tables_gsm8k.PLOTS / "largest-on-one-h200.svg": to_svg(largest(), alone=True) + "\n"}
-    readme = tables_gsm8k.filled(with_table(README), tables_gsm8k.readme_part())
-    return {PAGE: render(), README: readme, HOME: with_table(HOME), **picture, **tables_gsm8k.files()}
+    yield PAGE, render()
+    yield HOME, with_table(HOME)
+    yield README, harness.between(with_table(README), LEARN_BEGIN, LEARN_END, gsm8k("docs/plots", False))
+    yield TUNIX, harness.between(TUNIX.read_text(), "<!-- memory: begin -->\n", "<!-- memory: end -->", tunix_table())
+    yield TRAINING, harness.between(TRAINING.read_text(), LEARN_BEGIN, LEARN_END, gsm8k("plots", True))
+    for chart in (largest(), reward_curve(harness.read(LEARN))):
+        yield PLOTS / f"{chart.name}.svg", to_svg(chart, alone=True) + "\n"
 
 
 if __name__ == "__main__":
-    for path, content in files().items():
+    for path, content in files():
         path.write_text(content)

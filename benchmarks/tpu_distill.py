@@ -1,6 +1,6 @@
 """Memory of distillation losses on a v6e, by libtpu, without a TPU.
 
-    python benchmarks/tpu_distill.py [benchmarks/results/tpu_distill.json]        (ten minutes on two cores)
+    python benchmarks/tpu_distill.py        (ten minutes on two cores)
 
 Compiles the reverse KL (loss, dH and dW) at T=8192, H=4096 for both models and V=151936 in bfloat16: by ``chunked``,
 which serves calls with a teacher on TPUs, at several chunk sizes, and by dense JAX. The record has the compiler's peak,
@@ -11,22 +11,19 @@ all chunks over 918 TFLOP/s, or their reads of both heads and the updates of dW 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import harness
 import logitless as L
 from logitless.lab.tools import dense_divergence
 from logitless.lab.tpu import aot
 
 T, H, V = 8192, 4096, 151936
-OUT = Path(__file__).parent / "results" / "tpu_distill.json"
 FLOPS, BYTES = 918e12, 1.64e12
 CHUNKS = (None, 1024, 512, 256, 128)
 ARRAYS = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, T, H), (V, H), (1, T, H), (V, H))]
@@ -64,23 +61,20 @@ def compiled(f: Any) -> dict[str, Any]:
     return found.record() | dict(beside_bytes=beside, rows_of_logits=widest(found.text))
 
 
-def main(out: Path) -> None:
+def main() -> None:
     record: dict[str, Any] = dict(
         what="reverse KL from hidden states, loss with dH and dW, T=8192 H=4096 V=151936 bfloat16, compiled for v6e",
         command="python benchmarks/tpu_distill.py", versions=aot.versions(), programs={},
     )  # fmt: skip
     for chunk in CHUNKS:
-        name = f"chunked, {chunk or 'default'}"
-        record["programs"][name] = found = compiled(functools.partial(ours, chunk))
+        record["programs"][f"chunked, {chunk or 'default'}"] = found = compiled(functools.partial(ours, chunk))
         tokens = chunk or found["rows_of_logits"]
         found |= dict(chunk=tokens, roofline_ms=round(roofline_ms(tokens), 1))
-        print(name, found, flush=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        harness.say(found)
     for dtype in ("bfloat16", "float32"):
-        record["programs"][f"dense, {dtype}"] = found = compiled(functools.partial(dense, dtype))
-        print(dtype, found, flush=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        record["programs"][f"dense, {dtype}"] = compiled(functools.partial(dense, dtype))
+    harness.write("tpu_distill.json", record)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else OUT)
+    main()

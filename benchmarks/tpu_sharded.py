@@ -14,22 +14,23 @@ its own, and has the versions that compiled it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import harness
 from logitless.lab.plan.mesh import AXES
 from logitless.lab.tools import child
 from logitless.lab.tpu import aot, loss_program
 
 HERE = Path(__file__).resolve()
-RESULT = HERE.parent / "results" / "tpu_sharded.json"
+RESULT = "tpu_sharded.json"
 TOKENS, HIDDEN, VOCAB = 8192, 4096, 151936
 FORMS: dict[str, dict[str, Any]] = {
     "fused": dict(form="fused", backend="pallas_tpu"),
     "fused, dW summed in bfloat16": dict(form="fused", backend="pallas_tpu", head_grad_dtype="param"),
-    "fused, sparse": dict(form="fused", backend="pallas_tpu", sparse_backward="auto"),
     "dense, strong": dict(form="dense"),
     "dense, naive": dict(form="naive"),
 }
@@ -58,36 +59,29 @@ def compile_one(slice_name: str, layout: str, form: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    p.add_argument("slices", nargs="*", help=f"some of {', '.join(SLICES)} (default: all)")
-    p.add_argument("--forms", default="", help="programs whose name matches this regular expression")
-    p.add_argument("--layouts", default="", help="layouts whose name matches this regular expression")
+    p = harness.options(str(__doc__).splitlines()[0], forms="")
+    p.add_argument(
+        "slices", nargs="*", help=f"some of {', '.join(SLICES)} (default: all); the rest of the record stays"
+    )
     p.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.one:
         print("\n" + json.dumps(compile_one(*args.one)))
         return
-    for slice_name in args.slices or SLICES:
+    for name in args.slices or SLICES:
         # Dense losses of many chips say nothing new: a chip's share is the same.
-        known = [f for f in FORMS if "sparse" not in f] if SLICES[slice_name] == 8 else ["fused"]
-        forms = [f for f in known if re.search(args.forms, f)]
-        for form in forms:
-            for layout, axes in layouts(SLICES[slice_name]).items():
-                if not re.search(args.layouts, layout):
-                    continue
-                found = child.last_line([str(HERE), "--one", slice_name, layout, form], aot.ENVIRONMENT, 3000)
-                print(slice_name, layout, form, found, flush=True)
-                record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-                record |= {
-                    "what": "HBM of a chip by the TPU compiler, ahead of time; nothing was run",
-                    "tokens_per_chip": TOKENS,
-                    "hidden": HIDDEN,
-                    "vocab": VOCAB,
-                    "command": "python benchmarks/tpu_sharded.py",
-                }
-                entry = record.setdefault("slices", {}).setdefault(slice_name, {}).setdefault(layout, {})
-                entry |= {"axes": axes, form: found}
-                RESULT.write_text(json.dumps(record, indent=1) + "\n")
+        forms = [form for form in (FORMS if SLICES[name] == 8 else ["fused"]) if re.search(args.forms, form)]
+        for form, (layout, axes) in itertools.product(forms, layouts(SLICES[name]).items()):
+            found = child.last_line([str(HERE), "--one", name, layout, form], aot.ENVIRONMENT, 3000)
+            harness.say(name, layout, form, found)
+            record = harness.read(RESULT) | {
+                "what": "HBM of a chip by the TPU compiler, ahead of time; nothing was run",
+                "tokens_per_chip": TOKENS, "hidden": HIDDEN, "vocab": VOCAB,
+                "command": "python benchmarks/tpu_sharded.py",
+            }  # fmt: skip
+            entry = record.setdefault("slices", {}).setdefault(name, {}).setdefault(layout, {})
+            entry |= {"axes": axes, form: found}
+            harness.write(RESULT, record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Estimated v6e time and compiled HBM of the sparse backward, without a TPU.
 
     python benchmarks/tpu_sparse_estimate.py                            (half an hour on two cores; needs libtpu)
-    python benchmarks/tpu_sparse_estimate.py columns|compile|simulate   (one part; the others are kept; or "hard", ...)
+    python benchmarks/tpu_sparse_estimate.py columns|compile|maxima|gather|slab|hard   (some; others are kept)
 
 T=8192, H=4096, V=151936, bfloat16, loss, dH and dW of a token-level objective.
 
@@ -13,7 +13,7 @@ columns     How many columns are active and how many rows hard on 8192 tokens of
             and without any, and for others' text.
 compile     The whole program by libtpu, sparse and exact: peak HBM, and whether there are logits in it.
 simulate    Cycles of its parts by the compiler's simulator (``logitless.lab.tpu.cycles``), at small sizes, scaled:
-              forward     per step and per token tile, with and without maxima (as benchmarks/tpu_head_estimate.py)
+              forward     per step and per token tile, with column maxima (as benchmarks/tpu_head_estimate.py)
               slab        one backward step of 2048 tokens x 1024 columns, times the number of such steps
               gather      per row of a [V, H] array
               hard rows   the sweep that writes dW and makes dH of the hard rows, per vocabulary tile
@@ -33,9 +33,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +42,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import harness
 from logitless.core.problem import Call, HeadArrays, Linear, Problem, Wanted
 from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels
@@ -51,17 +50,14 @@ from logitless.head.pallas_tpu.active_rows import PART, Ready
 from logitless.head.pallas_tpu.column_choice import FEW, SAMPLE, Active, column_rule, sampled
 from logitless.head.pallas_tpu.hard_rows import hard_sweep
 from logitless.head.pallas_tpu.sparse_backward import CHUNK, GROUP, HARD_TOKENS, over_slabs
-from logitless.head.pallas_tpu.tiles import MIB, Tiles, choose
+from logitless.head.pallas_tpu.tiles import Tiles, choose
 from logitless.head.sparse.column_gather import Known
 from logitless.lab.bench import realistic
-from logitless.lab.tools import child
 from logitless.lab.tpu import aot, cycles
+from tpu_head_estimate import V6E_VMEM, H, N, V, compiled
 
-N, H, V = 8192, 4096, 151936
-V6E_VMEM = 128 * MIB
 HERE = Path(__file__).resolve()
-RESULT = HERE.parent / "results" / "tpu_v6e_sparse_estimate.json"
-EXACT = HERE.parent / "results" / "tpu_v6e_head_estimate.json"
+RESULT, EXACT = "tpu_v6e_sparse_estimate.json", "tpu_v6e_head_estimate.json"
 TOLERANCE = 2.0**-8
 STEP = (2048, 1024)  # tokens and columns of the simulated backward step
 HARD_STEPS = (1, 3)  # token tiles that the hard rows of the cases below take
@@ -136,16 +132,6 @@ def columns(policy: str) -> dict[str, Any]:
     return out
 
 
-# -- compile -----------------------------------------------------------------------------------------------------------
-
-
-def compiled(mode: str) -> dict[str, Any]:
-    """The whole program for one chip, from a process of its own."""
-    arguments = dict(form="fused", level="head", n=N, hidden=H, vocab=V, sparse_backward=mode)
-    command = ["-m", "logitless.lab.tpu.loss_program", cycles.V6E.topology, json.dumps(arguments)]
-    return {**child.last_line(command, aot.ENVIRONMENT), "libtpu": aot.versions()["libtpu"]}
-
-
 # -- simulate ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,9 +165,7 @@ def program(kind: str, **sizes: Any) -> tuple[Any, ...]:
 
     def kernel(h: Any, w: Any, y: Any, row: Any) -> Any:
         p = problem(h, w, y)
-        if kind == "maxima":
-            return kernels.token_stats_and_maxima(p, None, row, tiles)
-        return kernels.token_stats(p, tiles=tiles)
+        return kernels.token_stats_and_maxima(p, None, row, tiles)
 
     def around(h: Any, w: Any, y: Any, row: Any, rows: Any) -> Any:
         p = problem(h, w, y)
@@ -202,24 +186,19 @@ def _g(row: Any) -> StatCotangents:
 
 
 def _cycles(**arguments: Any) -> dict[str, int]:
-    for patience in (600, 1800):
-        cycles.TIMEOUT_S = patience
-        try:
-            return cycles.simulate(f"{HERE}:program", arguments, partial=True)
-        except subprocess.TimeoutExpired:
-            print(f"{arguments}: not done after {patience} s", flush=True)
-    raise RuntimeError(f"the simulator does not get through {arguments}")
+    cycles.TIMEOUT_S = 1800
+    return cycles.simulate(f"{HERE}:program", arguments, partial=True)
 
 
 def _kernel_cycles(**arguments: Any) -> int:
     return sum(c for name, c in _cycles(**arguments).items() if name.startswith("head_"))
 
 
-def forward_cycles(kind: str) -> dict[str, Any]:
+def forward_cycles() -> dict[str, Any]:
     """Of the forward sweep, per step and per token tile."""
     t = choose("forward", N, (V, H), 2, "vh", V6E_VMEM)
     tiles = [t.tokens, t.vocab, t.vmem_limit]
-    few, more = (_kernel_cycles(kind=kind, n=t.tokens, vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
+    few, more = (_kernel_cycles(kind="maxima", n=t.tokens, vocab=24 * t.vocab, swept=k * t.vocab, tiles=tiles)
                  for k in (2, 4))  # fmt: skip
     per_step = (more - few) / 2
     return {"per_step": per_step, "per_tile": few - 2 * per_step, "tiles": tiles[:2]}
@@ -238,7 +217,6 @@ def slab_cycles() -> dict[str, Any]:
     parts = _cycles(kind="slab", n=2 * STEP[0], vocab=8192)
     outside = sum(c for name, c in parts.items() if name.startswith(("head_rows", "broadcast")))
     rounding = sum(c for name, c in parts.items() if name.startswith("convert_dynamic-update-slice"))
-    print(parts, flush=True)
     step = sum(parts.values()) - outside - rounding
     return {"per_step": step, "per_slab": rounding, "tokens": STEP[0], "columns": STEP[1]}
 
@@ -259,8 +237,7 @@ def hard_cycles() -> dict[str, Any]:
 
 
 SIMULATED: dict[str, Callable[[], dict[str, Any]]] = {
-    "maxima": lambda: forward_cycles("maxima"),
-    "stats": lambda: forward_cycles("stats"),
+    "maxima": forward_cycles,
     "gather": gather_cycles,
     "slab": slab_cycles,
     "hard": hard_cycles,
@@ -283,8 +260,8 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
     if hard > GROUP:
         raise SystemExit(f"{hard} hard rows are more than a group of {GROUP}: these would take the exact kernels")
 
-    def forward(kind: str) -> float:
-        f = sim[kind]
+    def forward() -> float:
+        f = sim["maxima"]
         tokens, vocab = f["tiles"]
         return ms(N / tokens * (V / vocab * f["per_step"] + f["per_tile"]), N / tokens * head + 2 * rows)
 
@@ -301,7 +278,7 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
     more_parts = active / PART * (2 * vocab * PART * H / 524_288 + 3 * vocab * H / 1024)
     parts = {
         "look": ms(0, 3 * 2 * SAMPLE * H + 8 * 4 * FEW * SAMPLE),
-        "forward": forward("maxima"),
+        "forward": forward(),
         "gathers of hidden states and of the targets' rows": gathers(2 * N),
         "slabs: gathers": gathers(slabs * slab),
         "slabs: steps": ms(slabs * (chunks * step + sim["slab"]["per_slab"]), slabs * chunks * step_bytes),
@@ -317,54 +294,47 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
     return {
         "parts_ms": {k: round(v, 2) for k, v in parts.items()},
         "sparse_ms": round(sum(parts.values()), 1),
-        "forward_without_maxima_ms": round(forward("stats"), 2),
     }
+
+
+def estimates(record: dict[str, Any]) -> dict[str, Any]:
+    """The estimate of each case, from what is recorded."""
+    exact = harness.read(EXACT)["estimated_ms"]["loss, dH and dW, vh"]
+    out: dict[str, Any] = {"exact": exact}
+    for name, found in record["columns"].items():
+        ms = estimate(record["cycles"], found["chosen"]["active_columns"], found["chosen"]["hard_rows"])
+        out[name] = {
+            "sparse": ms["sparse_ms"], "ratio": round(ms["sparse_ms"] / exact, 3), "parts": ms["parts_ms"],
+        }  # fmt: skip
+    return out
 
 
 def main() -> None:
     """Write the record, all of it or the parts named on the command line."""
     if sys.argv[1:2] == ["--compile"]:
-        print("\n" + json.dumps(compiled(sys.argv[2])))
+        print("\n" + json.dumps(compiled(sparse_backward=sys.argv[2])))
         return
-    wanted = sys.argv[1:] or ["columns", "compile", "simulate"]
-    record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    start = time.perf_counter()
-    for part in wanted:
+    record = {
+        "what": "ESTIMATE by the compiler's cycle simulator and by bytes, not a measurement",
+        "method": "benchmarks/tpu_sparse_estimate.py",
+        "chip": "v6e, one chip",
+        "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
+    } | harness.read(RESULT)
+    for part in sys.argv[1:] or ["columns", "compile", *SIMULATED]:
         if part == "columns":
-            record["columns"] = {}
-            for policy in dict.fromkeys(p for p, _ in CASES.values()):
-                record["columns"] |= columns(policy)
+            policies = dict.fromkeys(p for p, _ in CASES.values())
+            record["columns"] = {name: row for policy in policies for name, row in columns(policy).items()}
         elif part == "compile":
-            record["compiled"] = {}
-            for name, mode in (("exact", "off"), ("sparse", "auto")):
-                record["compiled"][name] = compiled(mode)
-        elif part in ("simulate", *SIMULATED):
-            for name in SIMULATED if part == "simulate" else [part]:
-                found = {**SIMULATED[name](), "libtpu": aot.versions()["libtpu"]}
-                record["cycles"] = {**record.get("cycles", {}), name: found}
-                print(name, found, flush=True)
-        elif part != "estimate":  # from what is recorded
-            raise SystemExit(f"{part!r}: expected columns, compile, simulate, estimate or {', '.join(SIMULATED)}")
-        print(f"{part}: done after {time.perf_counter() - start:.0f} s", flush=True)
+            record["compiled"] = {
+                name: compiled(sparse_backward=m) for name, m in (("exact", "off"), ("sparse", "auto"))
+            }
+        else:
+            found = {**SIMULATED[part](), "libtpu": aot.versions()["libtpu"]}
+            record["cycles"] = {**record.get("cycles", {}), part: found}
+        harness.say(f"{part}: done")
         if set(SIMULATED) <= set(record.get("cycles", {})) and "columns" in record:
-            exact = json.loads(EXACT.read_text())["estimated_ms"]["loss, dH and dW, vh"]
-            record["estimated_ms"] = {"exact": exact}
-            for name, found in record["columns"].items():
-                chosen = found["chosen"]
-                ms = estimate(record["cycles"], chosen["active_columns"], chosen["hard_rows"])
-                record["estimated_ms"][name] = {
-                    "sparse": ms["sparse_ms"], "ratio": round(ms["sparse_ms"] / exact, 3), "parts": ms["parts_ms"],
-                    "forward without maxima": ms["forward_without_maxima_ms"],
-                }  # fmt: skip
-        header = {
-            "what": "ESTIMATE by the compiler's cycle simulator and by bytes, not a measurement",
-            "method": "benchmarks/tpu_sparse_estimate.py",
-            "chip": "v6e, one chip",
-            "shape": {"tokens": N, "hidden": H, "vocab": V, "dtype": "bfloat16"},
-            "versions": aot.versions(),  # of this run; what was compiled or simulated has its own
-        }
-        record = {**header, **{k: v for k, v in record.items() if k not in header}}
-        RESULT.write_text(json.dumps(record, indent=1) + "\n")
+            record["estimated_ms"] = estimates(record)
+        harness.write(RESULT, record | {"versions": aot.versions()})  # of this run; what was compiled has its own
 
 
 if __name__ == "__main__":

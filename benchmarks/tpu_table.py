@@ -34,26 +34,21 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import harness
 import logitless
 from logitless import Objective, Sharding
 from logitless.core.options import grouped
 from logitless.lab.tpu import aot
 
 HERE = Path(__file__).resolve()
-RESULT = HERE.parent / "results" / "tpu_table.json"
-STEP = HERE.parent / "results" / "tpu_train_step.json"
-PAGE = HERE.parents[1] / "docs" / "tpu.md"
+RESULT, STEP = "tpu_table.json", "tpu_train_step.json"
+PAGE = harness.ROOT / "docs" / "tpu.md"
 BEGIN, END = "<!-- table: written by benchmarks/tpu_table.py -->\n", "<!-- end of the table -->\n"
 
 GENERATIONS = {
-    "v2": "v2:2x2",
-    "v3": "v3:2x2",
-    "v4": "v4:2x2x1",
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
+    "v2": "v2:2x2", "v3": "v3:2x2", "v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
-}
+}  # fmt: skip
 CHIPS = 4
 """Devices of the sharded cases."""
 
@@ -272,46 +267,17 @@ def outcome(generation: str, case: Case) -> dict[str, Any]:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def render(record: dict[str, Any], step: dict[str, Any] | None) -> str:
+def render(record: dict[str, Any], step: dict[str, Any]) -> str:
     """The part of docs/tpu.md between ``BEGIN`` and ``END``."""
     versions = record["versions"]
-    lines = [
-        "## What compiles, what falls back, what is refused",
-        "",
-        f"Every entry is the answer of libtpu, the real TPU compiler, ahead of time (jax {versions['jax']}, libtpu "
-        f"{versions['libtpu']});",
-        "nothing was run on a TPU. `python benchmarks/tpu_table.py` writes this part of the page from",
-        "`benchmarks/results/tpu_table.json`. Generations with the same answers share a column.",
-        "",
-        "- **yes**: the default backend is the kernels (`pallas_tpu`), and value and gradients compile.",
-        "- **yes, none kept**: the kernels serve the call, and keep no exponentials for it.",
-        "- **yes, exact**: the kernels serve the call, and its backward pass is exact, not sparse.",
-        "- **falls back**: the default is `chunked`, plain JAX, which compiles; naming `pallas_tpu` raises with the",
-        "  reason.",
-        "- **refused**: the call raises before anything is compiled.",
-        "",
-    ]
+    lines = [f"From `benchmarks/results/tpu_table.json`: jax {versions['jax']}, libtpu {versions['libtpu']}.", ""]
     notes: dict[str, int] = {}
     names = alike(record)
     for group, cases in GROUPS.items():
-        lines += [f"### {group}", "", f"| | {' | '.join(', '.join(n) for n in names)} |", f"|---|{'---|' * len(names)}"]
-        for name in cases:
-            cells = [_cell(record["cases"].get(name, {}).get(g[0]), notes) for g in names]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
-    shape = Case()
-    lines += [
-        f"Shapes, but for the last table: T={shape.tokens} H={shape.hidden} V={shape.vocab}, bfloat16 (with "
-        f"`memory_budget=` T={_BUDGET.tokens} H={_BUDGET.hidden}); sharded cases on {CHIPS} devices.",
-        "",
-        "### Reasons",
-        "",
-        *(f"{number}. {why}." for why, number in notes.items()),
-        "",
-    ]
-    if step is not None:
-        lines += _step_lines(step)
-    return "\n".join(lines)
+        rows = [[name, *(_cell(record["cases"][name].get(g[0]), notes) for g in names)] for name in cases]
+        lines += [f"### {group}", "", *harness.table(["", *(", ".join(n) for n in names)], rows)]
+    lines += ["### Reasons", "", *(f"{number}. {why}." for why, number in notes.items()), ""]
+    return "\n".join([*lines, *_step_lines(step)])
 
 
 def alike(record: dict[str, Any]) -> list[list[str]]:
@@ -342,56 +308,42 @@ def _cell(found: dict[str, Any] | None, notes: dict[str, int]) -> str:
 
 def _step_lines(step: dict[str, Any]) -> list[str]:
     """The train step's peaks (benchmarks/tpu_train_step.py)."""
-    lines = ["### A whole train step", "", step["what"], "", f"    {step['command']}", ""]
-    lines += ["| slice | fused, GB a chip | dense loss, GB a chip | fused / dense | kernels |", "|---|---|---|---|---|"]
+    rows = []
     for name, row in step["slices"].items():
-        found = [row.get(form, {}) for form in ("fused", "dense")]
-        peaks = [r["peak_bytes"] / 1e9 for r in found if "peak_bytes" in r]
-        cells = [f"{r['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in r else r.get("error", "not compiled") for r in found]
-        ratio = f"{peaks[0] / peaks[1]:.2f}" if len(peaks) == 2 else ""
-        lines.append(f"| {' | '.join([name, *cells, ratio, str(found[0].get('kernels', ''))])} |")
-    return [*lines, ""]
+        peaks = [row[form]["peak_bytes"] / 1e9 for form in ("fused", "dense")]
+        ratio = f"{peaks[0] / peaks[1]:.2f}"
+        rows.append([name, *(f"{peak:.2f}" for peak in peaks), ratio, str(row["fused"]["kernels"])])
+    columns = ["slice", "fused, GB a chip", "dense loss, GB a chip", "fused / dense", "kernels"]
+    head = ["### A whole train step", "", step["what"], "", f"    {step['command']}", ""]
+    return [*head, *harness.table(columns, rows)]
 
 
 def write_page() -> None:
-    step = json.loads(STEP.read_text()) if STEP.exists() else None
-    before, _, after = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + render(json.loads(RESULT.read_text()), step) + END + after.partition(END)[2])
+    content = render(harness.read(RESULT), harness.read(STEP))
+    PAGE.write_text(harness.between(PAGE.read_text(), BEGIN, END, content))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def _record(generation: str, found: dict[str, Any]) -> None:
-    """Put one result into the record, which another process may be writing, too."""
-    record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {"cases": {}}
-    record["what"] = "what the TPU compiler says to each call, ahead of time; nothing was run"
-    record["command"] = "python benchmarks/tpu_table.py"
-    record["versions"] = aot.versions()
-    record["cases"] = {name: record["cases"].get(name, {}) for name in CASES}
-    record["cases"][found.pop("case")][generation] = found
-    new = RESULT.with_suffix(f".{os.getpid()}")
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(RESULT)
-
-
-def compile_all(generations: list[str], names: list[str]) -> None:
-    """Compile and record, one process for each generation."""
-    for generation in generations:
-        command = [sys.executable, str(HERE), "--one", generation, json.dumps(names)]
-        environment = dict(os.environ, **aot.ENVIRONMENT)
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith("{"):
-                    _record(generation, json.loads(line))
-    write_page()
+def compile_all(generation: str, names: list[str]) -> None:
+    """Compile and record the cases of a generation, in a process of its own."""
+    command = [sys.executable, str(HERE), "--one", generation, json.dumps(names)]
+    with subprocess.Popen(command, env={**os.environ, **aot.ENVIRONMENT}, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in filter(lambda line: line.startswith("{"), child.stdout):
+            found = json.loads(line)
+            record = {"cases": {}} | harness.read(RESULT)
+            record["what"] = "what the TPU compiler says to each call, ahead of time; nothing was run"
+            record |= {"command": "python benchmarks/tpu_table.py", "versions": aot.versions()}
+            record["cases"] = {name: record["cases"].get(name, {}) for name in CASES}
+            record["cases"][found.pop("case")][generation] = found
+            harness.write(RESULT, record)
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     p.add_argument("generations", nargs="*", help=f"some of {', '.join(GENERATIONS)} (default: all)")
-    p.add_argument("--only", default="", help="cases whose name matches this regular expression")
     p.add_argument("--page", action="store_true", help="write docs/tpu.md from the records")
     p.add_argument("--routes", action="store_true", help="print every case's route as JSON, without compiling")
     p.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -399,7 +351,7 @@ def main() -> None:
     unknown = [g for g in args.generations if g not in GENERATIONS]
     if unknown:
         p.error(f"{unknown[0]!r} is not known; expected some of {', '.join(GENERATIONS)}")
-    names = [name for name in CASES if re.search(args.only, name)]
+    names = list(CASES)
     if args.one:
         for name in json.loads(args.one[1]):
             found = dict(case=name, **outcome(args.one[0], CASES[name]))
@@ -411,7 +363,9 @@ def main() -> None:
     elif args.page:
         write_page()
     else:
-        compile_all(args.generations or list(GENERATIONS), names)
+        for generation in args.generations or GENERATIONS:
+            compile_all(generation, names)
+        write_page()
 
 
 if __name__ == "__main__":

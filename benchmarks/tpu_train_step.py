@@ -24,6 +24,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import harness
 from logitless import Objective, Sharding, linear_grpo_loss
 from logitless.core.options import Head, Options
 from logitless.lab.tools import baselines, child
@@ -32,7 +33,7 @@ from logitless.train.architectures import preset
 from logitless.train.model import hidden_states, lm_head, param_shapes, positions_of
 
 HERE = Path(__file__).resolve()
-RESULT = HERE.parent / "results" / "tpu_train_step.json"
+RESULT = "tpu_train_step.json"
 MODEL, ROWS, LENGTH = "qwen2.5-1.5b", 8, 1024
 SLICES = {"v6e:1": ("v6e:2x4", 1), "v6e:8": ("v6e:2x4", 8), "v5p:1": ("v5p:2x2x2", 1), "v5p:8": ("v5p:2x2x2", 8)}
 """Name: topology and chips. ``v6e:8`` is the 2x4 slice."""
@@ -118,7 +119,7 @@ def compile_one(name: str, form: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    record = harness.read(RESULT)
     record |= {
         "what": (
             f"{MODEL}, forward, loss, backward and AdamW in one program (scan over layers, remat, float32 weights and "
@@ -133,9 +134,9 @@ def main(names: list[str]) -> None:
         slices[name] = {"topology": SLICES[name][0], "chips": SLICES[name][1]}
         for form in FORMS:
             slices[name][form] = child.last_line([str(HERE), "--one", name, form], aot.ENVIRONMENT, 3000)
-            print(name, form, slices[name][form], flush=True)
+            harness.say(name, form, slices[name][form])
             record["slices"] = {k: slices[k] for k in SLICES if k in slices}
-            RESULT.write_text(json.dumps(record, indent=1) + "\n")
+            harness.write(RESULT, record)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,17 @@
-"""What the GSM8K run costs, on one GPU: update phase old against packed, decode, and the largest batch and context.
+"""What the GSM8K run costs, on one GPU: update phase padded against packed, decode, the largest batch and context.
 
     python benchmarks/train_gsm8k.py update --out results --rollouts runs/gsm8k/dense    # its recorded completions
     python benchmarks/train_gsm8k.py decode --out results
     python benchmarks/train_gsm8k.py largest --out results --what context --arm fused    # a bisection; --what batch
-    python benchmarks/train_gsm8k.py sizes --out results                                 # the same by plan, no run
-    python benchmarks/train_gsm8k.py compile --out results --work runs/gsm8k             # the programs of `learn` alone
-    python benchmarks/train_gsm8k.py learn --out results --work runs/gsm8k --resume      # `logitless ab`, with the bars
-    python benchmarks/train_gsm8k.py profile --out results --work runs/gsm8k             # kernels, after `learn`
     python benchmarks/train_gsm8k.py long --out results                                  # updates of 16k-token rows
 
-``update`` takes the same completions through padded micro-batches of ``--padded`` rows (the way before packing) and
-through packed ones, in alternation, and holds the gradients of the first step of both against those of a model that
-computes in float32: packing may add half as much to the rounding of the padded rows. Without ``--rollouts`` they are
-random ones of like lengths, a third of the groups without a spread. ``decode`` times a loop that no end token stops.
-``largest`` doubles and then halves until the step between what fits and what does not is below a sixteenth
-(``--between``: from two sizes, the first of which is thought to fit); every size that was tried is in ``--work``, so
-that a second call goes on. ``learn`` is cut off by a signal (``timeout -s TERM 560``) without harm. ``compile`` fills
-JAX's compilation cache. ``profile`` has the kernels of an update of each arm, on completions that ``learn`` recorded,
-and of a rollout. ``long`` compiles updates of so many rows (``--rows dense=6,5 fused=31,16``) and times, in turns, the
-most of each arm that fit.
+The run itself is ``logitless ab --config qwen2.5-1.5b-gsm8k``. ``update`` takes the same completions through padded
+micro-batches of ``--padded`` rows (the way before packing) and through packed ones, in alternation. Without
+``--rollouts`` they are random ones of like lengths, a third of the groups without a spread. ``decode`` times a loop
+that no end token stops. ``largest`` doubles and then halves until the step between what fits and what does not is below
+a sixteenth (``--start``, or ``--between`` two sizes, the first of which is thought to fit); every size that was tried
+is in ``--work``, so that a second call goes on. ``long`` compiles updates of so many rows (``--rows dense=6,5
+fused=31,16``) and times, in turns, the most of each arm that fit.
 
 Everything runs at a small size too: ``--small`` is for a CPU, where ``largest`` counts ``--memory`` bytes of the
 compiler's plan. Further arguments are ``key=value`` overrides of the configuration. Exit code 1 if a bar is missed.
@@ -36,7 +29,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,13 +37,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import harness
+from harness import say
 from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools import timing
-from logitless.train import ab, recorded
-from logitless.train.ab_plan import plan_of
+from logitless.train import recorded
 from logitless.train.architectures import preset
 from logitless.train.config import TrainConfig, load, save
-from logitless.train.files import replace
 from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate
 from logitless.train.run_records import Rollouts
@@ -59,12 +51,8 @@ from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy
 
-CONFIG = Path(__file__).parent.parent / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
-BARS = {"update": 0.45, "decode_ms": 3.0, "reward_rise": 0.25, "long_rows": 3.0, "long_rate": 1.15}
-SAME_BARS = {
-    "fused": {"update": 0.93, "step": 0.97, "peak": 0.75}, "sparse": {"update": 0.88, "step": 0.95, "peak": 0.75}
-}  # fmt: skip
-"""Ratios to the dense arm, on the same completions."""
+CONFIG = harness.ROOT / "configs" / "train" / "qwen2.5-1.5b-gsm8k.yaml"
+BARS = {"update": 0.45, "decode_ms": 3.0, "long_rows": 3.0, "long_rate": 1.15}
 RANDOM = ["rollout.kind=random", "model.weights=''", "model.architecture=qwen2.5-1.5b", "eval.every=0"]
 """The run's shapes without its weights and data."""
 SMALL = [
@@ -73,10 +61,6 @@ SMALL = [
     "train.microbatch=2", "train.microbatch_tail=1", "ab.arms.fused.backend=chunked", "ab.arms.sparse.backend=chunked",
     "checkpoint.every=0",
 ]  # fmt: skip
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def configured(args: argparse.Namespace, *settings: str) -> TrainConfig:
@@ -91,9 +75,9 @@ def _rollouts(args: argparse.Namespace, c: TrainConfig) -> list[Rollouts]:
     if not args.rollouts:
         return [random_rollouts(c, vocab, step) for step in range(1, args.steps + 1)]
     widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
-    steps = min(args.steps, recorded.steps_in(args.rollouts))
+    steps = min(args.steps, recorded.steps_in(Path(args.rollouts)))
     rows = c.train.prompts_per_step * c.train.group_size
-    return [recorded.load_rollouts(args.rollouts, step, rows, widths, vocab) for step in range(1, steps + 1)]
+    return [recorded.load_rollouts(Path(args.rollouts), step, rows, widths, vocab) for step in range(1, steps + 1)]
 
 
 def _batch(c: TrainConfig, rolled: Rollouts) -> Batch:
@@ -102,75 +86,44 @@ def _batch(c: TrainConfig, rolled: Rollouts) -> Batch:
     return Batch(rolled.prompts.tokens, rolled.prompts.valid, done.tokens, done.mask, np.asarray(advantages))  # type: ignore[arg-type]
 
 
-def _distance(a: Any, b: Any) -> float:
-    """``|a - b| / |a|`` over whole trees, in float32."""
-
-    def norm(tree: Any) -> Any:
-        return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
-
-    return float(jax.jit(lambda x, y: norm(jax.tree.map(jnp.subtract, x, y)) / norm(x))(a, b))
-
-
 def update_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Seconds of the update phase, padded and packed in turn, and how far their first gradients are from float32's."""
-    padded = 6 if args.small else args.padded
+    """Seconds of the update phase, padded and packed in turn; the first step of each compiles and does not count."""
     packed = configured(args, *RANDOM, f"train.loss.backend={args.backend}")
-    configs = {"packed": packed}
-    plain = dict(packing="off", pack_length=0, skip_rows=False, microbatch_tail=0)
-    for name, rows in (("padded", padded), ("control", padded // 2), ("float32", padded // 2)):
-        train = dataclasses.replace(packed.train, **plain, microbatch=rows)
-        configs[name] = dataclasses.replace(packed, train=train)
-    truth = configs["float32"]
-    configs["float32"] = dataclasses.replace(
-        truth,
-        model=dataclasses.replace(truth.model, compute_dtype="float32"),
-        train=dataclasses.replace(truth.train, loss=dataclasses.replace(truth.train.loss, backend="chunked")),
-    )
-    steps = _rollouts(args, configs["packed"])
-    task = build_task(configs["packed"])
+    rows = 6 if args.small else args.padded
+    plain = dict(packing="off", pack_length=0, skip_rows=False, microbatch_tail=0, microbatch=rows)
+    configs = {
+        "padded": dataclasses.replace(packed, train=dataclasses.replace(packed.train, **plain)),
+        "packed": packed,
+    }
+    steps, task = _rollouts(args, packed), build_task(packed)
     params = task.load_params()
     trainers = {name: Trainer(c, task) for name, c in configs.items()}
-    gradients, infos = {}, {}
-    for name, trainer in trainers.items():
-        batch = _batch(configs[name], steps[0])
-        state, frozen = trainer.initial(params)
-        with jax.default_matmul_precision("highest" if name == "float32" else None):
-            rows = batch if trainer.packed else jax.device_put(batch)
-            state, infos[name] = trainer._updates(state, frozen, rows, None)
-        moments = [x for x in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu")]
-        gradients[name] = jax.device_get(moments[0].mu)  # the first moment of a first step is the gradient
-        del state
-    distance = {n: _distance(gradients["float32"], gradients[n]) for n in ("padded", "control", "packed")}
-    del gradients
-    seconds: dict[str, list[float]] = {"padded": [], "packed": []}
-    states = {name: trainers[name].initial(params) for name in seconds}
-    for i, rolled in enumerate(steps):
-        order = list(seconds) if i % 2 == 0 else list(seconds)[::-1]
-        for name in order:
+    states = {name: trainer.initial(params) for name, trainer in trainers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    last: dict[str, Any] = {}
+    for i, rolled in enumerate([steps[0], *steps]):
+        for name in list(configs)[:: 1 if i % 2 else -1]:
             trainer, (state, frozen) = trainers[name], states[name]
             batch = _batch(configs[name], rolled)
             jax.block_until_ready(state)
             trainer.times = {}
             state, info = trainer._updates(state, frozen, batch if trainer.packed else jax.device_put(batch), None)
-            states[name] = (state, frozen)
-            seconds[name].append(trainer.times["update"])
-            infos[name] = info
+            states[name], last[name] = (state, frozen), info[0]
+            seconds[name] += [trainer.times["update"]] if i else []
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    metrics = {k: float(v.sum) / max(float(v.count), 1) for k, v in infos["packed"][0]["metrics"].items()}
+    metrics = {k: float(v.sum) / max(float(v.count), 1) for k, v in last["packed"]["metrics"].items()}
     result = {
         "kind": "train_update",
         "seconds": seconds,
         "median": medians,
         "ratio": medians["packed"] / medians["padded"],
-        "gradient_error": distance,
-        "losses": {n: float(i[0]["loss"]) for n, i in infos.items()},
+        "losses": {name: float(info["loss"]) for name, info in last.items()},
         "last": {k: metrics[k] for k in ("update_rows", "packed_fill", "zero_gradient_tokens")},
-        "config": dataclasses.asdict(configs["packed"]),
+        "config": dataclasses.asdict(packed),
         "environment": timing.environment(),
     }
-    say(f"update: {medians}, ratio {result['ratio']:.3f}; gradients: {distance}")
-    same = distance["packed"] <= 1.5 * distance["padded"] + 1e-5
-    return result, same and (args.small or result["ratio"] <= BARS["update"])
+    say(f"update: {medians}, ratio {result['ratio']:.3f}")
+    return result, args.small or result["ratio"] <= BARS["update"]
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------
@@ -273,46 +226,6 @@ def _last_size(c: TrainConfig, what: str) -> int | None:
     return preset(c.model.architecture).max_position - c.rollout.max_prompt_tokens if what == "context" else None
 
 
-SIZES = {
-    "dense context": (1536, 2560), "fused context": (4096, 8192), "dense batch": (48, 80), "fused batch": (256, 512),
-}  # fmt: skip
-SMALL_SIZES = {name: (16, 32) for name in SIZES}
-
-
-def by_plan(points: list[list[int]], limit: float, last: int | None, unit: int) -> dict[str, Any]:
-    """The size at which a line through two plans ``[size, bytes]`` meets the limit, and the largest below it."""
-    (size, planned), (other, more) = points
-    top = int(other + (limit - more) * (other - size) / (more - planned))
-    return {"points": points, "by_plan": top, "fits": min(top // unit * unit, last or top)}
-
-
-def sizes_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """The largest sizes by the compiler's plan: nothing is run."""
-
-    def planned(arm: str, what: str, size: int) -> int:
-        c = _sized(args, arm, what, size, args.work)
-        task = build_task(c)
-        trainer = Trainer(c, task)
-        state = jax.eval_shape(lambda: trainer.initial(task.load_params())[0])
-        batch = _batch(c, random_rollouts(c, task.model.vocab_size, 1))
-        program = trainer.update_program._jitted.lower(state, Policy(None, None), batch).compile()
-        memory: Any = program.memory_analysis()
-        say(f"{arm} {what} {size}: {memory.temp_size_in_bytes + memory.argument_size_in_bytes:,} bytes")
-        return memory.temp_size_in_bytes + memory.argument_size_in_bytes
-
-    stats = jax.devices()[0].memory_stats() or {}
-    limit = args.memory or stats.get("bytes_limit", 0) or 2**30
-    found = {}
-    for name, sizes in (SMALL_SIZES if args.small else SIZES).items():
-        arm, what = name.split()
-        points = [[size, planned(arm, what, size)] for size in sizes]
-        last = _last_size(configured(args, *RANDOM), what)
-        found[name] = by_plan(points, limit, last, 8 if what == "batch" or args.small else 128)
-    say(f"by plan: { {n: r['fits'] for n, r in found.items()} }")
-    result = {"kind": "train_sizes", "limit_bytes": limit, "sizes": found, "environment": timing.environment()}
-    return result, True
-
-
 def _trained(c: TrainConfig, folder: Path) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -345,142 +258,7 @@ def largest_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return result, low > 0
 
 
-# -- learn -----------------------------------------------------------------------------------------------------------
-
-
-def _learned(args: argparse.Namespace) -> TrainConfig:
-    """The A/B of the configuration, or a small one that samples sums."""
-    small = ["model.weights=''", "data.kind=arithmetic", "data.form=bare", "rollout.max_completion_tokens=4"]
-    return configured(args, f"run_dir={args.work}", *(small if args.small else []))
-
-
-def compile_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Seconds to compile the programs of ``learn``, which are then in JAX's cache; weights are not read."""
-    plan = plan_of(_learned(args))
-    first = next(iter(plan.arms))
-    configs = {"free": plan.free[first], **plan.replays}  # free runs of the others have the programs of these
-    task = build_task(configs["free"])
-    trainers = {name: Trainer(c, task) for name, c in configs.items() if name != first}
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(len(trainers)) as pool:
-        for done in [pool.submit(t.compile, *t.like()) for t in trainers.values()]:
-            done.result()
-    seconds = time.perf_counter() - begin
-    planned = {name: t.update_program.peak_memory() for name, t in trainers.items()}
-    say(f"compiled in {seconds:.1f} s; updates: {planned}")
-    return {"kind": "train_compile", "seconds": seconds, "planned": planned, "environment": timing.environment()}, True
-
-
-def learn_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """The A/B of the configuration: curves, held-out scores, ratios, and whether every arm learned."""
-    result = ab.run(_learned(args), resume=args.resume, say=say)
-    result["samples"] = {name: _samples(args.work / name) for name in result["arms"]}
-    for part, key in (
-        (result["config"], "run_dir"),
-        (result["config"]["model"], "weights"),
-        (result["config"]["data"], "path"),
-    ):
-        part[key] = Path(part[key]).name  # the record is for other machines
-    print(ab.table(result))
-    print(ab.curve(result), flush=True)
-    rises = {
-        name: arm["summary"]["train/reward_last10"] - arm["summary"]["train/reward_first10"]
-        for name, arm in result["arms"].items()
-    }
-    result["bars"] = {f"reward_rise/{n}": {"value": v, "at_least": BARS["reward_rise"]} for n, v in rises.items()}
-    for name, bars in SAME_BARS.items():
-        found = result.get("same_completions", {}).get(name, {})
-        result["bars"] |= {
-            f"{key}/{name}": {"value": found[key]["ratio"], "at_most": bar} for key, bar in bars.items() if key in found
-        }
-    missed = [
-        name
-        for name, bar in result["bars"].items()
-        if not bar.get("at_least", bar["value"]) <= bar["value"] <= bar.get("at_most", bar["value"])
-    ]
-    say(f"bars missed: {', '.join(missed) or 'none'}")
-    return result, (args.small or not missed) and not ab.disagreeing(result)
-
-
-def _samples(folder: Path) -> list[dict[str, Any]]:
-    """The first held-out problem, as it was answered at each evaluation."""
-    file = folder / "samples.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [row for row in rows if row["prompt"] == rows[0]["prompt"]]
-
-
-# -- profile, long ----------------------------------------------------------------------------------------------------
-
-
-def _kernels(call: Callable[[], Any], most: int = 40) -> dict[str, Any]:
-    """The kernels of a call that was made before, by CUPTI: seconds on the device, and by name launches and seconds.
-
-    ``timing.profile`` calls with the same arguments twice, and an update takes its own."""
-    begin = time.perf_counter()
-    if jax.default_backend() == "cpu":
-        call()
-        return {"wall_s": time.perf_counter() - begin}
-    from jax._src.lib import mosaic_gpu
-
-    ext = mosaic_gpu._mosaic_gpu_ext
-    ext._cupti_init()
-    try:
-        begin = time.perf_counter()
-        call()
-        wall = time.perf_counter() - begin
-    finally:
-        timings = ext._cupti_get_timings(True)
-    own: dict[str, list[float]] = {}
-    for name, ms in timings or ():
-        own.setdefault(name[:80], []).append(float(ms) / 1e3)
-    longest = sorted(own.items(), key=lambda kv: -sum(kv[1]))[:most]
-    return {
-        "wall_s": wall,
-        "device_s": sum(map(sum, own.values())),
-        "launches": sum(map(len, own.values())),
-        "kernels": [[name, len(times), sum(times)] for name, times in longest],
-    }
-
-
-def profile_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Kernels of an update of each arm on the completions of step 2 that the baseline recorded, and of a rollout."""
-    plan = plan_of(_learned(args))
-    first = next(iter(plan.arms))
-    base = dataclasses.replace(plan.free[first], eval=dataclasses.replace(plan.free[first].eval, every=0))
-    base = dataclasses.replace(base, rollout=dataclasses.replace(base.rollout, record=0))
-    task = build_task(base)
-    params = task.load_params()
-    result: dict[str, Any] = {"kind": "train_profile", "updates": {}, "environment": timing.environment()}
-    for name, arm in plan.arms.items():
-        trainer = Trainer(dataclasses.replace(base, train=arm.train), task)
-        trainer.compile(*trainer.like())
-        state, frozen = trainer.initial(params)
-        rolled = recorded.read_rollouts(Path(plan.free[first].run_dir), 2)
-        batch = _batch(arm, rolled) if trainer.packed else jax.device_put(_batch(arm, rolled))
-        kept = [state]
-        del state
-
-        def update(
-            trainer: Trainer = trainer, kept: list[Any] = kept, frozen: Any = frozen, batch: Any = batch
-        ) -> None:
-            kept.append(trainer._updates(kept.pop(), frozen, batch, None)[0])
-
-        for _ in range(2):
-            update()
-        result["updates"][name] = {**_kernels(update), "alone_s": trainer.times["update"]}
-        say(f"{name}: {result['updates'][name]}")
-        if name == first:
-            state = kept.pop()
-
-            def rollout(trainer: Trainer = trainer, state: Any = state, frozen: Any = frozen) -> None:
-                trainer.rollouts(state, frozen, 2)
-
-            rollout()
-            result["rollout"] = _kernels(rollout)
-            say(f"rollout: {result['rollout']}")
-            del state
-        _write(args, result)
-    return result, True
+# -- long -------------------------------------------------------------------------------------------------------------
 
 
 def _long_batch(c: TrainConfig, vocab: int) -> Batch:
@@ -566,47 +344,30 @@ def long_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return result, args.small or met
 
 
-CASES = {
-    "update": update_case, "decode": decode_case, "largest": largest_case, "sizes": sizes_case,
-    "compile": compile_case, "learn": learn_case, "profile": profile_case, "long": long_case,
-}  # fmt: skip
+CASES = {"update": update_case, "decode": decode_case, "largest": largest_case, "long": long_case}
 
 
-def _write(args: argparse.Namespace, result: dict[str, Any]) -> Path:
+def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """The record, also of what is not complete."""
     name = f"train_gsm8k_{args.case}" + (f"_{args.arm}_{args.what}" if args.case == "largest" else "")
-    args.out.mkdir(parents=True, exist_ok=True)
-    replace(args.out / f"{name}.json", json.dumps(result) + "\n")
-    return args.out / f"{name}.json"
+    harness.write(f"{args.out}/{name}.json", result)
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = harness.options(
+        __doc__, out="benchmarks/results", work="runs/train_gsm8k", backend="auto", rollouts="", steps=20, padded=32,
+        repeats=5, arm="fused", start=0, memory=0, rows=["dense=6,5", "fused=31,16"],
+    )  # fmt: skip
     p.add_argument("case", choices=CASES)
-    p.add_argument("--out", type=Path, required=True, help="folder of the JSON file")
-    p.add_argument("--work", type=Path, default=Path("runs/train_gsm8k"), help="folder of the runs themselves")
     p.add_argument("--small", action="store_true", help="a size for a CPU; no bar on times")
-    p.add_argument("--backend", default="auto", help="update: train.loss.backend of all three")
-    p.add_argument("--rollouts", type=Path, help="update: a run's folder with recorded completions (rollout.record)")
-    p.add_argument("--steps", type=int, default=20, help="update: steps, each of them padded and packed")
-    p.add_argument("--padded", type=int, default=32, help="update: rows of a padded micro-batch")
-    p.add_argument("--repeats", type=int, default=5, help="decode: loops, after a first one")
-    p.add_argument("--arm", default="fused", help="largest: an arm of the configuration")
-    p.add_argument(
-        "--what", choices=("batch", "context"), default="context", help="largest: rows, or completion tokens"
-    )
-    p.add_argument("--start", type=int, default=0, help="largest: the first size to try")
+    p.add_argument("--what", choices=("batch", "context"), default="context", help="largest: rows, or tokens")
     p.add_argument("--between", type=int, nargs=2, help="largest: a size that should fit, and one that should not")
-    p.add_argument(
-        "--memory", type=int, default=0, help="largest: bytes of the compiler's plan that fit; 0: the device's"
-    )
-    p.add_argument("--rows", nargs="+", default=["dense=6,5", "fused=31,16"], help="long: sizes, largest first")
-    p.add_argument("--resume", action="store_true", help="learn: go on with the runs in --work")
     p.add_argument("overrides", nargs="*", metavar="key=value")
     args = p.parse_intermixed_args()
+    args.work = Path(args.work)
     result, met = CASES[args.case](args)
-    file = _write(args, result)
-    say(f"wrote {file}; bars {'met' if met else 'MISSED'}")
+    _write(args, result)
+    say(f"bars {'met' if met else 'MISSED'}")
     return 0 if met else 1
 
 

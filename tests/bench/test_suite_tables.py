@@ -1,23 +1,24 @@
-"""The page of benchmarks, made from a suite's file: each number in its own column, and claims as ratios."""
+"""Pages made from records: of a suite each number in its own column, and claims as ratios; of the GSM8K runs the
+largest sizes, which are also on pages that no script writes."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from loading import loaded
 from report_records import bench_record, gradcheck_record
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("tables")
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return loaded(ROOT / "benchmarks" / "tables.py")
 
 
 def test_a_suite_of_arms_that_took_turns(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_a_suite_of_arms_that_took_turns(tables: ModuleType, monkeypatch: pytest
     record["arms"]["strong"]["mem/device"]["from_compile"] = True
     result = dict(kind="bench_suite", suite="gpu-head", seconds=12.3, records=[record, gradcheck_record()])
     (tmp_path / "gpu_head_suite.json").write_text(json.dumps(result))
-    monkeypatch.setattr(importlib.import_module("tables_gsm8k"), "RESULTS", tmp_path)
+    monkeypatch.setattr(tables.harness, "RESULTS", tmp_path)
     lines = tables.suite_tables()
     assert lines[0] == "## H200: fused head"
     assert "    logitless bench --suite gpu-head --out benchmarks/results/gpu_head_suite.json" in lines
@@ -58,3 +59,46 @@ def test_a_ratio_is_told_with_its_verdict(tables: ModuleType) -> None:
     assert tables.ratio_text(dict(ratio=0.98, low=0.5, high=2.0)) == "0.980 [0.500, 2.000], cannot tell"
     assert tables.ratio_text(dict(ratio=0.98, low=0.97, high=0.99)) == "0.980 [0.970, 0.990]"
     assert tables.ratio_text(dict(ratio=0.9, low=None, high=None, verdict="")) == "0.900"
+
+
+def largest(arm: str, what: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"train_gsm8k_largest_{arm}_{what}.json").read_text())
+
+
+@pytest.mark.parametrize("what", ["context", "batch"])
+@pytest.mark.parametrize("arm", ["dense", "fused"])
+def test_a_recorded_bisection_is_what_its_runs_say(arm: str, what: str) -> None:
+    found = largest(arm, what)
+    assert (found["arm"], found["what"]) == (arm, what)
+    ran = {row["size"]: row for row in found["tried"] if row["fits"]}
+    too_large = [row["size"] for row in found["tried"] if not row["fits"]]
+    assert found["fits"] == max(ran) and found["fails"] == min(too_large, default=0)
+    for row in found["tried"]:
+        assert row["ran"] == row["fits"] and ("RESOURCE_EXHAUSTED" in row.get("error", "")) != row["ran"], row
+        assert (row["rows"], row["tokens"]) == ((16, row["size"]) if what == "context" else (row["size"], 512))
+    unit = 8 if what == "batch" else 128
+    if found["fails"]:
+        assert 0 < found["fails"] - found["fits"] <= max(unit, found["fits"] // 16), "not yet halved far enough"
+    else:
+        assert (arm, what, found["fits"]) == ("fused", "context", 32768 - 320), "only the model's last position ends it"
+
+
+def test_the_fused_loss_has_room_for_more_and_the_pages_say_how_much() -> None:
+    fits = {(arm, what): largest(arm, what)["fits"] for arm in ("dense", "fused") for what in ("context", "batch")}
+    assert fits["fused", "context"] >= 6 * fits["dense", "context"]
+    assert fits["fused", "batch"] >= 4 * fits["dense", "batch"]
+    for page in ("README.md", "docs/training.md"):
+        text = (ROOT / page).read_text()
+        assert all(f"{size:,}" in text for size in fits.values()), page
+
+
+def test_the_training_page_has_the_recorded_rates() -> None:
+    """What docs/training.md says of packed updates and of long rows."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    update, long = (json.loads((RESULTS / f"train_gsm8k_{name}.json").read_text()) for name in ("update", "long"))
+    assert f"take {update['ratio']:.2f} of the padded update's time" in page
+    for arm, rate in long["tokens_per_s"].items():
+        assert f"{long['rows'][arm]} rows" in page and f"{rate:,.0f} tokens a second" in page, arm
+    assert f"{long['ratio']['tokens_per_s']:.2f} times as many" in page
+    decode = json.loads((RESULTS / "train_gsm8k_decode.json").read_text())
+    assert f"in {decode['ms_per_token']:.2f} ms at {decode['rows']}" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -70,16 +69,6 @@ def test_settings_are_those_of_tunix() -> None:
     ):
         assert {f.name for f in dataclasses.fields(cls)} <= known
         Objective.from_tunix(cls(num_generations=2), max_length=7.0)
-
-
-def test_memory_table_is_that_of_the_record() -> None:
-    spec = importlib.util.spec_from_file_location("tunix_memory", ROOT / "benchmarks" / "tunix_memory.py")
-    assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    record = json.loads(bench.RECORD.read_text())
-    assert record["temporaries_mib"].keys() == bench.CASES.keys()
-    assert bench.page(PAGE, record) == PAGE, "run `python benchmarks/tunix_memory.py --table`"
 
 
 def test_padding_that_is_not_computed() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ahead_of_time import needs_libtpu
 from logitless.lab import cli
 from logitless.lab.tpu import aot, command
-from logitless.lab.tpu.hlo_collectives import collectives_of
+from logitless.lab.tpu.hlo import collectives_of
 
 SMALL = ["--hidden", "128", "--vocab", "1024", "--tokens", "512"]
 

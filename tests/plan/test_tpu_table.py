@@ -15,13 +15,12 @@ STEP = ROOT / "benchmarks" / "tpu_train_step.py"
 
 
 TABLE = loaded(SCRIPT)
-RECORD = json.loads(TABLE.RESULT.read_text())
+RECORD, STEPS = (TABLE.harness.read(name) for name in (TABLE.RESULT, TABLE.STEP))
 
 
 def test_the_page_is_current() -> None:
-    step = json.loads(TABLE.STEP.read_text())
     table = TABLE.PAGE.read_text().partition(TABLE.BEGIN)[2].partition(TABLE.END)[0]
-    assert table == TABLE.render(RECORD, step), "run `python benchmarks/tpu_table.py --page`"
+    assert table == TABLE.render(RECORD, STEPS), "run `python benchmarks/tpu_table.py --page`"
 
 
 def test_every_case_was_compiled_and_none_failed() -> None:
@@ -65,13 +64,13 @@ def test_small_cases_compile(generation: str) -> None:
 def test_the_kernels_leave_xla_enough_inside_a_train_step(name: str) -> None:
     got = answer_of(STEP, "--one", name, "fused")
     assert got.get("kernels", 0) >= 2, got
-    recorded = json.loads(TABLE.STEP.read_text())["slices"][name]
+    recorded = STEPS["slices"][name]
     assert got["peak_bytes"] <= 1.05 * recorded["fused"]["peak_bytes"], (got, recorded)
 
 
 def test_recorded_train_steps() -> None:
     """Of both chips, one and eight of them: the kernels' step needs less than the one with the dense loss."""
-    slices = json.loads(TABLE.STEP.read_text())["slices"]
+    slices = STEPS["slices"]
     assert set(slices) == {"v6e:1", "v6e:8", "v5p:1", "v5p:8"}
     for name, row in slices.items():
         assert row["fused"]["kernels"] >= 2, name

@@ -155,7 +155,7 @@ def tables() -> Any:
 
 
 def test_pages_and_pictures_from_records_are_current(tables: Any) -> None:
-    for path, content in tables.files().items():
+    for path, content in tables.files():
         # Of a drawing what it says in words: its lines are matplotlib's, and differ with its version.
         found, made = (re.findall("<desc.*?</desc>", text) or [text] for text in (path.read_text(), content))
         assert found == made, f"{path.name}: run `python benchmarks/tables.py`"

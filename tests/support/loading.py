@@ -9,7 +9,9 @@ from types import ModuleType
 
 
 def loaded(path: Path) -> ModuleType:
-    """The module of a script, under the file's name."""
+    """The module of a script, under the file's name; it finds the other files of its folder."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

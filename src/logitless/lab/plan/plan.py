@@ -232,7 +232,7 @@ def _compiled(p: Plan, call: Callable[..., Any], given: dict[str, Any], wanted: 
             raise
         why = str(error).strip().splitlines()[0]
         return dataclasses.replace(p, refused=True, source=f"estimate; the compiler refuses: {why}")
-    from logitless.lab.tpu.hlo_collectives import collectives_of
+    from logitless.lab.tpu.hlo import collectives_of
 
     return dataclasses.replace(
         p, compiled=True, source=f"compiled for {devices[0].device_kind} in {found.seconds:.1f} s",

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from logitless.api import grpo_loss, linear_grpo_loss
 from logitless.core.options import Head, Options
 from logitless.lab.tools import baselines
-from logitless.lab.tpu.hlo_collectives import collectives_of
+from logitless.lab.tpu.hlo import collectives_of
 from logitless.mesh.sharding import Sharding
 from logitless.objectives.objective import Objective
 
