@@ -14,7 +14,7 @@ from bench_fakes import in_this_process, prepared, scripted, turn
 from logitless.core import row_passes
 from logitless.head.sparse.report import blank_report
 from logitless.lab import cli
-from logitless.lab.bench import arm, arm_program, case, microbench, suites, text_table, verification
+from logitless.lab.bench import arm, arm_program, case, microbench, suites, verification
 from logitless.lab.bench.case import BenchConfig, Kernel
 from logitless.lab.bench.gradcheck_config import GradcheckConfig
 from logitless.lab.tools import shapes
@@ -320,27 +320,6 @@ def test_host_arrays_are_what_the_baselines_expect() -> None:
     h, w = shapes.host_arrays("head", 64, 256, 300, np.float32, np.random.default_rng(0), 4)
     assert (h.reshape(64, 256) @ w.T).std() == pytest.approx(3.0, rel=0.1)
     assert len(np.unique(w[:, 0])) > 290  # rows are different ones
-
-
-def test_compare_is_b_over_a(tmp_path: Path) -> None:
-    def file(name: str, ms: float, temporaries: int) -> Path:
-        row = {"median_ms": ms, "mem/compiler": {"temporaries": temporaries}}
-        path = tmp_path / name
-        path.write_text(json.dumps(dict(kind="bench", name="n", config={}, arms={"kernel": row, name: row})))
-        return path
-
-    text = text_table.compare(file("a", 10.0, 400), file("b", 5.0, 100))
-    assert text.splitlines()[2].split() == ["n", "/", "kernel", "0.500", "0.250"]
-    assert "n / a" in text and "only in A" in text and "only in B" in text and "Two runs" in text
-
-
-def test_compare_refuses_what_is_not_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("{}\n")
-    assert cli.main(["bench", "compare", str(bad), str(bad)]) == 2
-    assert "not a result of" in capsys.readouterr().err
-    assert cli.main(["bench", "compare", str(tmp_path / "none"), str(bad)]) == 2
-    assert "no such file" in capsys.readouterr().err
 
 
 def test_every_shipped_configuration_loads() -> None:

@@ -102,7 +102,7 @@ def test_closed_standard_streams_end_in_no_traceback(tmp_path: Path) -> None:
         ("plan --hidden 128 --vocab 1024 --tokens 128 --chip v6e", 0),
         ("demo --tokens 1", 2),
         ("report nowhere.json", 2),
-        ("bench compare a b", 2),
+        ("bench --suite nowhere", 2),
         ("train no.such=key", 2),
     ],
 )

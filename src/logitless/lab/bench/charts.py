@@ -180,6 +180,13 @@ class Lines:
 
 
 Chart = Bars | Lines
+LARGEST = 1e30
+"""Larger numbers are no measurements and cannot be drawn."""
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def number(value: float, whole: bool = False) -> str:

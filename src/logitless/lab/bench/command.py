@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="?", const="", default=None, metavar="DIR",
         help="PyTorch's arms, too (torch, Liger-Kernel, TRL, cut-cross-entropy; DIR: a folder of unpacked wheels)",
     )  # fmt: skip
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key; or: compare A.jsonl B.jsonl (ratios B / A)"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key")
 
 
 def run(args: argparse.Namespace, over_configs: Over) -> int:
@@ -49,15 +47,10 @@ def run(args: argparse.Namespace, over_configs: Over) -> int:
 
 def _run(args: argparse.Namespace, over_configs: Over) -> int:
     from logitless.lab import exits
-    from logitless.lab.bench import case, microbench, suites, text_table
+    from logitless.lab.bench import case, microbench, suites
     from logitless.lab.tools.command_config import ConfigError
     from logitless.lab.tools.progress import Progress
 
-    if args.overrides[:1] == ["compare"]:
-        if len(args.overrides) != 3:
-            raise ConfigError("compare: expected two result files")
-        print(text_table.compare(Path(args.overrides[1]), Path(args.overrides[2])))
-        return 0
     how = microbench.How(
         only=tuple(filter(None, args.arms.split(","))),
         against="" if args.against is None else case.source_of(args.against),

@@ -1,8 +1,9 @@
 """``logitless report``: one self-contained HTML page from the results of the other commands.
 
-Records are read and checked (:mod:`.report_schema`), turned into sections of charts and tables (:mod:`.report_views`),
-and written by a Jinja2 template that escapes all of their text. No network and no scripts: charts are inline SVG, each
-with its numbers as a table, a description for screen readers, and colours for light and dark.
+Records are read, turned into sections of charts and tables (:mod:`.report_views`), and written by a Jinja2 template
+that escapes all of their text. A record that no page can be made of is refused by file and reason. No network and no
+scripts: charts are inline SVG, each with its numbers as a table, a description for screen readers, and colours for
+light and dark.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless._version import __version__
-from logitless.lab.bench import charts, report_schema, report_views
+from logitless.lab.bench import charts, report_views
 from logitless.lab.bench.report_views import Section, Table
 from logitless.lab.tools.result_files import Record, RecordError, files_in, kind_of, read
 
@@ -58,14 +59,22 @@ def _clean(value: Any) -> Any:
     return [_clean(v) for v in value] if isinstance(value, list) else value
 
 
-def _read(path: Path) -> list[Record]:
-    """The records of a file; a record without a required key is refused by file and key."""
-    found = read(path)
-    for i, record in enumerate(found, 1):
-        if wrong := report_schema.fault(record):
-            which = f"record {i} ({kind_of(record)})" if len(found) > 1 else f"a {kind_of(record)} record"
-            raise ReportError(f"{path}: {which}: {_clean(wrong)}")
-    return [_clean(record) for record in found]
+def _read(path: Path) -> list[tuple[Path, Record]]:
+    try:
+        return [(path, _clean(record)) for record in read(path)]
+    except RecursionError:
+        raise ReportError(f"{path}: its values are nested too deep") from None
+
+
+def _fault(found: Sequence[tuple[Path, Record]], error: Exception) -> ReportError:
+    """Which record has no page of its own, and why; all of them if each one has."""
+    for path, record in found:
+        try:
+            _page([(path, record)], [])
+        except Exception as own:
+            why = f"{own} is missing" if isinstance(own, KeyError) else f"{type(own).__name__}: {own}"
+            return ReportError(f"{path}: a {kind_of(record)} record cannot be shown: {_clean(why)}")
+    return ReportError(f"{', '.join(str(path) for path, _ in found)}: cannot be shown together: {_clean(str(error))}")
 
 
 def _named_apart(sections: Sequence[Section]) -> list[charts.Chart]:
@@ -92,6 +101,17 @@ def _template() -> Any:
     return environment.get_template("report.html")
 
 
+def _page(found: Sequence[tuple[Path, Record]], sources: Sequence[Path]) -> tuple[str, list[charts.Chart]]:
+    """The page, and its charts."""
+    records, sections = [record for _, record in found], report_views.sections(found)
+    every = _named_apart(sections)
+    page = _template().render(
+        tiles=report_views.tiles(records), where=_where(records), made=_made(records),
+        sections=sections, sources=[_clean(str(p)) for p in sources],
+    )  # fmt: skip
+    return page, every
+
+
 def default_out(paths: Sequence[str | Path]) -> Path:
     """Where the page goes if nobody says: into the folder that it reports on."""
     folders = [Path(p) for p in paths if Path(p).is_dir()]
@@ -109,16 +129,13 @@ def write(
     charts. Files of a folder that are no results are put into ``left``. Raises :class:`ReportError`, naming the file,
     for one that is missing, broken or of no known kind."""
     sources = files_in([Path(p) for p in paths], left)
-    found = [(path, record) for path in sources for record in _read(path)]
-    sections = report_views.sections(found)
-    every = _named_apart(sections)
+    found = [pair for path in sources for pair in _read(path)]
+    try:
+        page, every = _page(found, sources)
+    except Exception as error:
+        raise _fault(found, error) from None
     out = Path(out_html)
     out.parent.mkdir(parents=True, exist_ok=True)
-    records = [record for _, record in found]
-    page = _template().render(
-        tiles=report_views.tiles(records), where=_where(records), made=_made(records),
-        sections=sections, sources=[_clean(str(p)) for p in sources],
-    )  # fmt: skip
     out.write_text(page, encoding="utf-8")
     if plots is not None:
         folder = Path(plots)

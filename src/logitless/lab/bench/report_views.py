@@ -1,4 +1,4 @@
-"""What the report shows of records that have passed :mod:`.report_schema`: tiles, charts and tables, as data."""
+"""What the report shows of records: tiles, charts and tables, as data. A record without what it needs raises here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.lab.bench import ratios
-from logitless.lab.bench.charts import TONES, Bar, Bars, Chart, Lines, Series, number
-from logitless.lab.bench.report_schema import is_number
+from logitless.lab.bench.charts import TONES, Bar, Bars, Chart, Lines, Series, is_number, number
 from logitless.lab.bench.text_table import not_alone
 from logitless.lab.tools.child import OUT_OF_MEMORY
 from logitless.lab.tools.result_files import Record, kind_of

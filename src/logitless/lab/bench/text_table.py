@@ -1,13 +1,10 @@
-"""A benchmark's record as text, and two result files side by side."""
+"""A benchmark's record as text."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from logitless.lab.bench import ratios
-from logitless.lab.tools import result_files
-from logitless.lab.tools.command_config import ConfigError
 from logitless.lab.tools.text import wrapped
 
 SMALL = 64 * 2**20
@@ -50,40 +47,3 @@ def not_alone(record: dict[str, Any]) -> str:
     on_cpu = any((row.get("environment") or {}).get("platform") == "cpu" for row in record["arms"].values())
     busy = record.get("busy") or 0
     return f"not alone: {busy:g} cores were busy before the start" if on_cpu and busy >= 1 else ""
-
-
-def compare(a: Path, b: Path) -> str:
-    """Ratios of two result files (JSON lines, or a suite's JSON), arm by arm: B over A.
-
-    Two files are two runs: what a machine's state did in between is in these ratios and no interval tells it. Ratios
-    for decisions come from a single run (``--against``).
-    """
-
-    def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-        try:
-            found = [r for r in result_files.read(path) if result_files.kind_of(r) == "bench"]
-        except result_files.RecordError as error:
-            raise ConfigError(str(error)) from None
-        if not found:
-            raise ConfigError(f"{path}: no benchmark results in it")
-        return {(r["name"], arm): row for r in found for arm, row in r["arms"].items()}
-
-    left, right = read(a), read(b)
-    lines = [
-        "Two runs, not one in alternation: a few percent are the machine's.",
-        f"{'case':44s}{'time B/A':>10s}{'temporaries B/A':>18s}",
-    ]
-    for key in left:
-        if key not in right:
-            lines.append(f"{' / '.join(key):44s}   only in A")
-            continue
-        x, y = left[key], right[key]
-        if "error" in x or "error" in y:
-            lines.append(f"{' / '.join(key):44s}   {x.get('error', 'ok')} -> {y.get('error', 'ok')}")
-            continue
-        ratio = y["median_ms"] / x["median_ms"]
-        ta, tb = ((row["mem/compiler"] or {}).get("temporaries") for row in (x, y))
-        memory = f"{tb / ta:.3f}" if ta and tb is not None else "-"
-        lines.append(f"{' / '.join(key):44s}{ratio:10.3f}{memory:>18s}")
-    lines += [f"{' / '.join(key):44s}   only in B" for key in right if key not in left]
-    return "\n".join(lines)
