@@ -10,71 +10,44 @@ the time of all tokens.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import statistics
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import harness
-import logitless
-from logitless.lab.bench import case_arrays
-from logitless.lab.tools import baselines, timing
+from logitless.lab.bench import arm_program, case_arrays
+from logitless.lab.bench.case import Arm, BenchConfig
+from logitless.lab.tools import timing
 
 LIVE = (1 / 4, 2108 / 8192, 0.4, 4000 / 8192, 0.6, 5000 / 8192, 0.75, 1 / 16, 1 / 8, 7 / 8)
 """Shares of the tokens that are live; 2,108 and 4,000 of 8,192 are just beyond one chunk and just below two."""
-GSPO = logitless.Objective(level="sequence", aggregation="grpo")
-CLIP = logitless.Objective(aggregation="dapo")
 
 
-def call(objective: Any, **options: Any) -> Callable[..., Any]:
-    """Loss and gradients by the library."""
-
-    def run(h: Any, w: Any, rest: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            given = dict(objective=objective, options=logitless.Options(**options), **rest)
-            return logitless.linear_grpo_loss(h, w, **given)[0]
-
-        return jax.value_and_grad(loss, (0, 1))(h, w)
-
-    return run
-
-
-def dense(dtype: str) -> Callable[..., Any]:
-    """Loss and gradients by the strongest dense form."""
-
-    def run(h: Any, w: Any, rest: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            return baselines.head_loss("strong", h, w, objective=CLIP, logits_dtype=dtype, **rest)
-
-        return jax.value_and_grad(loss, (0, 1))(h, w)
-
-    return run
-
-
-def programs(budget: int) -> dict[str, Callable[..., Any]]:
+def programs(budget: int) -> dict[str, Arm]:
     """By the name of an arm; ``budget`` bytes hold the logits of all tokens and their dlogits, as strong dense does."""
+    gspo = dict(level="sequence", aggregation="grpo")
+    library = functools.partial(Arm, "library")
     return {
-        "strong": dense("bfloat16"),
-        "strong/f32": dense("float32"),
-        "default": call(CLIP),
-        "default, GSPO": call(GSPO),
-        "default, GSPO, with memory": call(GSPO, memory_budget=budget),
-        "sparse": call(CLIP, sparse_backward="auto"),
-        "sparse, GSPO": call(GSPO, sparse_backward="auto"),
+        "strong": Arm("baseline", "strong", logits_dtype="bfloat16"),
+        "strong/f32": Arm("baseline", "strong"),
+        "default": library(),
+        "default, GSPO": library(objective=gspo),
+        "default, GSPO, with memory": library(objective=gspo, options=dict(memory_budget=budget)),
+        "sparse": library(options=dict(sparse_backward="auto")),
+        "sparse, GSPO": library(objective=gspo, options=dict(sparse_backward="auto")),
     }
 
 
-def inputs(c: Any, kind: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Hidden states, a head and a batch in which every token is live: logits of a spread of 3 (``flat``), or of a
-    trained policy's kind, with targets and old log-probabilities of its own."""
-    case = dict(level="head", tokens=c.tokens, hidden=c.hidden, vocab=c.vocab, rows=8, dtype="bfloat16", inputs=kind)
-    case |= dict(states="", seed=seed, batch_kind="uniform", live=1.0, moving=1.0)
-    (h, w), rest = case_arrays.Data().of(case, {})
-    return h, w, rest
+def case_of(c: Any, kind: str, seed: int) -> dict[str, Any]:
+    """A batch in which every token is live: logits of a spread of 3 (``flat``), or of a trained policy's kind, with
+    targets and old log-probabilities of its own."""
+    sizes = dict(tokens=c.tokens, hidden=c.hidden, vocab=c.vocab, rows=8)
+    return dataclasses.asdict(BenchConfig(inputs=kind, seed=seed, **sizes))
 
 
 def with_live(rest: dict[str, Any], share: float, seed: int) -> dict[str, Any]:
@@ -99,18 +72,21 @@ def main() -> None:
     record: dict[str, Any] = dict(kind="h200_live", **timing.environment(), shape=shape, seeds=c.seeds, ms={})
     compiled: dict[str, Any] = {}
     for seed, kind in itertools.product(c.seeds, ARMS):
-        given = inputs(c, kind, seed)
+        case = case_of(c, kind, seed)
+        given = case_arrays.Data().of(case, {})
         if not compiled:
-            compiled, record["compile"] = harness.compiled(programs(round(1.06 * c.tokens * c.vocab * 6)), given)
-        arms = {a: (compiled[a], given) for a in ARMS[kind] if a in compiled}
+            arms = programs(round(1.06 * c.tokens * c.vocab * 6))
+            every = {name: arm_program.program(case, arm) for name, arm in arms.items()}
+            compiled, record["compile"] = harness.compiled(every, given)
+        timed = {a: (compiled[a], given) for a in ARMS[kind] if a in compiled}
         if kind == "flat" and "default" in compiled:
             for share in LIVE:
-                some = (*given[:2], with_live(given[2], share, seed))
-                arms[f"default, {round(share * c.tokens)} live"] = compiled["default"], some
-        for name, ms in harness.faster_of_two(arms, c.repeats).items():
+                some = given[0], with_live(given[1], share, seed)
+                timed[f"default, {round(share * c.tokens)} live"] = compiled["default"], some
+        for name, ms in harness.faster_of_two(timed, c.repeats).items():
             record["ms"].setdefault(f"{kind}: {name}", []).append(ms)
         harness.say(seed, kind, {k: v[-1] for k, v in record["ms"].items() if k.startswith(kind)})
-        del given, arms
+        del given, timed
         if c.out:
             harness.write(c.out, with_ratios(record, c.tokens))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -32,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from hlo_graph import compare, digest
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 """Nothing can be timed here, so nothing is tuned; matmuls are cuBLAS's, as the tuner of an H200 chooses for these."""
@@ -81,52 +81,31 @@ def cases() -> list[Case]:
             tokens = case_arrays.tokens_of(fields, np.random.default_rng(0))
             at = tokens["targets"].shape
             x = [(*at, c.vocab)] if c.level == "logits" else [(*at, c.hidden), (c.vocab, c.hidden)]
-            rest = {k: (v.shape, str(v.dtype)) for k, v in tokens.items()} | {"old_logp": (at, "float32")}
             one = dict(
-                level=c.level,
-                call=arm.call,
-                frozen_head=arm.frozen_head,
-                options=arm.options,
-                objective={**c.objective, **arm.objective},
+                case=dict(level=c.level, objective=c.objective),
+                arm=dict(kind=arm.kind, call=arm.call, frozen_head=arm.frozen_head, options=arm.options,
+                         objective=arm.objective),
                 x=[(shape, c.dtype) for shape in x],
-                rest=rest,
-            )
+                rest={k: (v.shape, str(v.dtype)) for k, v in tokens.items()} | {"old_logp": (at, "float32")},
+            )  # fmt: skip
             found.setdefault(key_of(one), dict(one, names=[]))["names"].append(f"{c.name}: {name}")
     return list(found.values())
 
 
-# In a child: one commit's library.
+# In a child: one commit's library, with this checkout's benchmark around it.
 
 
-def program(c: Case) -> Any:
-    """``f(x, rest)`` of a case, by public names alone: they are the same at both commits."""
-    import jax
+def program(c: Case, source: str) -> Any:
+    """``f(x, rest)`` of a case, by the public names of the library in ``source``."""
+    spec = importlib.util.spec_from_file_location("worker", harness.ROOT / "src/logitless/lab/bench/worker.py")
+    assert spec is not None and spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    worker.graft(source)
+    from logitless.lab.bench import arm_program
+    from logitless.lab.bench.case import Arm
 
-    import logitless
-
-    head, how = c["level"] == "head", dict(c["options"])
-    objective = logitless.Objective().replace(**c["objective"])
-    if hasattr(logitless, "Options"):  # older commits have flat keywords
-        how = dict(options=logitless.Options(**how))
-    elif head:
-        how["head_layout"] = "vh"
-
-    def call(name: str, x: Any, *rest: Any, **more: Any) -> Any:
-        if head and hasattr(logitless, "Head"):
-            x = (x[0], logitless.Head(x[1], layout="vh"))
-        return getattr(logitless, f"linear_{name}" if head else name)(*x, *rest, **more, **how)
-
-    def logprobs(x: Any, rest: Any) -> Any:
-        return call("logprobs", x, rest["targets"], mask=rest["mask"])
-
-    def loss(x: Any, rest: Any) -> Any:
-        return call("grpo_loss", x, objective=objective, **rest)[0]
-
-    def gradients(x: Any, rest: Any) -> Any:
-        moved, fixed = (x[:1], x[1:]) if c["frozen_head"] else (x, ())
-        return jax.value_and_grad(lambda moved: loss((*moved, *fixed), rest))(moved)
-
-    return jax.jit({"logprobs": logprobs, "loss": loss, "gradients": gradients}[c["call"]])
+    return arm_program.program(c["case"], Arm(**c["arm"]))
 
 
 def kernel_text(raw: bytes) -> str:
@@ -155,7 +134,7 @@ def readable(hlo: str) -> str:
     return re.sub(r"\nFileNames\n.*?\n\n\n", "\n", hlo, flags=re.DOTALL)
 
 
-def compile_all(todo: Path, out: Path) -> None:
+def compile_all(todo: Path, out: Path, source: str) -> None:
     """Compile the cases that are not there yet with the ``logitless`` that is on the path."""
     import jax
     from jax.experimental import topologies
@@ -174,7 +153,7 @@ def compile_all(todo: Path, out: Path) -> None:
             continue
         x = tuple(shaped(*a) for a in c["x"])
         try:
-            compiled = program(c).lower(x, {k: shaped(*a) for k, a in c["rest"].items()}).compile()
+            compiled = program(c, source).lower(x, {k: shaped(*a) for k, a in c["rest"].items()}).compile()
         except Exception as error:  # is said of this case
             result: dict[str, Any] = dict(error=f"{type(error).__name__}: {error}"[:2000])
         else:
@@ -194,7 +173,8 @@ def compile_all(todo: Path, out: Path) -> None:
 
 def key_of(c: Case) -> str:
     """A name for a program's file: all that it is made of."""
-    return digest(json.dumps({k: v for k, v in c.items() if k != "names"}, sort_keys=True), FLAGS, TARGET)
+    text = json.dumps({k: v for k, v in c.items() if k != "names"}, sort_keys=True)
+    return hashlib.sha256("|".join((text, FLAGS, TARGET)).encode()).hexdigest()[:16]
 
 
 def git(*args: str) -> str:
@@ -220,7 +200,7 @@ def compiled_at(commit: str, todo: list[Case], work: Path) -> list[dict[str, Any
     listed.write_text(json.dumps(todo))
     with tempfile.TemporaryDirectory() as scratch, checked_out(commit, Path(scratch) / "tree") as tree:
         own = dict(PYTHONPATH=str(tree / "src"), JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS)
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", str(listed), str(out)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", str(listed), str(out), str(tree / "src")]
         subprocess.run(command, env={**os.environ, **own}, check=True)
     return [json.loads((out / f"{key_of(c)}.json").read_text()) for c in todo]
 
@@ -230,6 +210,8 @@ def judged(c: Case, before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
     both, said = (before, after), dict(names=c["names"])
     if "error" in before or "error" in after:
         return {**said, "same": "no", "errors": [r.get("error") for r in both]}
+    from hlo_graph import compare  # not in a child: its tree may have no parser
+
     found = compare(before["hlo"], after["hlo"])
     kernels = [sorted(re.findall(r'module = "(\w+)"', r["hlo"])) for r in both]
     targets = Counter(re.findall(r'custom_call_target="([^"]+)"', after["hlo"]))
@@ -268,6 +250,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        compile_all(Path(sys.argv[2]), Path(sys.argv[3]))
+        compile_all(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
     else:
         raise SystemExit(main())

@@ -51,27 +51,6 @@ compiler's plan for temporaries, without inputs and outputs. `default` is the ca
 with the options of its case. A file's `note` names the commits and calls where its cases come from several."""
 EARLIER = "the form before"
 """In the name of a case that a file keeps for comparison: measured with an earlier version, and not on the page."""
-TRAINED = {
-    "random": (
-        "Qwen2.5-1.5B shape, random weights",
-        "qwen2.5-1.5b-random ab.arms.kernel.backend=mosaic_gpu ab.arms.baseline.backend=reference",
-    ),
-    "smollm2_arithmetic": ("SmolLM2-135M, sums", "smollm2-135m-arithmetic ab.kernel=mosaic_gpu"),
-    "abc": (
-        "SmolLM2-135M, sums, three losses",
-        "smollm2-135m-abc ab.arms.exact.backend=mosaic_gpu ab.arms.sparse.backend=mosaic_gpu",
-    ),
-}
-"""The record's name, with its title and the configuration of ``logitless ab`` that made it."""
-TRAINED_COLUMNS = {
-    "reward, first 10 steps": ("train/reward_first10", 1, ".3f"),
-    "last 10": ("train/reward_last10", 1, ".3f"),
-    "held-out": ("eval/last", 1, ".3f"),
-    "step, s": ("time/train/step_avg_last10_s", 1, ".3f"),
-    "update, s": ("time/update_s/last10", 1, ".3f"),
-    "peak, GiB": ("memory/device_peak_bytes", 2**30, ".1f"),
-}
-"""Key of a run's summary, unit and format."""
 
 
 def mib(n: float) -> str:
@@ -172,23 +151,6 @@ def _checks(records: list[dict[str, Any]]) -> list[str]:
         f"Loss and gradients against the dense form and float64, before anything is timed: {len(gates)} bars, {said}.",
         "",
     ]
-
-
-def training_tables() -> list[str]:
-    commands, cells = [], []
-    for case, (title, command) in TRAINED.items():
-        result = harness.read(f"train_h200_{case}.json")
-        if not result:
-            continue
-        commands.append(f"    logitless ab --config {command}")
-        for arm in result["arms"].values():
-            found = arm["summary"]
-            values = [(found.get(key), unit, form) for key, unit, form in TRAINED_COLUMNS.values()]
-            cells.append([title, found["loss_backend"], *("" if v is None else format(v / u, f) for v, u, f in values)])
-            if arm is not next(iter(result["arms"].values())):
-                cells[-1][0] = ""
-    head = ["## H200: training runs", "", "`benchmarks/results/train_h200_*.json`, one row for each arm.", ""]
-    return [*head, *commands, "", *harness.table(["run", "loss", *TRAINED_COLUMNS], cells)] if cells else []
 
 
 def sharded_tables() -> list[str]:
@@ -364,7 +326,7 @@ def gsm8k(plots_at: str, whole: bool) -> str:
 
 
 def render() -> str:
-    tables = [suite_tables(), training_tables(), sharded_tables()]
+    tables = [suite_tables(), sharded_tables()]
     return "\n".join(["# Benchmarks", "", HOW, "", *(line for table in tables for line in table)]).rstrip() + "\n"
 
 

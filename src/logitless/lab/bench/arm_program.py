@@ -51,76 +51,54 @@ def _objective(c: dict[str, Any], arm: Arm) -> Any:
 
 def _loss(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     """``loss(x, rest) -> (loss, metrics)``; only a sparse backward has metrics, so that nothing else is timed."""
-    objective, head = _objective(c, arm), c["level"] == "head"
-    if c.get("distillation"):
-        return _distillation(objective, arm)
+    objective = _objective(c, arm)
     if arm.kind == "baseline":
-        from logitless.lab.tools import baselines
-
-        if not head:
-            return lambda x, rest: (baselines.logits_loss(arm.form, x[0], objective=objective, **rest), {})
-        dtype = arm.logits_dtype
-        return lambda x, rest: (
-            baselines.head_loss(arm.form, *x, objective=objective, logits_dtype=dtype, **rest),
-            {},
-        )
-
+        return lambda x, rest: (_dense(c, arm, objective, x, rest), {})
     options = logitless.Options(**arm.options)
 
     def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
-        if head:
-            rest = dict(rest)
-            if "teacher_hidden" in rest:  # a reference's
-                rest["ref_hidden"] = rest.pop("teacher_hidden")
-                rest["ref_lm_head"] = logitless.Head(rest.pop("teacher_lm_head"), layout="vh")
-            value, metrics = logitless.linear_grpo_loss(
-                x[0], logitless.Head(x[1], layout="vh"), objective=objective, options=options, **rest
+        given = dict(rest, options=options)
+        hidden, weight = given.pop("teacher_hidden", None), given.pop("teacher_lm_head", None)
+        other = None if weight is None else logitless.Head(weight, layout="vh")
+        if c["level"] == "logits":
+            value, metrics = logitless.grpo_loss(x[0], objective=objective, **given)
+        elif c.get("distillation"):
+            given = {k: given[k] for k in ("mask", "options")}
+            head = logitless.Head(x[1], layout="vh")
+            value, metrics = logitless.linear_distillation_loss(
+                x[0], head, hidden, other, distillation=objective, **given
             )
         else:
-            value, metrics = logitless.grpo_loss(x[0], objective=objective, options=options, **rest)
+            given |= {} if other is None else dict(ref_hidden=hidden, ref_lm_head=other)
+            head = logitless.Head(x[1], layout="vh")
+            value, metrics = logitless.linear_grpo_loss(x[0], head, objective=objective, **given)
         return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
 
     return loss
 
 
-def _distillation(settings: Any, arm: Arm) -> Callable[..., Any]:
-    """:func:`_loss` of a case with a teacher."""
-    if arm.kind == "baseline":
-        from logitless.lab.tools import dense_divergence
+def _dense(c: dict[str, Any], arm: Arm, objective: Any, x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
+    """The loss of a dense form."""
+    from logitless.lab.tools import baselines, dense_divergence
 
-        def dense(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
-            given = (*x, rest["teacher_hidden"], rest["teacher_lm_head"], rest["mask"])
-            value = dense_divergence.loss(arm.form, *given, distillation=settings, logits_dtype=arm.logits_dtype)
-            return value, {}
-
-        return dense
-    options = logitless.Options(**arm.options)
-
-    def loss(x: tuple[Any, ...], rest: dict[str, Any]) -> Any:
-        teacher = logitless.Head(rest["teacher_lm_head"], layout="vh")
-        value, metrics = logitless.linear_distillation_loss(
-            x[0], logitless.Head(x[1], layout="vh"), rest["teacher_hidden"], teacher, mask=rest["mask"],
-            distillation=settings, options=options,
-        )  # fmt: skip
-        return value, {k: metrics[k] for k in SPARSE_METRICS if k in metrics}
-
-    return loss
+    if c["level"] == "logits":
+        return baselines.logits_loss(arm.form, x[0], objective=objective, **rest)
+    if c.get("distillation"):
+        given = (*x, rest["teacher_hidden"], rest["teacher_lm_head"], rest["mask"])
+        return dense_divergence.loss(arm.form, *given, distillation=objective, logits_dtype=arm.logits_dtype)
+    return baselines.head_loss(arm.form, *x, objective=objective, logits_dtype=arm.logits_dtype, **rest)
 
 
 def _logprobs(c: dict[str, Any], arm: Arm) -> Callable[..., Any]:
     """Statistics of an old or reference policy: no gradient, no loss."""
     if arm.kind == "baseline":
         raise ValueError("call: logprobs is the library's; a baseline has call: loss")
-
     options = logitless.Options(**arm.options)
 
     def forward(x: tuple[Any, ...], rest: dict[str, Any]) -> dict[str, Any]:
-        if c["level"] == "head":
-            stats = logitless.linear_logprobs(
-                x[0], logitless.Head(x[1], layout="vh"), rest["targets"], mask=rest["mask"], options=options
-            )
-        else:
-            stats = logitless.logprobs(x[0], rest["targets"], mask=rest["mask"], options=options)
-        return dict(stats=stats)
+        given = dict(mask=rest["mask"], options=options)
+        if c["level"] == "logits":
+            return dict(stats=logitless.logprobs(x[0], rest["targets"], **given))
+        return dict(stats=logitless.linear_logprobs(x[0], logitless.Head(x[1], layout="vh"), rest["targets"], **given))
 
     return forward
