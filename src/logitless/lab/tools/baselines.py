@@ -60,40 +60,53 @@ def logits_loss(kind: str, logits: Array, targets: Array, *, objective: Objectiv
     return _loss(LOGITS_BASELINES[kind](logits, targets), objective, arrays)
 
 
-def _matmul(h: Array, w: Array, dtype: Any) -> Array:
+def matmul(h: Array, w: Array, dtype: Any) -> Array:
     """Logits ``[..., V]`` of ``h [..., H]`` and ``w [V, H]``."""
     return lax.dot_general(h, w, (((h.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def naive_head_logp(h: Array, w: Array, targets: Array, dtype: Any) -> Array:
     """Log-probabilities ``[...]`` from ``h [..., H]`` and ``w [V, H]`` by way of all logits, as most trainers do it."""
-    return naive_logp(_matmul(h, w, dtype), targets)
+    return naive_logp(matmul(h, w, dtype), targets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def strong_head_logp(h: Array, w: Array, targets: Array, dtype: Any) -> Array:
-    """Log-probabilities ``[N]`` from ``h [N, H]`` and ``w [V, H]``, logits kept for the backward pass."""
-    return strong_logp(_matmul(h, w, dtype), targets)
+def keeping_logits(value: Callable[..., Array], dlogits: Callable[..., Array]) -> Callable[..., Array]:
+    """``f(h [N, H], w [V, H], dtype, rest) -> [N]``: ``value(logits, *rest)``, with logits kept for the backward pass,
+    where ``dlogits(logits, g, *rest)`` are rounded to the operands' dtype. ``rest`` has no gradient."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def f(h: Array, w: Array, dtype: Any, rest: tuple[Array, ...]) -> Array:
+        return value(matmul(h, w, dtype), *rest)
+
+    def forward(h: Array, w: Array, dtype: Any, rest: tuple[Array, ...]) -> tuple[Array, Any]:
+        z = matmul(h, w, dtype)
+        return value(z, *rest), (h, w, z, rest)
+
+    def backward(dtype: Any, saved: Any, g: Array) -> tuple[Array, Array, None]:
+        h, w, z, rest = saved
+        d = dlogits(z, g, *rest).astype(h.dtype)
+        dh = lax.dot_general(d, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(h.dtype)
+        dw = lax.dot_general(d, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(w.dtype)
+        return dh, dw, None
+
+    f.defvjp(forward, backward)
+    return f
 
 
-def _strong_fwd(h: Array, w: Array, targets: Array, dtype: Any) -> tuple[Array, Any]:
-    logits = _matmul(h, w, dtype)
-    logp = strong_logp(logits, targets)
-    return logp, (h, w, targets, logits)
-
-
-def _strong_bwd(dtype: Any, saved: Any, g: Array) -> tuple[Array, Array, None]:
-    h, w, targets, logits = saved
+def _dlogits(logits: Array, g: Array, targets: Array) -> Array:
+    """``g (onehot - softmax)``, of :func:`strong_logp`."""
     z = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(z, axis=-1)
     hit = lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
-    d = (g[:, None] * (jnp.where(hit, 1.0, 0.0) - jnp.exp(z - lse[:, None]))).astype(h.dtype)
-    dh = lax.dot_general(d, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(h.dtype)
-    dw = lax.dot_general(d, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32).astype(w.dtype)
-    return dh, dw, None
+    return g[:, None] * (jnp.where(hit, 1.0, 0.0) - jnp.exp(z - lse[:, None]))
 
 
-strong_head_logp.defvjp(_strong_fwd, _strong_bwd)
+_STRONG = keeping_logits(strong_logp, _dlogits)
+
+
+def strong_head_logp(h: Array, w: Array, targets: Array, dtype: Any) -> Array:
+    """Log-probabilities ``[N]`` from ``h [N, H]`` and ``w [V, H]``, logits kept for the backward pass."""
+    return _STRONG(h, w, dtype, (targets,))
 
 
 def checkpointed_head_logp(h: Array, w: Array, targets: Array, dtype: Any, chunk: int = 1024) -> Array:
