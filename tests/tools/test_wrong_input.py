@@ -80,9 +80,6 @@ WRONG = {
         --against nope                          -> --against nope: no src/logitless in it
         --peers nope                            -> --peers nope: no such folder
         --only x                                -> --only and --out are for --suite
-        compare a                               -> compare: expected two result files
-        compare a b                             -> a: no such file
-        compare HALF HALF                       -> HALF: line 1 is not JSON
         tokens=0                                -> tokens: 0, expected at least 1
         rows=0                                  -> rows: 0, expected at least 1
         rows=7                                  -> tokens: 1024 do not split into 7 rows

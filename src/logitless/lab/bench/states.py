@@ -14,39 +14,21 @@ import numpy as np
 
 from logitless.lab.tools.command_config import ConfigError
 
-KEYS = ("h", "y", "head")
-
-
-def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's arrays, which are not read."""
-    try:
-        with zipfile.ZipFile(path) as f:
-            found = {}
-            for key in KEYS:
-                with f.open(f"{key}.npy") as part:
-                    version = np.lib.format.read_magic(part)
-                    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else _header_2_0
-                    found[key] = read(part)[0]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"states: {path} cannot be read ({error}); expected an .npz with h, y and head") from None
-    h, y, head = (found[k] for k in KEYS)
-    if len(h) != 2 or len(head) != 2 or h[1] != head[1] or y != h[:1]:
-        raise ConfigError(f"states: {path} has h {h}, y {y}, head {head}; expected [T, H], [T] and [V, H]")
-    return found
-
-
-def _header_2_0(part: Any) -> Any:
-    return np.lib.format.read_array_header_2_0(part)
-
 
 def check(path: str, tokens: int) -> tuple[int, int]:
     """``(H, V)`` of a file that has at least ``tokens`` tokens."""
     if not Path(path).is_file():
         raise ConfigError(f"states: {path!r} is no file; inputs=real needs an .npz with h, y and head")
-    found = shapes_of(path)
-    if found["h"][0] < tokens:
-        raise ConfigError(f"states: {path} has {found['h'][0]} tokens, expected at least the {tokens} of tokens")
-    return found["head"][1], found["head"][0]
+    try:
+        with np.load(path) as f:
+            h, y, head = (f[key].shape for key in ("h", "y", "head"))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"states: {path} cannot be read ({error}); expected an .npz with h, y and head") from None
+    if len(h) != 2 or len(head) != 2 or h[1] != head[1] or y != h[:1]:
+        raise ConfigError(f"states: {path} has h {h}, y {y}, head {head}; expected [T, H], [T] and [V, H]")
+    if h[0] < tokens:
+        raise ConfigError(f"states: {path} has {h[0]} tokens, expected at least the {tokens} of tokens")
+    return head[1], head[0]
 
 
 def load(path: str, tokens: int, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
