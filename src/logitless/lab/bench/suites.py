@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from logitless.lab.bench.case import BenchConfig, Kernel
 from logitless.lab.bench.gpu_suites import BF16, Case
 from logitless.lab.bench.gradcheck_config import GradcheckConfig
 from logitless.lab.tools.command_config import ConfigError
+from logitless.train.files import replace
 
 F32: dict[str, Any] = dict(dtype="bfloat16", logits_dtype="float32", head_grad_dtype="param")
 LINEAR: dict[str, Any] = dict(level="head", tokens=8192, rows=8, hidden=4096, vocab=151936)
@@ -131,7 +131,7 @@ def run(
     result: dict[str, Any] = dict(kind="bench_suite", suite=name, passed=True, records=[])
     how = how or microbench.How()
     start = time.monotonic()
-    _replace(out, result)  # an unwritable file costs no benchmark
+    replace(out, json.dumps(result, indent=1) + "\n")  # an unwritable file costs no benchmark
     for i, c in enumerate(cases, 1):
         say(f"case {i}/{len(cases)}: {c.name} ({time.monotonic() - start:.0f} s so far)")
         try:
@@ -147,7 +147,7 @@ def run(
         result["records"].append(record)
         result["passed"] = result["passed"] and record["passed"]
         result["seconds"] = time.monotonic() - start
-        _replace(out, result)
+        replace(out, json.dumps(result, indent=1) + "\n")
         show(record)
     return result
 
@@ -159,13 +159,3 @@ def _check(c: GradcheckConfig) -> dict[str, Any]:
     if "error" in found:
         raise ConfigError(found["error"])
     return found
-
-
-def _replace(path: Path, value: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(value, indent=1) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
