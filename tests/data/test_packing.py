@@ -299,3 +299,17 @@ def test_a_shared_prompt_fills_a_row_to_its_last_slot() -> None:
         (1, 6),
         (2, 5),
     ]
+
+
+def test_supports_stand_at_the_slots_that_predict_their_tokens() -> None:
+    rng = np.random.default_rng(0)
+    prompt, completion = rng.integers(1, 9, (5, 4)), rng.integers(1, 9, (5, 6))
+    mask = np.arange(6) < np.array([6, 2, 0, 5, 3])[:, None]
+    support = np.where(rng.random((5, 6, 3)) < 0.3, -1, rng.integers(0, 9, (5, 6, 3)))
+    given = (prompt, np.ones_like(prompt), completion, mask)
+    packed = pack(*given, length=20, share_prompts=True, support=support)
+    found = unpack(packed, packed.arrays["support"])
+    np.testing.assert_array_equal(found, np.where(mask[..., None], support, 0))
+    assert (packed.arrays["support"][~packed.mask] == -1).all() and packed.arrays["support"].dtype == np.int32
+    with pytest.raises(ValueError, match=r"support is int64\[5, 6\], expected integer ids of shape \(5, 6, K\)"):
+        pack(*given, length=20, support=support[..., 0])

@@ -122,6 +122,29 @@ def test_a_packed_update_is_the_padded_one(name: str) -> None:
         assert 0.5 < ours["packed_fill"] <= 1
 
 
+def test_supports_travel_with_their_tokens() -> None:
+    """An update and log-probabilities over the ids that each token was drawn from, ragged, and a token without."""
+    x, rng = batch(), np.random.default_rng(4)
+    completion: Any = np.asarray(x.completion)
+    support = (
+        completion[..., None] + np.cumsum(rng.integers(0, 4, (*completion.shape, 5)), axis=-1)
+    ) % MICRO.vocab_size
+    support[..., 0] = completion
+    support[..., 1:][rng.random(support[..., 1:].shape) < 0.3] = -1
+    support[0, 0], support[~np.asarray(x.mask)] = -1, -1
+    x = x.with_logp(support=support.astype(np.int32))
+    objective = f"train.objective={OBJECTIVES['dapo']}"
+    assert_same_update(updated(x, objective), updated(x, objective, *PACKED, "train.skip_rows=true"))
+    assert not np.isclose(updated(batch(), objective)[1]["grad_norm"], updated(x, objective)[1]["grad_norm"], rtol=1e-3)
+    logp = []
+    for more in ((), PACKED):
+        c, o, _, _, score = programs(objective, *more)
+        given: Any = pack_batch(c, o, x, skip=False) if more else x
+        logp.append(np.asarray(score(PARAMS, None, given)))
+    np.testing.assert_allclose(*logp, rtol=1e-5, atol=1e-6)
+    assert np.abs(logp[0]).max() > 0.1
+
+
 def test_skipped_rows_change_no_gradient_and_no_count() -> None:
     objective = f"train.objective={OBJECTIVES['dapo']}"
     plain = updated(batch(), objective)

@@ -52,9 +52,10 @@ def test_tokens_are_drawn_from_the_support_that_is_kept(on: str) -> None:
     np.testing.assert_allclose(logp, [want[int(t)] for t in token], rtol=1e-5, atol=1e-6)
 
 
-def test_the_on_policy_ratio_is_one(micro: list[str]) -> None:
+@pytest.mark.parametrize("packing", [[], ["train.packing=shared", "train.microbatch=2"]], ids=["padded", "packed"])
+def test_the_on_policy_ratio_is_one(micro: list[str], packing: list[str]) -> None:
     """At top_p = 0.8 the sampler's log-probability is the trainer's to 1e-5, and the first ratio is exactly one."""
-    cut = ["rollout.top_p=0.8", "rollout.top_k=6", "rollout.temperature=0.9", "train.inner_epochs=2"]
+    cut = ["rollout.top_p=0.8", "rollout.top_k=6", "rollout.temperature=0.9", "train.inner_epochs=2", *packing]
     corrected = "train.objective={aggregation: dapo, correction: token, correction_max: 3.0}"
     trainer, state, frozen = trainer_of([*micro, *cut, corrected])
     state, record, rolled = trainer.step(state, frozen, 1)
@@ -90,9 +91,8 @@ def test_a_sampler_hands_its_support_over() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["train.packing=sequences", "rollout.record=1", "rollout.kind=random", "train.loss.backend=naive"],
+    ["rollout.record=1", "rollout.kind=random", "train.loss.backend=naive"],
 )
 def test_what_cannot_keep_a_support_is_refused(tmp_path: Path, micro: list[str], other: str) -> None:
-    more = ["train.microbatch=2"] if "packing" in other else []
     with pytest.raises(ConfigError, match=r"rollout\.top_k: 4 keeps the ids of every token"):
-        check(load(None, [*micro, "rollout.top_k=4", other, *more]))
+        check(load(None, [*micro, "rollout.top_k=4", other]))

@@ -58,7 +58,8 @@ class Packed:
     mask: Bool[Array, "R L"]
     """Slots that predict a token of the loss."""
     arrays: dict[str, Float[Array, "R L"]]
-    """Advantages, log-probabilities and weights that were given, at the slots that predict their tokens."""
+    """Advantages, log-probabilities and weights that were given, at the slots that predict their tokens; ``support``
+    ``[R, L, K]``, -1 elsewhere."""
     slots: Int[Array, "B C"]
     """Slot that predicts each completion token, as ``row * L + column``; -1 if absent."""
 
@@ -105,6 +106,7 @@ def pack(
     ref_logp: Float[Array, "B C"] | None = None,
     rollout_logp: Float[Array, "B C"] | None = None,
     token_weights: Float[Array, "B"] | Float[Array, "B 1"] | Float[Array, "B C"] | None = None,
+    support: Int[Array, "B C K"] | None = None,
 ) -> Packed:
     """Sequences in rows of ``length`` slots, with block-diagonal attention and all arrays of the loss; on the host.
 
@@ -123,6 +125,7 @@ def pack(
         ``None``: ``completion_mask``.
       advantages, old_logp, ref_logp, rollout_logp, token_weights: arrays of the loss call, in its shapes. Values per
         sequence are spread to tokens; with ``vespo``, which multiplies token weights, none may be per sequence.
+      support: ids that each token was drawn from, padded with -1.
 
     >>> import numpy as np, logitless
     >>> prompt, completion = np.array([[5, 6], [5, 6], [0, 9]]), np.array([[1, 2], [3, 0], [4, 4]])
@@ -151,6 +154,8 @@ def pack(
         )
     chosen = np.ones(len(ids), bool) if keep is None else _mask("keep", keep, (len(ids),))
     arrays = {name: _per_token(name, given[name], done.shape) for name in _PER_TOKEN if given[name] is not None}
+    if support is not None:
+        arrays["support"] = _ids_per_token("support", support, done.shape)
 
     sequences = [_Sequence(int(i), ids[i][live[i]], valid[i]) for i in np.flatnonzero(chosen & valid.any(axis=1))]
     placed = _place(sequences, length, share_prompts)
@@ -278,9 +283,9 @@ class _Rows:
         where = self.slots[mask]
 
         def spread(x: np.ndarray) -> np.ndarray:
-            flat = np.zeros(self.tokens.size, x.dtype)
+            flat = np.full((self.tokens.size, *x.shape[2:]), -1 if x.ndim > 2 else 0, x.dtype)
             flat[where[where >= 0]] = x[mask][where >= 0]
-            return flat.reshape(self.tokens.shape)
+            return flat.reshape(*self.tokens.shape, *x.shape[2:])
 
         return tree_of(
             Packed,
@@ -325,3 +330,11 @@ def _per_token(name: str, value: object, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape not in allowed:
         raise ValueError(f"pack: {name} has shape {array.shape}, expected {' or '.join(map(str, allowed))}.")
     return np.broadcast_to(array[:, None] if array.ndim == 1 else array, shape).astype(np.float32)
+
+
+def _ids_per_token(name: str, value: object, shape: tuple[int, ...]) -> np.ndarray:
+    array = _host(name, value)
+    if array.ndim != 3 or array.shape[:2] != shape or not np.issubdtype(array.dtype, np.integer):
+        expected = f"integer ids of shape ({shape[0]}, {shape[1]}, K)"
+        raise ValueError(f"pack: {name} is {array.dtype}{list(array.shape)}, expected {expected}.")
+    return validation.host_int32_ids(array)

@@ -99,7 +99,6 @@ def _check_support(c: TrainConfig) -> None:
         return
     refusals = {
         f"rollout.kind {r.kind}": r.kind != "sample",
-        f"train.packing {c.train.packing}": c.train.packing != "off",
         "rollout.record": bool(r.record),
         "rollout.replay": bool(r.replay),
         f"train.loss.backend {NAIVE}": loss_backend(c) == NAIVE,

@@ -90,6 +90,8 @@ def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bo
     if skip:
         keep = np.asarray(_rows_with_gradient(objective, mask=mask, **arrays))
     n, size, length = _slices(config, len(mask)), _slice_rows(config), slots_of(config)
+    if batch.support is not None:
+        arrays["support"] = np.asarray(batch.support)
     fill = partial(
         pack, batch.prompt, batch.prompt_valid, batch.completion, mask, length=length,
         share_prompts=t.packing == "shared", **arrays,
@@ -97,7 +99,7 @@ def pack_batch(config: TrainConfig, objective: Objective, batch: Batch, skip: bo
     parts = [fill(keep=keep), *([fill(keep=~keep)] if skip and t.report_skipped else [])]
     ends = np.cumsum([-(-p.tokens.shape[0] // size) for p in parts])
     rows = _joined(parts, [0, *ends[:-1] * size], n * size)
-    shaped = jax.tree.map(lambda x: x.reshape(n, size, length), _bare(rows))
+    shaped = jax.tree.map(lambda x: x.reshape(n, size, *x.shape[1:]), _bare(rows))
     return tree_of(
         PackedBatch,
         rows=dataclasses.replace(shaped, slots=rows.slots),
@@ -121,7 +123,7 @@ def _joined(parts: list[Packed], starts: list[int], count: int) -> Packed:
     length = parts[0].tokens.shape[1]
 
     def join(*xs: np.ndarray) -> np.ndarray:
-        out = np.zeros((count, length), xs[0].dtype)
+        out = np.zeros((count, *xs[0].shape[1:]), xs[0].dtype)
         for x, start in zip(xs, starts, strict=True):
             out[start : start + len(x)] = x
         return out
@@ -151,7 +153,7 @@ def _micro_batch(rows: Packed, first: Array | int, count: int) -> Packed:
 
     def read(x: Array) -> Array:
         part = jax.lax.dynamic_slice_in_dim(x, first, count)
-        return part.swapaxes(0, 1).reshape(-1, x.shape[-1])
+        return part.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(read, _bare(rows))
 
@@ -184,9 +186,8 @@ def make_packed_score(config: TrainConfig, model: ModelConfig, objective: Object
             return _written(logp, logp_of(params, lora, _micro_batch(batch.rows, i, count)), i, count)
 
         logp = _in_micro_batches(config, 0, batch.used, one, jnp.zeros(batch.rows.tokens.shape, jnp.float32))
-        shape = (-1, logp.shape[-1])
-        flat = dataclasses.replace(jax.tree.map(lambda x: x.reshape(shape), _bare(batch.rows)), slots=batch.rows.slots)
-        return unpack(flat, logp.reshape(shape))
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), _bare(batch.rows))
+        return unpack(dataclasses.replace(rows, slots=batch.rows.slots), logp.reshape(rows.tokens.shape))
 
     return score
 
