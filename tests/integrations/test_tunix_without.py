@@ -102,3 +102,20 @@ def test_placement(case: Any, batch: int, tokens: Any, spec: Any, repeated: Any)
     assert found is not None
     entries = [e if e is None or isinstance(e, tuple) else (e,) for e in (*found.tokens, *found.head)]
     assert entries == [tokens, *spec] and found.replicated == repeated
+
+
+def test_truncated_sequences_leave_the_mask_where_the_config_says_so() -> None:
+    """A verdict per row, and in packed rows one per token, of which one is enough for its segment."""
+    from logitless.integrations.tunix.tunix_loss import _trained
+
+    mask = np.array([[1, 1, 0, 1], [1, 1, 1, 1]], np.float32)
+    off, on = SimpleNamespace(overlong_loss_masking=False), SimpleNamespace(overlong_loss_masking=True)
+    by_row = SimpleNamespace(completion_mask=jnp.asarray(mask), overlong=np.array([1.0, 0.0]))
+    assert (_trained(by_row, off, None) == mask).all()
+    assert (_trained(by_row, on, None) == mask * [[0], [1]]).all()
+    per_token = np.array([[0, 1, 0, 0], [0, 0, 0, 0]], np.float32)
+    segments = jnp.array([[1, 1, 2, 2], [1, 1, 1, 2]])
+    packed = SimpleNamespace(completion_mask=jnp.asarray(mask), overlong=per_token)
+    assert _trained(packed, on, segments).tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]
+    with pytest.raises(ValueError, match="needs the example's overlong"):
+        _trained(SimpleNamespace(completion_mask=jnp.asarray(mask)), on, None)
