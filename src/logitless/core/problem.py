@@ -50,7 +50,7 @@ class Call:
     vocab_size: int  # real columns; those beyond are padding
     backend: str | None = None  # that was named
     chunk_size: int | None = None  # that was asked for
-    memory_budget: int | None = None  # bytes beside inputs and outputs
+    memory_budget: int | None = None  # bytes for arrays as wide as the vocabulary
     chunk: int = 0  # tokens per chunk, as decided
     kept: int = 0  # tokens whose logits (on TPU exponentials) a forward sweep keeps for the backward pass, as decided
     mass: float | None = None  # what a row may leave out of a sparse backward; NaN if it is traced

@@ -146,9 +146,8 @@ class Chunked(PlainJax):
         if call.memory_budget is None or p.teacher is not None or p.more_ids is not None:
             return 0
         logit, own = jnp.dtype(call.logits_dtype).itemsize, jnp.dtype(p.h.dtype).itemsize
-        narrow = jnp.dtype(p.head.weight.dtype).itemsize < 4 and call.sum_head_grad_in == "float32"
-        beside = (logit + own) * call.chunk * vocab + 4 * p.head.weight.size * narrow
-        return p.n if beside + logit * whole_chunks(p.n, p.call.chunk) * vocab <= call.memory_budget else 0
+        rows = (logit + own) * call.chunk + logit * whole_chunks(p.n, call.chunk)
+        return p.n if rows * vocab <= call.memory_budget else 0
 
     # Passes over a chunk's logits. Barriers isolate the statistics from neighbouring operations, and compile
     # to the same arithmetic, with equal bits with and without a gradient.
