@@ -67,9 +67,10 @@ class Options:
       memory_budget: bytes for arrays as wide as the vocabulary (logits, dlogits, exponentials), in place of
         ``chunk_size``; more memory buys time on every backend. Not counted are arrays of the size of the hidden states
         and the sum of the head's gradient (``head_grad_dtype``). A chunk's logits and dlogits fit in the budget. A
-        budget that also holds the logits of all tokens keeps them for cotangents that arrive later (sequence-level objectives, ``linear_logprobs``): three matmuls, not four. Hopper's
-        sparse backward spends it on a policy that is not sparse, by the exact path. The TPU kernels have no chunks and
-        keep exponentials for the gradient of the head: a matmul less for each token that fits.
+        budget that also holds the logits of all tokens keeps them for cotangents that arrive later (sequence-level
+        objectives, ``linear_logprobs``): three matmuls, not four. Hopper's sparse backward spends it on a policy that
+        is not sparse, by the exact path. The TPU kernels have no chunks and keep exponentials for the gradient of the
+        head: a matmul less for each token that fits.
       logits_dtype: ``float32``, or ``bfloat16`` to round the logits as bf16-logits training does.
       head_grad_dtype: dtype for sums of the head's gradient over chunks: ``float32``, or the parameter's dtype
         (``"param"``), smaller and less exact. The gradient is returned in the parameter's dtype.

@@ -177,93 +177,62 @@ def mesh_of(call: str, sharding: Sharding) -> Mesh | AbstractMesh:
     return mesh
 
 
-def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
-    """Check a sharding against the shapes of a call."""
-    mesh, tokens = mesh_of(call, sharding), p.targets.shape
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A sharding that a call asks for, to be checked against its shapes."""
 
-    def known(name: str, entries: Iterable[object]) -> tuple[Axes, ...]:
+    call: str
+    sharding: Sharding
+    sizes: dict[str, int]  # of the mesh's axes
+
+    def known(self, name: str, entries: Iterable[object]) -> tuple[Axes, ...]:
         """The axes per entry, without axes of size one; checks that each exists and appears once."""
         found = tuple(_axes(name, e) for e in entries)
         flat = [a for axes in found for a in axes]
         for a in flat:
-            if a not in sizes:
+            if a not in self.sizes:
                 raise ValueError(
-                    f"{call}: sharding.{name} names the axis {a!r}; the mesh has {', '.join(map(repr, sizes))}."
+                    f"{self.call}: sharding.{name} names the axis {a!r}; the mesh has "
+                    f"{', '.join(map(repr, self.sizes))}."
                 )
             if flat.count(a) > 1:
-                raise ValueError(f"{call}: sharding.{name} uses the axis {a!r} twice; an axis cuts one dimension.")
-        return tuple(tuple(a for a in axes if sizes[a] > 1) for axes in found)
+                raise ValueError(f"{self.call}: sharding.{name} uses the axis {a!r} twice; an axis cuts one dimension.")
+        return tuple(tuple(a for a in axes if self.sizes[a] > 1) for axes in found)
 
-    def divides(what: str, size: int, axes: Axes, hint: str) -> None:
-        parts = math.prod(sizes[a] for a in axes)
+    def of(self, name: str, entries: Iterable[object], rank: int) -> tuple[Axes, ...]:
+        """:meth:`known` of each of ``rank`` dimensions."""
+        axes = self.known(name, entries)
+        return axes + ((),) * (rank - len(axes))
+
+    def divides(self, what: str, size: int, axes: Axes, hint: str) -> None:
+        """Refuse a dimension that the devices along ``axes`` cannot share."""
+        parts = math.prod(self.sizes[a] for a in axes)
         if size % parts:
             raise ValueError(
-                f"{call}: {what} of size {size} is sharded over {_show(axes)}, {parts} devices, and does not divide "
-                f"by them; {hint}."
+                f"{self.call}: {what} of size {size} is sharded over {_show(axes)}, {parts} devices, and does not "
+                f"divide by them; {hint}."
             )
 
+
+def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
+    """Check a sharding against the shapes of a call."""
+    mesh, tokens = mesh_of(call, sharding), p.targets.shape
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    asked = _Request(call, sharding, sizes)
     if len(sharding.tokens) > len(tokens):
         raise ValueError(
             f"{call}: sharding.tokens={sharding.tokens} has {len(sharding.tokens)} entries, but there are "
             f"{len(tokens)} token dimensions {tokens}."
         )
-    token_axes = known("tokens", sharding.tokens)
-    token_axes += ((),) * (len(tokens) - len(token_axes))
+    token_axes = asked.of("tokens", sharding.tokens, len(tokens))
     for d, (size, axes) in enumerate(zip(tokens, token_axes, strict=True)):
-        divides(f"token dimension {d}", size, axes, "pad the batch, with mask=0, or take fewer devices")
+        asked.divides(f"token dimension {d}", size, axes, "pad the batch, with mask=0, or take fewer devices")
     flat_tokens = {a for axes in token_axes for a in axes}
-
-    (named_vocab,) = known("vocab", [sharding.vocab])
-    parallel: Axes = ()
-    gathered: Axes = ()
-    hidden: Axes = ()
     if isinstance(p.policy, Linear):
-        head = p.policy.head.weight.shape
-        if len(sharding.head) > 2:
-            raise ValueError(f"{call}: sharding.head={sharding.head} has {len(sharding.head)} entries, lm_head has 2.")
-        head_axes = known("head", sharding.head)
-        head_axes += ((),) * (2 - len(head_axes))
-        v, h = p.policy.head.axis, 1 - p.policy.head.axis
-        parallel = tuple(a for a in head_axes[v] if a not in flat_tokens)
-        gathered = tuple(a for a in head_axes[v] if a in flat_tokens)
-        hidden = head_axes[h]
-        if head_axes[v] != parallel + gathered:
-            raise ValueError(
-                f"{call}: sharding.head={sharding.head} cuts the vocabulary over {_show(head_axes[v])}, where "
-                f"{_show(gathered)} also shard tokens and are gathered: what is left on a device would not be a run of "
-                f"columns. Name the vocabulary-parallel axes first: {_show(parallel + gathered)}."
-            )
-        divides(
-            "lm_head's vocabulary", head[v], head_axes[v], "pad lm_head's vocabulary and say Head(lm_head, vocab_size=)"
-        )
-        divides("lm_head's hidden dimension", head[h], hidden, "shard it over fewer devices")
-        if p.teacher is not None and isinstance(p.teacher.source, Linear):
-            other = p.teacher.source.head
-            if parallel and other.vocab != head[v]:
-                raise ValueError(
-                    f"{call}: the vocabulary is parallel over {_show(parallel)}, and the teacher's head has "
-                    f"{other.vocab} columns where lm_head has {head[v]}: a device needs the same columns of both. Pad "
-                    "the shorter one, and say vocab_size= in its Head."
-                )
-            divides("the teacher's vocabulary", other.vocab, head_axes[v], "pad it and say vocab_size= in its Head")
-            width = other.weight.shape[1 - other.axis]
-            divides("the teacher's hidden dimension", width, hidden, "shard it over fewer devices")
-        if sharding.vocab is not None and named_vocab != parallel:
-            raise ValueError(
-                f"{call}: sharding.vocab={sharding.vocab!r}, but sharding.head={sharding.head} makes the vocabulary "
-                f"parallel over {_show(parallel)}; leave vocab out, it is for logits."
-            )
+        parallel, gathered, hidden = _head_axes(asked, p, p.policy.head, flat_tokens)
     else:
-        parallel = named_vocab
-        both = [a for a in parallel if a in flat_tokens]
-        if both:
-            raise ValueError(
-                f"{call}: the axis {both[0]!r} is in sharding.tokens and in sharding.vocab; an axis cuts one dimension."
-            )
-        divides("the logits' vocabulary", p.policy.width, parallel, "pad the vocabulary and say vocab_size=")
-
-    (repeated,) = known("replicated", [sharding.replicated])
+        parallel, gathered, hidden = _logits_axes(asked, p.policy.width, flat_tokens), (), ()
+    (repeated,) = asked.known("replicated", [sharding.replicated])
     idle = [a for a, n in sizes.items() if n > 1 and a not in flat_tokens | set(parallel) | set(repeated)]
     if idle:
         raise ValueError(
@@ -272,6 +241,57 @@ def resolve(call: str, sharding: Sharding, p: Problem[Source]) -> Placement:
             f"it: Sharding(..., replicated={idle[0]!r})."
         )
     return Placement(automatic(mesh), token_axes, parallel, gathered, hidden, tuple(sizes.items()))
+
+
+def _head_axes(asked: _Request, p: Problem[Source], head: HeadArrays, tokens: set[str]) -> tuple[Axes, Axes, Axes]:
+    """``(vocabulary-parallel, FSDP on the vocabulary, FSDP on the hidden dimension)`` of a head and a teacher's."""
+    call, sharding, shape = asked.call, asked.sharding, head.weight.shape
+    (named_vocab,) = asked.known("vocab", [sharding.vocab])
+    if len(sharding.head) > 2:
+        raise ValueError(f"{call}: sharding.head={sharding.head} has {len(sharding.head)} entries, lm_head has 2.")
+    axes = asked.of("head", sharding.head, 2)
+    over_vocab, hidden = axes[head.axis], axes[1 - head.axis]
+    parallel = tuple(a for a in over_vocab if a not in tokens)
+    gathered = tuple(a for a in over_vocab if a in tokens)
+    if over_vocab != parallel + gathered:
+        raise ValueError(
+            f"{call}: sharding.head={sharding.head} cuts the vocabulary over {_show(over_vocab)}, where "
+            f"{_show(gathered)} also shard tokens and are gathered: what is left on a device would not be a run of "
+            f"columns. Name the vocabulary-parallel axes first: {_show(parallel + gathered)}."
+        )
+    hint = "pad lm_head's vocabulary and say Head(lm_head, vocab_size=)"
+    asked.divides("lm_head's vocabulary", head.vocab, over_vocab, hint)
+    asked.divides("lm_head's hidden dimension", shape[1 - head.axis], hidden, "shard it over fewer devices")
+    if p.teacher is not None and isinstance(p.teacher.source, Linear):
+        other = p.teacher.source.head
+        if parallel and other.vocab != head.vocab:
+            raise ValueError(
+                f"{call}: the vocabulary is parallel over {_show(parallel)}, and the teacher's head has "
+                f"{other.vocab} columns where lm_head has {head.vocab}: a device needs the same columns of both. Pad "
+                "the shorter one, and say vocab_size= in its Head."
+            )
+        asked.divides("the teacher's vocabulary", other.vocab, over_vocab, "pad it and say vocab_size= in its Head")
+        width = other.weight.shape[1 - other.axis]
+        asked.divides("the teacher's hidden dimension", width, hidden, "shard it over fewer devices")
+    if sharding.vocab is not None and named_vocab != parallel:
+        raise ValueError(
+            f"{call}: sharding.vocab={sharding.vocab!r}, but sharding.head={sharding.head} makes the vocabulary "
+            f"parallel over {_show(parallel)}; leave vocab out, it is for logits."
+        )
+    return parallel, gathered, hidden
+
+
+def _logits_axes(asked: _Request, width: int, tokens: set[str]) -> Axes:
+    """Axes on the vocabulary of logits."""
+    (parallel,) = asked.known("vocab", [asked.sharding.vocab])
+    both = [a for a in parallel if a in tokens]
+    if both:
+        raise ValueError(
+            f"{asked.call}: the axis {both[0]!r} is in sharding.tokens and in sharding.vocab; an axis cuts one "
+            "dimension."
+        )
+    asked.divides("the logits' vocabulary", width, parallel, "pad the vocabulary and say vocab_size=")
+    return parallel
 
 
 def _show(axes: Iterable[str]) -> str:
