@@ -27,7 +27,7 @@ from logitless.core.arguments import (
 )
 from logitless.core.backend import Ranking
 from logitless.core.divergences import Divergence
-from logitless.core.options import Head, Options
+from logitless.core.options import Arguments, Head, Options
 from logitless.core.problem import Loss, flat_tokens
 from logitless.core.promotion import own_promotion
 from logitless.core.shapes import Float, Int, PyTree
@@ -464,7 +464,7 @@ def top_k(b: Bound) -> TopK:
 
 
 @own_promotion
-def run(name: str, given: dict[str, Any], with_stats: bool = False) -> PyTree:
+def run(name: str, given: Arguments, with_stats: bool = False) -> PyTree:
     """The public call ``name``; with ``sharding=``, under its mesh. ``with_stats``: of a loss call, ``LossAux``."""
     given = by_name(name, given)
     if "advantages" in given:
@@ -476,7 +476,7 @@ def run(name: str, given: dict[str, Any], with_stats: bool = False) -> PyTree:
     return ambient.over_mesh(name, lambda arguments: _bind_and_run(name, arguments, with_stats), given, with_stats)
 
 
-def _bind_and_run(name: str, given: dict[str, Any], with_stats: bool) -> PyTree:
+def _bind_and_run(name: str, given: Arguments, with_stats: bool) -> PyTree:
     """The call, after a call without gradients for the log-probabilities of a reference head, if given."""
     reference, given = reference_call(name, given)
     if reference is not None:

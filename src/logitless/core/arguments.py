@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from logitless.core import validation
 from logitless.core.divergences import DIVERGENCES
-from logitless.core.options import HEAD_NAMES, OPTIONS, Head, Options
+from logitless.core.options import HEAD_NAMES, OPTIONS, Arguments, Head, Options, SparseBackward
 from logitless.core.problem import Call, Given, HeadArrays, Layout, Linear, Loss, Problem, Source, Teacher
 from logitless.core.route import Route, decide
 from logitless.core.stats import LogitTransform, TokenStats, transform_of
@@ -54,7 +54,7 @@ def head_by_name(head: Head | Array) -> dict[str, object]:
     return {argument: getattr(whole, field) for field, argument in HEAD_NAMES.items()}
 
 
-def by_name(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def by_name(name: str, given: Arguments) -> Arguments:
     """The arguments of the public call ``name`` with its ``options`` and its ``lm_head`` laid open."""
     if "options" not in given:
         return given  # open already
@@ -83,7 +83,7 @@ class Bound:
     top_teacher: TopTeacher | None = None  # known at a few ids; its divergence is taken of the statistics
 
 
-def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
+def bind(name: str, given: Arguments, describe: bool = False) -> Bound:
     """The arguments of the public call ``name``, by their names."""
     is_loss = "advantages" in given
     objective = given.get("objective")
@@ -127,7 +127,7 @@ def bind(name: str, given: dict[str, Any], describe: bool = False) -> Bound:
     return Bound(_placed(p, loss, route), loss, route, shape, divisor, top)
 
 
-def bind_top_k(name: str, given: dict[str, Any]) -> Bound:
+def bind_top_k(name: str, given: Arguments) -> Bound:
     """The arguments of ``linear_top_k``, by their names."""
     k, hidden = given["k"], validation.as_array(name, "hidden", given["hidden"])
     if not isinstance(k, (int, np.integer)) or isinstance(k, bool):
@@ -138,7 +138,7 @@ def bind_top_k(name: str, given: dict[str, Any]) -> Bound:
     return b
 
 
-def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool) -> Teacher:
+def _teacher(name: str, given: Arguments, p: Problem[Source], is_loss: bool) -> Teacher:
     """The second distribution of a call, which has to cover the policy's vocabulary."""
     kind, mix, whose = given["divergence"], given["mix"], f"{name}, the teacher"
     if kind not in DIVERGENCES:
@@ -173,7 +173,7 @@ def _teacher(name: str, given: dict[str, Any], p: Problem[Source], is_loss: bool
     return Teacher(source, transform, jnp.asarray(mix, jnp.float32) if kind == "jsd" else None, kind)
 
 
-def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Array | None, Array | None]:
+def _more_ids(name: str, given: Arguments, p: Problem[Source]) -> tuple[Array | None, Array | None]:
     """``(ids, support)`` of a call's tokens; at most one is given."""
     asked = {k: given.get(k) for k in ("ids", "support")}
     present = [k for k, v in asked.items() if v is not None]
@@ -191,7 +191,7 @@ def _more_ids(name: str, given: dict[str, Any], p: Problem[Source]) -> tuple[Arr
     return (array, None) if what == "ids" else (None, array)
 
 
-def _top_teacher(name: str, given: dict[str, Any], p: Problem[Source]) -> TopTeacher:
+def _top_teacher(name: str, given: Arguments, p: Problem[Source]) -> TopTeacher:
     """A teacher that is given by ids and log-probabilities of each token."""
     top, kind, mix, shape = given["teacher"], given["divergence"], given["mix"], p.targets.shape
     if not isinstance(top, TopK):
@@ -210,7 +210,7 @@ def _top_teacher(name: str, given: dict[str, Any], p: Problem[Source]) -> TopTea
     return TopTeacher(TopK(ids, logp, None, rest), share, kind, given["outside"])
 
 
-def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def distillation_calls(name: str, given: Arguments) -> tuple[Arguments, Arguments | None]:
     """The arguments of a distillation loss, rewritten for a loss call with a divergence, and for a second call if the
     hard part has another temperature."""
     d, targets = given["distillation"], given["targets"]
@@ -234,7 +234,7 @@ def distillation_calls(name: str, given: dict[str, Any]) -> tuple[dict[str, Any]
     return call | dict(advantages=jnp.zeros_like(weights)), apart
 
 
-def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]:
+def reference_call(name: str, given: Arguments) -> tuple[tuple[str, Arguments] | None, Arguments]:
     """``(call, given)``: the call of ``linear_logprobs`` that gives the reference's log-probabilities, where a loss was
     given the reference's hidden states and head, as :func:`bind` takes it; and the loss's arguments without them."""
     asked = {k: given.get(k) for k in _REFERENCE}
@@ -262,7 +262,7 @@ def reference_call(name: str, given: dict[str, Any]) -> tuple[tuple[str, dict[st
     return (f"{name}, the reference", {k: v for k, v in call.items() if k not in _LOSS_ARRAYS}), rest
 
 
-def _reference_head(name: str, head: object, given: dict[str, Any]) -> Head:
+def _reference_head(name: str, head: object, given: Arguments) -> Head:
     """The reference's head; an array has the policy's layout, scale, softcap and vocabulary size."""
     if isinstance(head, Head):
         return head
@@ -270,7 +270,7 @@ def _reference_head(name: str, head: object, given: dict[str, Any]) -> Head:
     return Head(weight, **{k: given[HEAD_NAMES[k]] for k in ("layout", "scale", "softcap", "vocab_size")})
 
 
-def with_reference(given: dict[str, Any], logp: Array) -> dict[str, Any]:
+def with_reference(given: Arguments, logp: Array) -> Arguments:
     """The arguments of a loss with its reference's log-probabilities."""
     return dict(given, ref_logp=jax.lax.stop_gradient(logp))
 
@@ -326,20 +326,20 @@ def _token_shape(name: str, what: str, x: Array, width: str, is_loss: bool) -> t
     return x.shape[:-1]
 
 
-def _transform(name: str, given: dict[str, Any], shape: tuple[int, ...]) -> LogitTransform:
+def _transform(name: str, given: Arguments, shape: tuple[int, ...]) -> LogitTransform:
     temperature = validation.scalar_or_per_token(name, "temperature", given.get("temperature"), shape)
     softcap, scale = (validation.scalar(name, k, given[k]) for k in ("softcap", "scale"))
     return transform_of(temperature, softcap, scale)
 
 
-def _targets(name: str, given: dict[str, Any], shape: tuple[int, ...], shape_of: str) -> Array:
+def _targets(name: str, given: Arguments, shape: tuple[int, ...], shape_of: str) -> Array:
     """The target ids; zeros where a call that can do without them has none."""
     if given["targets"] is None and (given.get("divergence") is not None or given.get("ids") is not None):
         return jnp.zeros(shape, jnp.int32)
     return validation.target_array(name, given["targets"], shape, shape_of)
 
 
-def _columns(name: str, given: dict[str, Any], width: int, of: str) -> int:
+def _columns(name: str, given: Arguments, width: int, of: str) -> int:
     """The number of real columns; the targets are checked against it, if asked for."""
     columns = validation.vocabulary(name, given["vocab_size"], width, of)
     if given["validate"] and given["targets"] is not None:
@@ -347,7 +347,7 @@ def _columns(name: str, given: dict[str, Any], width: int, of: str) -> int:
     return columns
 
 
-def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
+def _head_problem(name: str, given: Arguments, is_loss: bool) -> Problem:
     hidden = validation.float_array(name, "hidden", given["hidden"])
     weight = validation.float_array(name, "lm_head", given["lm_head"])
     shape = _token_shape(name, "hidden", hidden, "H", is_loss)
@@ -384,7 +384,7 @@ def _head_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem:
     return Problem(Linear(hidden, head), targets, transform, live, tolerance, call=call)
 
 
-def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem[Given]:
+def _logits_problem(name: str, given: Arguments, is_loss: bool) -> Problem[Given]:
     logits = validation.float_array(name, "logits", given["logits"])
     shape = _token_shape(name, "logits", logits, "V", is_loss)
     targets = _targets(name, given, shape, "logits without the vocabulary")
@@ -407,7 +407,7 @@ def _logits_problem(name: str, given: dict[str, Any], is_loss: bool) -> Problem[
 # -- single arguments ------------------------------------------------------------------------------------------------
 
 
-def tolerance_of(name: str, given: Any, dtype: DTypeLike) -> tuple[Array | None, float | None]:
+def tolerance_of(name: str, given: SparseBackward, dtype: DTypeLike) -> tuple[Array | None, float | None]:
     """``(tolerance, mass)``: what a row may leave out, as an array and as a number (NaN if it is traced); ``None`` for
     an exact backward pass."""
     expected = "expected 'off', 'auto' or a probability mass between 0 and 1, such as 2**-8"

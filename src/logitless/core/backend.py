@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from logitless.core.stats import RowSums, StatCotangents, TokenStats
 from logitless.core.top_k import TopK
 
 P = TypeVar("P", contravariant=True)  # the problems that a backend serves: Problem[Linear], Problem[Given] or both
+W = TypeVar("W", contravariant=True)  # what their ``wanted()`` gives: Wanted or bool
 Q = ParamSpec("Q")
 
 
@@ -89,7 +90,7 @@ class Cost:
     """Of a sparse backward without logits: where the policy is flat, the exact backend serves the call."""
 
 
-class Backend(Protocol[P]):
+class Backend(Protocol[P, W]):
     """How a problem (``Problem``, from hidden states or from logits) is worked on. Hashable: it is a static argument.
 
     Gradients are ``Gradients`` at the head level and an array of dlogits at the logits level. A ``report`` says what a
@@ -124,18 +125,18 @@ class Backend(Protocol[P]):
         """``(statistics, report)`` where no gradient is wanted; with ``loss``, to the bit those that
         :meth:`gradients_in_forward` gives."""
 
-    def forward(self, p: P, want: Any) -> tuple[TokenStats, object, PyTree]:
+    def forward(self, p: P, want: W) -> tuple[TokenStats, object, PyTree]:
         """``(statistics, report, residual)``: statistics equal to :meth:`statistics` bit by bit, and the residual for
         :meth:`backward`."""
 
-    def backward(self, p: P, want: Any, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool) -> Any:
+    def backward(self, p: P, want: W, out: TokenStats, g: StatCotangents, residual: PyTree, only_logp: bool) -> PyTree:
         """The gradients that are wanted, for cotangents ``g``; ``only_logp``: those of entropy and lse are zero."""
 
-    def gradients_in_forward(self, p: P, want: Any, loss: Loss) -> tuple[TokenStats, object, PyTree]:
+    def gradients_in_forward(self, p: P, want: W, loss: Loss) -> tuple[TokenStats, object, PyTree]:
         """``(statistics, report, gradients)`` of an uncoupled objective, for a unit cotangent of the loss."""
 
 
-class Ranking(Backend[P], Protocol[P]):
+class Ranking(Backend[P, W], Protocol[P, W]):
     """A backend that finds the likeliest ids."""
 
     def top_k(self, p: P) -> TopK:
@@ -151,27 +152,27 @@ def refusal(check: Callable[Q, object], *args: Q.args, **kwargs: Q.kwargs) -> st
     return None
 
 
-class PlainJax:
+class PlainJax(Generic[P]):
     """What backends without kernels have in common; see :class:`Backend` and :class:`Divisible`."""
 
     kernels: ClassVar[str | None] = None
     head_in_parts: ClassVar[bool] = False
 
-    def supports(self, p: Any, split: Split) -> str | None:
+    def supports(self, p: P, split: Split) -> str | None:
         """They serve everything."""
         return None
 
-    def tokens_kept(self, p: Any) -> int:
+    def tokens_kept(self, p: P) -> int:
         return 0
 
     def shard_residual(self, p: object, stats: TokenStats, sums: RowSums, part: None, total: Take) -> None:
         """Nothing of the forward pass is kept."""
 
 
-class Divisible(Backend[P], Protocol[P]):
+class Divisible(Backend[P, W], Protocol[P, W]):
     """A backend that can serve a shard of the vocabulary (``mesh/vocab_parallel.py``)."""
 
-    def sums(self, p: P, want: Any) -> tuple[RowSums, PyTree]:
+    def sums(self, p: P, want: W | None) -> tuple[RowSums, PyTree]:
         """``(sums, part)`` over the local columns: the contribution of a vocabulary shard, and the input of
         :meth:`shard_residual`."""
 
@@ -186,10 +187,10 @@ class Divisible(Backend[P], Protocol[P]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
+class Around(Generic[P, W]):
     """A backend around ``own``, which has everything that is not said otherwise."""
 
-    own: Backend
+    own: Backend[P, W]
 
     @property
     def name(self) -> str:
@@ -207,13 +208,13 @@ class Around:
     def head_in_parts(self) -> bool:
         return self.own.head_in_parts
 
-    def supports(self, p: Any, split: Split) -> str | None:
+    def supports(self, p: P, split: Split) -> str | None:
         return self.own.supports(p, split)
 
-    def tokens_kept(self, p: Any) -> int:
+    def tokens_kept(self, p: P) -> int:
         return self.own.tokens_kept(p)
 
-    def describe(self, p: Any, way: Way) -> Cost:
+    def describe(self, p: P, way: Way) -> Cost:
         return self.own.describe(p, way)
 
 
@@ -318,7 +319,9 @@ def _token_loss_fwd(backend: Backend, p: Problem[Source], loss: Loss) -> tuple[P
 
 
 @own_promotion
-def _token_loss_bwd(backend: Backend, gradients: PyTree, ct: tuple[Any, TokenStats, object]) -> tuple[PyTree, None]:
+def _token_loss_bwd(
+    backend: Backend, gradients: PyTree, ct: tuple[ArrayLike | SymbolicZero, TokenStats, object]
+) -> tuple[PyTree, None]:
     # Keep each gradient's dtype. XLA folds the multiplication away for the constant cotangent 1, as under
     # ``value_and_grad``.
     g = _instantiate(ct[0])

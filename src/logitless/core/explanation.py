@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax import Array
 
 from logitless import api
 from logitless.core.arguments import bind, by_name, distillation_calls, reference_call, with_reference
-from logitless.core.options import Head
+from logitless.core.options import Arguments, Head
 from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
 from logitless.core.validation import check_arguments
@@ -48,7 +47,7 @@ def explain(call: Callable[..., object], *args: object, **kwargs: object) -> Rou
 
 
 @own_promotion
-def route_of(name: str, given: dict[str, Any]) -> Route:
+def route_of(name: str, given: Arguments) -> Route:
     """The described route of the public call ``name``; arrays among ``given`` may be shapes."""
     found: list[Route] = []
     leaves, tree = jax.tree.flatten(given)
@@ -69,7 +68,7 @@ def route_of(name: str, given: dict[str, Any]) -> Route:
     return found[0]
 
 
-def _described(name: str, given: dict[str, Any]) -> Route:
+def _described(name: str, given: Arguments) -> Route:
     """The route of a call, including its reference's route if the call computes a reference."""
     if "distillation" in given:
         given = by_name(name, distillation_calls(name, given)[0])
@@ -109,7 +108,7 @@ def call_arguments(
     return by_name(call.__name__, given)
 
 
-def _missing(given: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+def _missing(given: Arguments, tokens: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     """Stand-ins for arrays that the objective asks for and that do not change the route."""
     objective, shape = given["objective"], jax.ShapeDtypeStruct(tokens, jnp.float32)
     missing = {}

@@ -16,6 +16,8 @@ from logitless.core.problem import Layout
 from logitless.core.shapes import Float
 
 SparseBackward = Literal["off", "auto"] | float | Array
+Arguments = dict[str, Any]
+"""Arguments of a public call by name, as the user gave them: their types are not known before they are checked."""
 Number = Array | float | None
 
 
@@ -52,9 +54,10 @@ class Head:
     softcap: Number = None
     vocab_size: int | None = None
 
-    def replace(self, **changes: Any) -> Head:
+    def replace(self, **changes: object) -> Head:
         """The same head with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        given: Arguments = changes
+        return dataclasses.replace(self, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +110,11 @@ HEAD_NAMES = {f.name: _NAMES.get(f.name, f.name) for f in dataclasses.fields(Hea
 OPTIONS = {f.name: f.default for f in dataclasses.fields(Options)}
 
 
-def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+def grouped(flat: Mapping[str, object]) -> Arguments:
     """Arguments of a public call by name, from one flat table with fields of :class:`Head` and :class:`Options` among
     the arrays, as in a configuration file. A ``Head`` in the table is kept unchanged."""
-    options = {k: v for k, v in flat.items() if k in OPTIONS}
-    rest = {k: v for k, v in flat.items() if k not in OPTIONS}
+    options: Arguments = {k: v for k, v in flat.items() if k in OPTIONS}
+    rest: Arguments = {k: v for k, v in flat.items() if k not in OPTIONS}
     if options:
         rest["options"] = Options(**options)
     if "lm_head" in rest and not isinstance(rest["lm_head"], Head):
@@ -128,9 +131,10 @@ def _flatten(head: Head) -> tuple[list[tuple[object, object]], tuple[tuple[str, 
     return leaves, (tuple(f for f in fields if f not in fixed), tuple(fixed.items()))
 
 
-def _unflatten(structure: tuple[tuple[str, ...], tuple[tuple[str, Any], ...]], leaves: Iterable[Any]) -> Head:
+def _unflatten(structure: tuple[tuple[str, ...], tuple[tuple[str, object], ...]], leaves: Iterable[object]) -> Head:
     names, fixed = structure
-    return Head(**dict(zip(names, leaves, strict=True)), **dict(fixed))
+    fields: Arguments = dict(zip(names, leaves, strict=True))
+    return Head(**fields | dict(fixed))
 
 
 jax.tree_util.register_pytree_with_keys(Head, _flatten, _unflatten)

@@ -11,15 +11,17 @@ Everything follows from shapes and static choices: every process of a multi-host
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from logitless.core import chunk_size as tiles
 from logitless.core import registry
 from logitless.core.backend import Backend, Cost, Split, Way
 from logitless.core.problem import Call, Given, Linear, Loss, Problem, Source, Wanted
+from logitless.core.pytree import tree_of, with_leaves
 from logitless.core.registry import ANYWHERE, BACKENDS, CANDIDATES, DENSE, RUNS_ON, Candidate, Level
 from logitless.objectives.checks import did_you_mean, shown
 
@@ -115,7 +117,7 @@ def decide(p: Problem[Source], loss: Loss | None, place: Placement | None = None
     from_hidden = isinstance(own.policy, Linear)
     level: Level = "head" if from_hidden else "logits"
     columns_apart = place is not None and bool(place.vocab)
-    chunk = _chunk(own) if from_hidden else 0
+    chunk = _chunk(cast(Problem[Linear], own)) if from_hidden else 0
     own = own.calling(chunk=chunk, logp_only=loss is None or loss.objective.entropy_coef is None)
     if columns_apart and p.more_ids is not None:
         raise NotImplementedError(
@@ -158,13 +160,15 @@ def _on_one_device(p: Problem[Source], place: Placement | None) -> Problem[Sourc
         return place.one_device(p)
     rank = p.targets.ndim
 
-    def flat(x: Any) -> Any:
+    def flat(x: Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((p.n, *x.shape[rank:]), x.dtype)
 
     def local(source: Source) -> Source:
-        return Linear(flat(source.hidden), source.head) if isinstance(source, Linear) else Given(flat(source.logits))
+        if isinstance(source, Linear):
+            return tree_of(Linear, flat(source.hidden), source.head)
+        return tree_of(Given, flat(source.logits))
 
-    return dataclasses.replace(p.over_sources(local), targets=flat(p.targets))
+    return with_leaves(p.over_sources(local), targets=flat(p.targets))
 
 
 def _later_because(loss: Loss, p: Problem[Source], columns_apart: bool) -> str | None:
@@ -181,7 +185,7 @@ def _later_because(loss: Loss, p: Problem[Source], columns_apart: bool) -> str |
     return None
 
 
-def _chunk(p: Any) -> int:
+def _chunk(p: Problem[Linear]) -> int:
     """Tokens per chunk of the head's sweep."""
     name, asked = p.call.name, p.call
     if asked.chunk_size is not None and asked.memory_budget is not None:

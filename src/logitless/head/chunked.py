@@ -106,7 +106,7 @@ def finished(p: Problem, g: Gradients) -> Gradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked(PlainJax):
+class Chunked(PlainJax[Problem]):
     """Sweeps over chunks of tokens; the passes over a chunk's logits are methods, for kernels to take over."""
 
     name: ClassVar[str] = "chunked"

@@ -18,7 +18,7 @@ from logitless.head.sparse.report import SparseReport, blank_report, dense_repor
 
 
 @dataclasses.dataclass(frozen=True)
-class WithDenseReport(Around):
+class WithDenseReport(Around[Problem, Wanted]):
     """``own``, an exact backend on one device or over a mesh, with the report of a dense backward pass."""
 
     def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, SparseReport]:

@@ -123,7 +123,7 @@ def bytes_moved(p: Problem[Given], reads: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked(PlainJax):
+class Chunked(PlainJax[Problem[Given]]):
     """What ``Backend`` asks for, out of four passes over the logits, which are methods for kernels to take over."""
 
     name: ClassVar[str] = "chunked"

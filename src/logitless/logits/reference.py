@@ -134,7 +134,7 @@ def _entropy_jvp(primals: tuple[Any, ...], tangents: tuple[Array, ...]) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference(PlainJax):
+class Reference(PlainJax[Problem[Given]]):
     """The dense backend; JAX differentiates :meth:`statistics`, so no passes are defined here."""
 
     name: ClassVar[str] = "reference"

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from logitless.core import compat
 from logitless.core.backend import Backend
+from logitless.core.options import Arguments
 from logitless.core.shapes import PyTree
 from logitless.mesh.sharding import Sharding, mesh_of
 from logitless.objectives.loss import LossAux
@@ -31,7 +32,7 @@ from logitless.objectives.loss import LossAux
 _ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call it inside your own shard_map."
 
 
-def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, Any], with_stats: bool = False) -> Any:
+def over_mesh(name: str, run: Callable[[Arguments], Any], given: Arguments, with_stats: bool = False) -> Any:
     """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh.
 
     ``with_stats``: also return the statistics of a loss call.
@@ -68,7 +69,7 @@ def over_mesh(name: str, run: Callable[[dict[str, Any]], Any], given: dict[str, 
         return jax.sharding.auto_axes(automatic, out_sharding=out)(arrays)
 
 
-def _refuse_elsewhere(call: str, mesh: Mesh | AbstractMesh, given: dict[str, Any]) -> None:
+def _refuse_elsewhere(call: str, mesh: Mesh | AbstractMesh, given: Arguments) -> None:
     """Raise for arrays that cannot get onto the mesh; what ``jit`` traces has no place yet, and is left to it."""
     arrays = [(name, x) for name, value in given.items() for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
     placed = [(name, x) for name, x in arrays if not isinstance(x, jax.core.Tracer)]

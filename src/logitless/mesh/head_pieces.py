@@ -206,7 +206,13 @@ def _each_part(parts: int, columns: int, axis: int, made: Callable[[Array], Any]
 
 
 def reduced_grads(
-    own: Backend, place: Placement, p: Problem, want: Wanted, known: tuple[Any, Any], parts: int, like: HeadArrays
+    own: Backend,
+    place: Placement,
+    p: Problem,
+    want: Wanted,
+    known: tuple[TokenStats, StatCotangents],
+    parts: int,
+    like: HeadArrays,
 ) -> HeadGrads:
     """The gradients of weight and bias, reduced over devices, from ``known`` statistics and cotangents; ``like`` is the
     head before it was gathered."""

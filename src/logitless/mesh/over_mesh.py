@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,14 @@ from logitless.core.problem import (
     Wanted,
     flat_tokens,
 )
+from logitless.core.pytree import with_leaves
 from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.mesh import collectives, head_pieces
 from logitless.mesh.sharding import Placement
 from logitless.mesh.vocab_parallel import shard_of
+
+S = TypeVar("S", bound=Source)
 
 # -- where the arrays are --------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ def placed(place: Placement, p: Problem[Source]) -> Problem[Source]:
 # -- one device's part -----------------------------------------------------------------------------------------------
 
 
-def _gathered(place: Placement, p: Problem[Source]) -> Any:
+def _gathered(place: Placement, p: Problem[S]) -> Problem[S]:
     """A device's own problem, flat, its head gathered."""
     return _flat(place, p.over_sources(lambda source: _gathered_source(place, source)))
 
@@ -119,7 +122,7 @@ def _gathered_source(place: Placement, source: Source) -> Source:
     return Linear(source.hidden, collectives.gather_head(place, source.head))
 
 
-def _flat(place: Placement, p: Problem[Source]) -> Any:
+def _flat(place: Placement, p: Problem[S]) -> Problem[S]:
     """A device's local problem, flattened, with an unchanged head."""
     flat = p.flat(len(place.tokens))
     if isinstance(p.policy, Given):
@@ -158,7 +161,7 @@ def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank
 
 
 @dataclasses.dataclass(frozen=True)
-class OverMesh(Around):
+class OverMesh(Around[Problem[Source], Wanted | bool]):
     """``own`` on every device of a placement."""
 
     place: Placement
@@ -204,7 +207,7 @@ class OverMesh(Around):
             own = None if loss is None else Loss(loss.objective, flat_tokens(loss.inputs, rank))
             arriving = self._arriving(p)
             if arriving is not None:
-                return _unflat(arriving.forward(_flat(place, p), None)[0], shape), None
+                return _unflat(arriving.forward(_flat(place, cast(Problem[Linear], p)), None)[0], shape), None
             out, report = self.device.statistics(_gathered(place, p), own)
             return _unflat(out, shape), _of_all_devices(place, report, shape, blank=True)
 
@@ -222,7 +225,7 @@ class OverMesh(Around):
             own = _gathered(place, p)
             out, report, residual = self.device.forward(own, want)
             gathers = place.vocab_gathered or place.hidden_gathered
-            whole = dataclasses.replace(own.head, lora_scale=None) if gathers else None
+            whole = with_leaves(own.head, lora_scale=None) if gathers else None
             kept = jax.tree.map(lambda x: x if x.ndim else x[None], (residual, whole))
             return _unflat(out, shape), _of_all_devices(place, report, shape), kept
 

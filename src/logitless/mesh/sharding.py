@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from logitless.core.problem import Given, HeadArrays, HeadGrads, Layout, Linear, Problem, Source
+from logitless.core.pytree import with_leaves
 
 Axes = tuple[str, ...]
 Kinds = tuple[str | None, ...]
@@ -128,7 +129,7 @@ class Placement:
         specs = each_array(spec, head.layout, head)
         return HeadArrays(**specs, lora_scale=PartitionSpec(), layout=head.layout)  # type: ignore[arg-type]
 
-    def one_device(self, p: Any) -> Problem[Source]:
+    def one_device(self, p: Problem[Source]) -> Problem[Source]:
         """The shapes of what a device works on: flat tokens, the head once it is gathered."""
         tokens, parts = p.targets.size // self.count(self.token_axes), self.count(self.vocab)
 
@@ -143,7 +144,7 @@ class Placement:
             return Linear(jax.ShapeDtypeStruct((tokens, source.hidden.shape[-1]), source.dtype), head)  # type: ignore[arg-type]
 
         targets = jax.ShapeDtypeStruct((tokens,), p.targets.dtype)
-        return dataclasses.replace(p.over_sources(part), targets=targets)
+        return with_leaves(p.over_sources(part), targets=targets)
 
 
 def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

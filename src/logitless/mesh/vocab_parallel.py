@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from logitless.core.backend import Around, Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
-from logitless.core.problem import Given, Gradients, Loss, Problem, Teacher
+from logitless.core.problem import Given, Gradients, Loss, Problem, Source, Teacher
 from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
@@ -50,7 +50,7 @@ def shard_of(own: Backend, place: Placement) -> Backend:
     return VocabularyShard(own, place)  # type: ignore[arg-type, return-value]
 
 
-def width_of(p: Any) -> int:
+def width_of(p: Problem[Source]) -> int:
     """Columns that a device has, padding included."""
     return p.policy.width
 

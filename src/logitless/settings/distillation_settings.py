@@ -18,12 +18,11 @@ The hard part has temperature one in all libraries (Liger, Tunix, MaxText).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from logitless.objectives.distillation import Distillation
-from logitless.objectives.objective import Number
+from logitless.objectives.objective import Divergence, Number
 from logitless.settings.from_verl import aggregation
-from logitless.settings.reader import Library, Settings, read
+from logitless.settings.reader import Fields, Library, Settings, read
 
 _TRAINER = frozenset(
     """learning_rate model_init_kwargs trust_remote_code teacher_model_name_or_path teacher_model_revision
@@ -97,7 +96,7 @@ def _only(library: Library, config: object, name: str, expected: str) -> None:
         raise TypeError(f"{library.call}: {type(config).__name__} has no {name!r}; expected {expected}.")
 
 
-def _of_beta(s: Settings) -> dict[str, Any]:
+def _of_beta(s: Settings) -> Fields:
     """``divergence`` and ``mix`` of the ``beta`` that TRL and Liger share."""
     beta = s["beta"]
     if not isinstance(beta, (int, float)) or not 0 <= beta <= 1:
@@ -193,7 +192,8 @@ def from_verl(config: object = None, *, max_length: Number | None = None, **give
             "log-probability: here that is ref_logp with Objective(beta=..., kl=...). The whole vocabulary: "
             "Distillation(divergence='reverse_kl')."
         )
-    divergence = s.choice("loss_mode", {"forward_kl_topk": "forward_kl"})
+    modes: dict[str, Divergence] = {"forward_kl_topk": "forward_kl"}
+    divergence = s.choice("loss_mode", modes)
     if s["use_policy_gradient"]:
         s.refuse("use_policy_gradient=True makes the loss a reward: give it to the loss as advantages, negative.")
     if s["topk"] is not None:

@@ -16,10 +16,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from logitless.objectives.objective import Number, Objective
-from logitless.settings.reader import Library, Settings, read
+from logitless.settings.reader import Fields, Library, Settings, read
 
 _SHAPES: dict[str, float] = {
     "sapo_temperature_pos": 1.0,
@@ -144,11 +142,11 @@ def from_liger(config: object = None, **given: object) -> Objective:
     return Objective(**_common(s, "epsilon_low", s["epsilon_low"], s["epsilon_high"]), clip_metrics="liger")
 
 
-def _common(s: Settings, low_name: str, eps_low: Number | None, eps_high: Number | None) -> dict[str, Any]:
+def _common(s: Settings, low_name: str, eps_low: Number | None, eps_high: Number | None) -> Fields:
     """What both libraries say with the same names."""
     loss_type = s["loss_type"]
     policy, aggregation = s.choice("loss_type", LOSS_TYPES)
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "policy": policy,
         "aggregation": aggregation,
         "level": s.choice("importance_sampling_level", _LEVELS),
@@ -184,7 +182,7 @@ def _common(s: Settings, low_name: str, eps_low: Number | None, eps_high: Number
     return fields
 
 
-def _vllm_correction(s: Settings) -> dict[str, Any]:
+def _vllm_correction(s: Settings) -> Fields:
     """The train/rollout correction; it asks for ``rollout_logp``, the sampler's log-probabilities."""
     names = [f"vllm_importance_sampling_{x}" for x in ("mode", "clip_min", "clip_max", "cap")]
     if not s["use_vllm"]:

@@ -18,10 +18,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from logitless.objectives.objective import Number, Objective
-from logitless.settings.reader import Library, Settings, read
+from logitless.settings.reader import Fields, Library, Settings, read
 
 TUNIX = Library(
     "Tunix",
@@ -72,7 +70,7 @@ def from_tunix(config: object = None, *, max_length: Number | None = None, **giv
     s = read(TUNIX, config, given)
     if s["policy_loss_fn"] not in ("grpo", "logitless"):
         s.refuse(f"policy_loss_fn={s['policy_loss_fn']!r} has no counterpart here; expected 'grpo'.")
-    fields: dict[str, Any] = {
+    fields: Fields = {
         **s.choice("loss_algo", LEVELS),
         "aggregation": s.choice("loss_agg_mode", _AGGREGATIONS),
         "count_rows": "non_empty",
@@ -111,7 +109,7 @@ def from_tunix(config: object = None, *, max_length: Number | None = None, **giv
     return Objective(**fields | _truncated(s))
 
 
-def _truncated(s: Settings) -> dict[str, Any]:
+def _truncated(s: Settings) -> Fields:
     """``seq-mask-tis``: per-token weights from the current policy, for sequences inside a band."""
     bounds = ["truncated_importance_sampling_ratio_min", "truncated_importance_sampling_ratio"]
     if s["truncated_importance_sampling_type"] is None:

@@ -17,10 +17,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from logitless.objectives.objective import Number, Objective
-from logitless.settings.reader import Library, Settings, read
+from logitless.settings.reader import Fields, Library, Settings, read
 
 CALL = "Objective.from_verl"
 ACTOR = Library(
@@ -113,7 +111,7 @@ def from_verl(config: object = None, *, max_length: Number | None = None, **give
     if mode not in MODES:
         s.refuse(f"loss_mode={mode!r} has no counterpart here; expected one of {', '.join(map(repr, MODES))}.")
     here = f"with loss_mode={mode!r}"
-    fields: dict[str, Any] = {**MODES[mode], "clip_metrics": "liger", "count_rows": "non_empty"}
+    fields: Fields = {**MODES[mode], "clip_metrics": "liger", "count_rows": "non_empty"}
     fields["temperature"] = None if s["temperature"] == 1 else s["temperature"]
     if mode in ("sapo", "gpg", "dro"):
         s.ignored(["clip_ratio", "clip_ratio_low", "clip_ratio_high"], here)
@@ -140,7 +138,7 @@ def from_verl(config: object = None, *, max_length: Number | None = None, **give
     return Objective(**fields, **_correction(s, mode))
 
 
-def _dro_beta(s: Settings, nested: Settings) -> Any:
+def _dro_beta(s: Settings, nested: Settings) -> Number:
     """The factor of DRO's ``(logp - old)^2 / 2``, the k2 estimate of the KL to the old policy."""
     beta = nested["dro_beta"] if s["dro_beta"] is None else s["dro_beta"]
     if beta is None:
@@ -152,14 +150,14 @@ def _dro_beta(s: Settings, nested: Settings) -> Any:
     return beta
 
 
-def _aggregation(s: Settings, mode: str, max_length: Number | None) -> dict[str, Any]:
+def _aggregation(s: Settings, mode: str, max_length: Number | None) -> Fields:
     if mode in ("sapo", "geo_mean"):
         s.ignored(["loss_agg_mode", "loss_scale_factor"], f"in the policy loss with loss_mode={mode!r}")
         return {"aggregation": "grpo", "count_rows": "all" if mode == "geo_mean" else "non_empty"}
     return aggregation(s, max_length)
 
 
-def aggregation(s: Settings, max_length: Number | None) -> dict[str, Any]:
+def aggregation(s: Settings, max_length: Number | None) -> Fields:
     """``loss_agg_mode`` and ``loss_scale_factor``, which veRL's policy and distillation losses share."""
     if s["loss_agg_mode"] == "token-sum":
         s.refuse("loss_agg_mode='token-sum' is a sum: use 'token-mean', and denominator=1.0 in the call of the loss.")
@@ -176,9 +174,9 @@ def aggregation(s: Settings, max_length: Number | None) -> dict[str, Any]:
     return {"aggregation": ours, "max_length": length}
 
 
-def _terms(s: Settings, mode: str) -> dict[str, Any]:
+def _terms(s: Settings, mode: str) -> Fields:
     """The KL and the entropy bonus, which veRL aggregates by ``loss_agg_mode`` whatever the policy loss does."""
-    out: dict[str, Any] = {}
+    out: Fields = {}
     apart = mode in ("sapo", "geo_mean") and s["loss_agg_mode"] != "seq-mean-token-mean"
     if s["use_kl_loss"]:
         if apart:
@@ -199,7 +197,7 @@ def _terms(s: Settings, mode: str) -> dict[str, Any]:
     return out
 
 
-def _correction(s: Settings, mode: str) -> dict[str, Any]:
+def _correction(s: Settings, mode: str) -> Fields:
     """``algorithm.rollout_correction``; it asks for ``rollout_logp``. Weights that are there already go in as
     ``token_weights``, and need no correction."""
     if s["rollout_correction"] is None:

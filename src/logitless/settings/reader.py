@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from logitless.objectives import checks
 
@@ -30,6 +30,11 @@ class Library:
     other: Collection[str] = ()
 
 
+Fields = dict[str, Any]
+"""Fields of an ``Objective`` or a ``Distillation`` by name."""
+T = TypeVar("T")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of a loss under their library's names, defaults filled in."""
@@ -41,7 +46,7 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def choice(self, name: str, known: Mapping[str, object]) -> Any:
+    def choice(self, name: str, known: Mapping[str, T]) -> T:
         """What the setting's value stands for; another value is refused by name."""
         value = self.values[name]
         if value not in known:

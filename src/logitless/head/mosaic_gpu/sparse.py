@@ -73,7 +73,7 @@ def _whole(count: int, unit: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScreenedSparse(Around):
+class ScreenedSparse(Around[Problem, Wanted]):
     """A backend around :class:`MosaicGpu`."""
 
     own: MosaicGpu

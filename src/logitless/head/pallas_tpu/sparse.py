@@ -65,7 +65,7 @@ from logitless.head.sparse.token_order import Ordered, in_order
 
 
 @dataclasses.dataclass(frozen=True)
-class SparsePallasTpu(Around):
+class SparsePallasTpu(Around[Problem, Wanted]):
     """A backend around the exact one: the same statistics, a sparse backward. ``p.live`` is the loss's mask, or
     ``None`` where every token is live."""
 

@@ -107,7 +107,7 @@ def _probe_stride(size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Around):
+class Sparse(Around[Problem, Wanted]):
     """A backend around :class:`Chunked` (or one of its kernels): the same statistics, a sparse backward."""
 
     own: Chunked
