@@ -51,7 +51,7 @@ from logitless.head.pallas_tpu.column_choice import FEW, SAMPLE, Active, column_
 from logitless.head.pallas_tpu.hard_rows import hard_sweep
 from logitless.head.pallas_tpu.sparse_backward import CHUNK, GROUP, HARD_TOKENS, over_slabs
 from logitless.head.pallas_tpu.tiles import Tiles, choose
-from logitless.head.sparse.column_gather import Known
+from logitless.head.sparse.gather import Known
 from logitless.lab.bench import realistic
 from logitless.lab.tpu import aot, cycles
 from tpu_head_estimate import V6E_VMEM, H, N, V, compiled

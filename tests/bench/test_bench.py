@@ -12,7 +12,7 @@ import pytest
 import logitless
 from bench_fakes import in_this_process, prepared, scripted, turn
 from logitless.core import row_passes
-from logitless.head.sparse.report import blank_report
+from logitless.head.sparse.active_columns import blank_report
 from logitless.lab import cli
 from logitless.lab.bench import arm, arm_program, case, microbench, suites, verification
 from logitless.lab.bench.case import BenchConfig, Kernel

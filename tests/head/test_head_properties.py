@@ -16,9 +16,8 @@ from interpreted import by_numpy
 from logitless import Objective
 from logitless.core.problem import HeadArrays
 from logitless.core.row_passes import live_sweep
-from logitless.head.sparse import column_gather
-from logitless.head.sparse.active_columns import Columns, Rule
-from logitless.head.sparse.report import SparseReport, chunk_report
+from logitless.head.sparse import gather
+from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, chunk_report
 from loss_cases import token_stats
 from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
 
@@ -69,7 +68,7 @@ def test_what_is_left_after_the_whole_chunks_is_at_most_two_quarters(chunk: int)
 
 def test_a_tolerance_counts_before_cotangents_are_known() -> None:
     zero = jnp.zeros((3,), jnp.float32)
-    miss = column_gather.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
+    miss = gather.misses(jnp.float32(2.0**-8), token_stats(zero, np.zeros(3)), None, 64)
     assert miss(jnp.array([2.0**-9, 2.0**-7, jnp.nan])).tolist() == [False, True, True]
 
 

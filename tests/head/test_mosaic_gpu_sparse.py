@@ -31,8 +31,7 @@ from logitless.head.mosaic_gpu.kernels import dlogits_matmul, dynamic_matmul, st
 from logitless.head.mosaic_gpu.kernels.dynamic_matmul import tiles_of
 from logitless.head.mosaic_gpu.kernels.schedule import Slots, Tiles, Visits, all_of, tile_at, tiles_for
 from logitless.head.sparse.active_columns import chunk_rule
-from logitless.head.sparse.column_gather import Known, slab_dx
-from logitless.head.sparse.token_order import in_order
+from logitless.head.sparse.gather import Known, in_order, slab_dx
 from logitless.lab.bench import realistic
 from numerics import HeadCase as Case
 from numerics import assert_same_bits, f64, head_problem

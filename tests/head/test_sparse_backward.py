@@ -24,7 +24,7 @@ from logitless.core.options import Options
 from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import StatCotangents
 from logitless.head.sparse import active_columns as columns
-from logitless.head.sparse import backend, column_gather
+from logitless.head.sparse import backend, gather
 from loss_cases import token_stats
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
@@ -250,7 +250,7 @@ def test_entropy_cotangents_weigh_the_tail(share: float) -> None:
     one = jnp.ones(mass.shape, jnp.float32)
     stats = token_stats(0 * one, entropy)
     g = StatCotangents((share - 1) * one, share * one, 0 * one)
-    miss = np.asarray(column_gather.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
+    miss = np.asarray(gather.misses(jnp.float32(TOLERANCE), stats, g, VOCAB)(jnp.asarray(mass, jnp.float32)))
     assert miss[lacks > TOLERANCE].all()
     assert not miss[mass * 40 < TOLERANCE].any()
     if share == 0:
@@ -460,9 +460,9 @@ def test_columns_of_a_head_by_column(by_element: bool, monkeypatch: pytest.Monke
 
     @jax.jit
     def run(w: Any, index: Any) -> Any:
-        part = columns.head_columns(HeadArrays(w, None, layout="hv"), index, ascending=False)
+        part = gather.head_columns(HeadArrays(w, None, layout="hv"), index, ascending=False)
         own = HeadGrads(part.weight + 1, None)
-        put = columns.put_head_columns(HeadGrads(w, None), index, own, "hv", add=False, ascending=False)
+        put = gather.put_head_columns(HeadGrads(w, None), index, own, "hv", add=False, ascending=False)
         return part.weight, put.weight
 
     part, put = (np.asarray(x) for x in run(w, index))

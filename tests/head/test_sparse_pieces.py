@@ -15,10 +15,8 @@ from logitless.core.row_passes import Visit, front, rows_in_parts
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head import linear
 from logitless.head.sparse import active_columns
-from logitless.head.sparse.active_columns import Rule
-from logitless.head.sparse.column_gather import in_their_place, mass_beside, mean_row
-from logitless.head.sparse.lse_guess import expected_lse, target_logits
-from logitless.head.sparse.token_order import Ordered, in_order, some
+from logitless.head.sparse.active_columns import Rule, expected_lse, target_logits
+from logitless.head.sparse.gather import Ordered, in_order, in_their_place, mass_beside, mean_row, some
 
 N, H, V = 11, 4, 9
 
@@ -125,7 +123,7 @@ def test_columns_are_taken_and_put_back_in_every_array(
         array(2, H) if vh else array(2, V), layout=layout,
     )  # fmt: skip
     index = np.array([1, 4, 8, V, V + 1])
-    part = active_columns.head_columns(head, jnp.asarray(index))
+    part = gather.head_columns(head, jnp.asarray(index))
 
     def columns(x: Any, axis: int) -> np.ndarray:
         x = np.moveaxis(np.asarray(x), axis, 0)
@@ -139,7 +137,7 @@ def test_columns_are_taken_and_put_back_in_every_array(
 
     whole = HeadGrads(head.weight, head.bias, head.lora_a, head.lora_b)
     own = HeadGrads(part.weight + 1, part.bias + 1, part.lora_a + 1, part.lora_b + 1)  # type: ignore[operator]
-    put = active_columns.put_head_columns(whole, jnp.asarray(index), own, layout, add=add)
+    put = gather.put_head_columns(whole, jnp.asarray(index), own, layout, add=add)
 
     def expected(x: Any, axis: int) -> np.ndarray:
         x = np.moveaxis(np.array(x), axis, 0)
@@ -151,15 +149,15 @@ def test_columns_are_taken_and_put_back_in_every_array(
     np.testing.assert_allclose(put.lora_a, expected(head.lora_a, 0) if vh else own.lora_a, rtol=1e-6)
     np.testing.assert_allclose(put.lora_b, own.lora_b if vh else expected(head.lora_b, 1), rtol=1e-6)
 
-    none = active_columns.no_head_columns(whole, part)
+    none = gather.no_head_columns(whole, part)
     assert not none.weight.any() and none.weight.shape == part.weight.shape and none.bias.shape == (5,)
     inner, outer = (none.lora_b, none.lora_a) if vh else (none.lora_a, none.lora_b)
     assert not outer.any() and inner is (head.lora_b if vh else head.lora_a)
-    frozen = active_columns.no_head_columns(HeadGrads(None, head.bias), part, jnp.bfloat16)
+    frozen = gather.no_head_columns(HeadGrads(None, head.bias), part, jnp.bfloat16)
     assert frozen.weight is None and frozen.lora_a is None and frozen.bias.dtype == jnp.bfloat16
 
     logits = array(6, V)
-    taken = active_columns.take_logits(logits, jnp.asarray(index))
+    taken = gather.take_logits(logits, jnp.asarray(index))
     np.testing.assert_array_equal(taken[:, :3], logits[:, index[:3]])
     assert np.isfinite(taken).all() and taken.shape == (6, 5)
 

@@ -21,7 +21,7 @@ from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, metric_values, oracle
 from logitless.core.options import Options
 from logitless.head.sparse import active_columns
-from logitless.head.sparse.report import SparseReport
+from logitless.head.sparse.active_columns import SparseReport
 from logitless.lab.bench import realistic
 from numerics import EPS, HeadCase, assert_same_bits, cotangents, f64, head_truth, three
 from test_sharding import Layout, collectives

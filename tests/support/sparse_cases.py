@@ -14,7 +14,7 @@ import numpy as np
 import flat_calls
 from logitless import Objective, oracle
 from logitless.head.sparse import active_columns
-from logitless.head.sparse.report import SparseReport
+from logitless.head.sparse.active_columns import SparseReport
 from logitless.lab.bench import realistic
 from numerics import EPS, f64
 from numerics import HeadCase as Case

@@ -416,7 +416,7 @@ def tolerance_of(name: str, given: SparseBackward, dtype: DTypeLike) -> tuple[Ar
             raise ValueError(f"{name}: sparse_backward={shown(given)}, {expected}.")
         if given == "off":
             return None, None
-        from logitless.head.sparse.backend import auto_tolerance
+        from logitless.head.sparse.active_columns import auto_tolerance
 
         given = auto_tolerance(dtype)
     if isinstance(given, (bool, dict, list, tuple, TokenStats, type(None))) or jnp.ndim(given) != 0:

@@ -14,7 +14,7 @@ from logitless.core.backend import Around
 from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.head.sparse.report import SparseReport, blank_report, dense_report
+from logitless.head.sparse.active_columns import SparseReport, blank_report, dense_report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,7 +189,7 @@ class OverMesh(Around[Problem[Source], Wanted | bool]):
         """Specs for the report, if present."""
         if isinstance(p.policy, Given) or p.tolerance is None:
             return None
-        from logitless.head.sparse.report import SparseReport
+        from logitless.head.sparse.active_columns import SparseReport
 
         tokens, number = self.place.token_spec, PartitionSpec()
         return SparseReport(tokens, tokens, tokens, number, number, number, number)  # type: ignore[arg-type]

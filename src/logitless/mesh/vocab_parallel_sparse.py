@@ -23,9 +23,9 @@ from logitless.core.problem import Gradients, Loss, Problem, Wanted
 from logitless.core.pytree import register
 from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
+from logitless.head.sparse.active_columns import blank_report
 from logitless.head.sparse.backend import Sparse
-from logitless.head.sparse.column_gather import Known, misses
-from logitless.head.sparse.report import blank_report
+from logitless.head.sparse.gather import Known, misses
 from logitless.mesh.collectives import own_targets
 from logitless.mesh.vocab_parallel import VocabularyShard, width_of
 

@@ -45,9 +45,8 @@ from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TOKENS, Visits, tiles_for
 from logitless.head.mosaic_gpu.kernels.stats_matmul import LANES, bit_of
 from logitless.head.sparse import active_columns as columns_of
-from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
-from logitless.head.sparse.lse_guess import expected_lse
-from logitless.head.sparse.token_order import Ordered
+from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule, expected_lse
+from logitless.head.sparse.gather import Ordered, head_columns
 
 THRESHOLD = 2.0**-5.5
 """On a probability, relative to the tolerance: at 2^-8 columns above 9e-5 pass (docs/sparse-backward.md)."""
@@ -156,7 +155,7 @@ def few_columns(p: Problem, rows: Array) -> Array:
 def _logsumexp_of_few(p: Problem, rows: Array) -> Array:
     """``[N]``: logsumexp over :func:`few_columns`, for ``rows [N]``; ``-inf`` elsewhere."""
     index = few_columns(p, rows)
-    part = columns_of.head_columns(p.head, index)
+    part = head_columns(p.head, index)
 
     def body(visit: Visit, out: Array) -> Array:
         q = visit.problem(p)

@@ -25,7 +25,7 @@ from logitless.head.mosaic_gpu.kernels import dynamic_matmul
 from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Rows, columns_dx
 from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TILE_K, TOKENS, Slots, Visits, all_of, tile_count
 from logitless.head.sparse.active_columns import Rule
-from logitless.head.sparse.token_order import Ordered
+from logitless.head.sparse.gather import Ordered
 
 MOST_COLUMNS = 11264
 """Columns per part; fewer if their part of the head exceeds :data:`PART` bytes."""

@@ -33,12 +33,8 @@ from logitless.head.linear import raw_logits
 from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward
 from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form, not_fused_because
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
-from logitless.head.sparse import active_columns as columns_of
-from logitless.head.sparse.active_columns import Columns, Rule
-from logitless.head.sparse.backend import in_words
-from logitless.head.sparse.column_gather import Known, mass_beside, misses, without
-from logitless.head.sparse.report import SparseReport, blank_report, chunk_report
-from logitless.head.sparse.token_order import Ordered, in_order, some
+from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, blank_report, chunk_report, in_words
+from logitless.head.sparse.gather import Known, Ordered, head_columns, in_order, mass_beside, misses, some, without
 
 _LEAST_TOLERANCE = 2.0**-12
 """What a row leaves out is ``1 - `` what it keeps, good to 1e-7: far below the tolerances it is compared with."""
@@ -175,7 +171,7 @@ def _kept_mass(f: Ordered, rule: Rule, stats: TokenStats, c: Columns) -> Array:
 
     def slab(i: Array, kept: Array) -> Array:
         own = lax.dynamic_slice_in_dim(c.index, i * rule.slab, rule.slab)
-        part = columns_of.head_columns(p.head, own, ascending=False)
+        part = head_columns(p.head, own, ascending=False)
 
         def add(j: Array | int, kept: Array) -> Array:
             q, at = some(p, j * visit, visit), some(stats, j * visit, visit)

@@ -60,10 +60,19 @@ from logitless.head.mosaic_gpu.column_screen import Screened
 from logitless.head.mosaic_gpu.dweight_buffer import DweightBuffer, Hard, Live, Sizes, can_add, hard_rows
 from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Rows, columns_dx_of, rows_of
 from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TOKENS, Slots, Visits, all_of, tile_count
-from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Rule
-from logitless.head.sparse.column_gather import Known, in_their_place, mass_beside, mean_row, misses, once, without
-from logitless.head.sparse.token_order import Ordered
+from logitless.head.sparse.gather import (
+    Known,
+    Ordered,
+    head_columns,
+    in_their_place,
+    mass_beside,
+    mean_row,
+    misses,
+    once,
+    put_head_columns,
+    without,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +154,7 @@ def gradients(task: Task) -> tuple[Gradients, Array, Array, Array]:
     all_of_it = dweight_buffer.add_hard_rows(task.f, hard, rows, task.found.spans.active, all_of_it, ok)
     index = jnp.where(ok, active.index, p.head.vocab + jnp.arange(sizes.columns, dtype=jnp.int32))
     # Hard rows have zeros there.
-    head = columns_of.put_head_columns(all_of_it.head, index, own, p.head.layout, add=False, ascending=False)
+    head = put_head_columns(all_of_it.head, index, own, p.head.layout, add=False, ascending=False)
     return Gradients(all_of_it.hidden, head), left_out, jnp.where(ok, active.visits.columns(), c.count), dense
 
 
@@ -156,7 +165,7 @@ def _gathered(task: Task, live: Live) -> Active:
     p, c, size = task.p, task.found.columns, task.sizes.columns
     index = jnp.concatenate([jnp.full((1,), p.head.vocab + c.index.size, jnp.int32), c.index])[:size]
     index = jnp.concatenate([index, p.head.vocab + jnp.arange(index.size, size, dtype=jnp.int32)])
-    part = columns_of.head_columns(p.head, index, ascending=False)
+    part = head_columns(p.head, index, ascending=False)
     if task.want.hidden:
         part = _with_mean(part, task.rule, p)
     return Active(index, part, live, column_screen.met(task.found.spans, index, live.visits(task.sizes)))
@@ -339,7 +348,7 @@ def _over_columns(task: Task, rows: Rows, chosen: Array, state: State) -> tuple[
             buffer = buffer.holding(weight.reshape(buffer.dx.shape))
             last = jnp.where(begin < 0, grads.weight[: len(last)], last)
         total = HeadGrads(buffer.weight, state.bias)
-        total = columns_of.put_head_columns(total, chunk.columns, grads, p.head.layout, add=False)
+        total = put_head_columns(total, chunk.columns, grads, p.head.layout, add=False)
         begin = jnp.where(begin < 0, 0, begin + chunk.tiles)
         buffer = dataclasses.replace(buffer, weight=total.weight)
         return begin, State(state.hidden, total.bias, buffer), lacks, last, kept + mass
@@ -365,7 +374,7 @@ def _chunk_gradients(
     """``(gradients with the chunk's dH and its dx in their memory, what dH lacks, the head's gradients in the chunk's
     columns, mass that the chunk has [N])``."""
     f, p, sizes, hidden = task.f, task.p, task.sizes, state.hidden
-    part = columns_of.head_columns(p.head, chunk.columns)
+    part = head_columns(p.head, chunk.columns)
     # Gathered in every turn, not kept: there is no room beside dH.
     every, dx = lax.optimization_barrier((jnp.arange(p.n, dtype=jnp.int32), state.buffer.dx))
     live = Live(f.count, jnp.sum(chunk.there, dtype=jnp.int32), jnp.int32(0)).where(chunk.count > 0)

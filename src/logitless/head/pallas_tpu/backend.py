@@ -33,7 +33,7 @@ from logitless.head.pallas_tpu import kernels, lora, operands
 from logitless.head.pallas_tpu.dweight import HeadSums
 from logitless.head.pallas_tpu.kept_exponentials import Kept, nothing_kept_because, tokens_kept
 from logitless.head.pallas_tpu.tiles import Kernel, whole_lanes
-from logitless.head.sparse.column_gather import without
+from logitless.head.sparse.gather import without
 
 Part = tuple[Array, Array | None]
 """Of a shard: the target's raw logit ``[N]``, and the expected head row ``[N, H]`` where a direction is wanted."""

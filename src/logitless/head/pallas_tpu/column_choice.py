@@ -1,7 +1,7 @@
 """Which vocabulary columns carry the gradient, on TPU: the forward sweep's column maxima and 128 rows decide.
 
     b_t    lower bound for a row's logsumexp: the target's logit, or a value from the sampler or an earlier pass
-           (``head/sparse/lse_guess.py``); then the sweep's running logsumexp
+           (``head/sparse/active_columns.py``); then the sweep's running logsumexp
     m_v    max of z_tv - b_t over counting tokens, an upper bound for the column's largest log-probability
     a column is active at threshold e if m_v > log e, or if a counting token has the column as target
     u_tj   mass outside the columns active at threshold e_j, for 128 rows, from logits in ``SAMPLE`` columns
@@ -36,10 +36,15 @@ from logitless.head.linear import raw_logits
 from logitless.head.pallas_tpu import kernels
 from logitless.head.pallas_tpu.operands import interpreter
 from logitless.head.pallas_tpu.tiles import LANES
-from logitless.head.sparse.active_columns import HARD_ROW_COST, Rule, most_columns, slab_width
-from logitless.head.sparse.column_gather import misses
-from logitless.head.sparse.lse_guess import expected_lse, target_logits
-from logitless.head.sparse.token_order import some
+from logitless.head.sparse.active_columns import (
+    HARD_ROW_COST,
+    Rule,
+    expected_lse,
+    most_columns,
+    slab_width,
+    target_logits,
+)
+from logitless.head.sparse.gather import misses, some
 
 MASS_ERROR = 2.0**-15
 """By how much a logit may be off that is made again by another matmul (some 1e-5 at |z| = 30), and with it the mass

@@ -37,7 +37,7 @@ which of its rows are zero differs between devices. Calls that this backend does
 
 Bytes beside inputs and outputs: dH in float32, ``[N + GROUP, H]``, and a slab of the head (x, dx and the slab's dW are
 in VMEM); where V is no multiple of 16 also ``[K limit, H]`` of dW's rows. Hidden states in the order of
-``head/sparse/token_order.py`` stand where dH will.
+``head/sparse/gather.py`` stand where dH will.
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ from logitless.head.pallas_tpu import column_choice, kernels, sparse_backward
 from logitless.head.pallas_tpu.backend import PallasTpu, cost_of, live_cotangents
 from logitless.head.pallas_tpu.column_choice import Active, choose_columns, column_rule, few_rows, no_columns
 from logitless.head.pallas_tpu.operands import interpreter
-from logitless.head.sparse.active_columns import Rule
-from logitless.head.sparse.backend import in_words
-from logitless.head.sparse.column_gather import Known, without
-from logitless.head.sparse.report import SparseReport, blank_report, dense_report
-from logitless.head.sparse.token_order import Ordered, in_order
+from logitless.head.sparse.active_columns import Rule, SparseReport, blank_report, dense_report, in_words
+from logitless.head.sparse.gather import Known, Ordered, in_order, without
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
                  head (``hard_rows.py``): 3 matmuls each for up to ``GROUP`` of them, 4 for others, whose dH is by
                  further sweeps, a group at a time
 
-Tokens stand in the order of ``head/sparse/token_order.py``, those with a gradient first: no step gathers any. How the
+Tokens stand in the order of ``head/sparse/gather.py``, those with a gradient first: no step gathers any. How the
 parts make one gradient: ``sparse.py``.
 """
 
@@ -28,10 +28,8 @@ from logitless.head.pallas_tpu.column_choice import MASS_ERROR, Active, position
 from logitless.head.pallas_tpu.hard_rows import hard_sweep, rows_beside
 from logitless.head.pallas_tpu.operands import interpreter, tiles_of
 from logitless.head.pallas_tpu.tiles import LANES, Tiles
-from logitless.head.sparse.active_columns import Rule
-from logitless.head.sparse.column_gather import Known, in_their_place, mean_row, misses, slab_dx, without
-from logitless.head.sparse.report import SparseReport
-from logitless.head.sparse.token_order import Ordered
+from logitless.head.sparse.active_columns import Rule, SparseReport
+from logitless.head.sparse.gather import Known, Ordered, in_their_place, mean_row, misses, slab_dx, without
 
 CHUNK = 2048
 """Tokens of a backward step, at most."""

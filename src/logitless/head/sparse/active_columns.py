@@ -14,19 +14,20 @@ numbers beyond the vocabulary, read as zeros and written nowhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from logitless.core.chunk_size import column_tile, platform
-from logitless.core.problem import HeadArrays, HeadGrads, Layout, Problem
+from logitless.core.chunk_size import column_tile
+from logitless.core.problem import HeadArrays, Problem
 from logitless.core.pytree import register
-from logitless.core.row_passes import column_ids, columns, over_columns, probabilities
-from logitless.core.stats import NEG_INF, TokenStats, factor, swept, times
+from logitless.core.row_passes import Visit, column_ids, columns, over_columns, probabilities
+from logitless.core.stats import NEG_INF, TokenStats, factor, forward, swept, times
+from logitless.objectives.loss import Metric, Metrics
 
 HARD_ROW_COST = 1.25
 """A hard row's matmuls relative to a sweep's: its group is small, and touches all of dW once more."""
@@ -39,6 +40,19 @@ _MASS_COLUMNS = 32768
 """Most columns whose probabilities stand in memory while the thresholds are tried."""
 
 _LANES = 128
+
+
+def auto_tolerance(dtype: DTypeLike) -> float:
+    """Mass a row may leave out under ``sparse_backward="auto"``: half an ulp of the operands' dtype, since dlogits are
+    rounded to it in any case. 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def in_words(mass: float | None) -> str:
+    """A tolerance as people write it."""
+    if mass is None or math.isnan(mass):
+        return "the given mass"
+    return f"2^{round(math.log2(mass))}" if math.log2(mass).is_integer() else f"{mass:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,98 +241,118 @@ def surely_dense(rule: Rule, x: Array, p: Problem, stats: TokenStats, rows: Arra
     return jnp.sum(maxima > jnp.log(p.tolerance * rule.thresholds[0]), dtype=jnp.int32) > rule.most
 
 
-# -- gathered columns of the logits and of the head -----------------------------------------------------------------
-
-
-def _by_element() -> bool:
-    """XLA's GPU compiler brings the gathered dimension to the front, which would transpose the whole array; with an
-    index for every dimension there is nothing to bring. Its CPU compiler loops over the indices: few is better."""
-    return platform() != "cpu"
-
-
-def take_logits(x: Array, index: Array) -> Array:
-    """``x[:, index]``; for indices beyond the array anything finite may stand there: their dx is zero in any case."""
-    index = jnp.minimum(index, x.shape[1] - 1)
-    if not _by_element() or x.size >= 2**31:
-        return x.at[:, index].get(mode="promise_in_bounds", indices_are_sorted=True)
-    # One index for an element: with two the compiler writes out the pairs.
-    at = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] * x.shape[1] + index[None, :]
-    return x.reshape(-1).at[at].get(mode="promise_in_bounds")
-
-
-def _at(x: Array, index: Array, axis: int) -> Any:
-    """``x`` at ``index`` along dimension ``axis``; ``x`` itself is not copied."""
-    if axis == 0:
-        return x.at[index]
-    if not _by_element():
-        return x.at[:, index]
-    return x.at[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index[None, :]]
-
-
-def head_columns(head: HeadArrays, index: Array, ascending: bool = True) -> HeadArrays:
-    """The part of the head that makes the logits of the columns ``index``; zeros for indices beyond it."""
-    a, b = head.lora_a, head.lora_b
-
-    def take(x: Array, axis: int = 0) -> Array:
-        if axis == 1 and _by_element():  # to look whether each pair of indices is inside, XLA would write them out
-            columns = _at(x, jnp.minimum(index, x.shape[1] - 1), 1).get(mode="promise_in_bounds")
-            return jnp.where(index < x.shape[1], columns, jnp.zeros((), x.dtype))
-        place = _at(x, index, axis)
-        return place.get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=ascending)
-
-    return dataclasses.replace(
-        head,
-        weight=take(head.weight, head.axis),
-        bias=None if head.bias is None else take(head.bias),
-        lora_a=take(a) if a is not None and head.axis == 0 else a,
-        lora_b=take(b, 1) if b is not None and head.axis == 1 else b,
-    )
-
-
-def no_head_columns(total: HeadGrads, part: HeadArrays, dtype: DTypeLike | None = None) -> HeadGrads:
-    """Zeros for the cotangents of the gathered head ``part``, those that ``total`` has; what is not gathered (LoRA's
-    inner factor) is ``total``'s own. Zeros in ``dtype``, or in the dtype of ``total``."""
-    by_row = part.layout == "vh"
-
-    def blank(whole: Array | None, like: Array | None) -> Array | None:
-        return None if whole is None or like is None else jnp.zeros(like.shape, dtype or whole.dtype)
-
-    return HeadGrads(
-        blank(total.weight, part.weight),
-        blank(total.bias, part.bias),
-        blank(total.lora_a, part.lora_a) if by_row else total.lora_a,
-        total.lora_b if by_row else blank(total.lora_b, part.lora_b),
-    )
-
-
-def put_head_columns(
-    total: HeadGrads, index: Array, own: HeadGrads, layout: Layout, add: bool = True, ascending: bool = True
-) -> HeadGrads:
-    """``total`` with the cotangents ``own`` of a gathered head, added or written at the gathered columns."""
-    by_row = layout == "vh"
-
-    def put(whole: Array | None, new: Array | None, axis: int) -> Array | None:
-        if whole is None or new is None:
-            return None
-        new = new.astype(whole.dtype)
-        if axis == 1 and not add and _by_element():
-            # Every element of the whole looks for its own: pairs of indices would take four times the memory of
-            # the columns, and as long.
-            at = jnp.arange(index.size, dtype=jnp.int32)
-            own = jnp.full((whole.shape[1],), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
-            return jnp.where(own >= 0, _at(new, own, 1).get(mode="clip"), whole)
-        place = _at(whole, index, axis)
-        return (place.add if add else place.set)(new, mode="drop", unique_indices=True, indices_are_sorted=ascending)
-
-    return HeadGrads(
-        weight=put(total.weight, own.weight, 0 if by_row else 1),
-        bias=put(total.bias, own.bias, 0),
-        lora_a=put(total.lora_a, own.lora_a, 0) if by_row else own.lora_a,
-        lora_b=own.lora_b if by_row else put(total.lora_b, own.lora_b, 1),
-    )
-
-
 def blank_columns(rule: Rule, width: int, rows: int) -> Columns:
     """What is known of a chunk before anyone has looked: it is dense."""
     unused = width + jnp.arange(rule.most, dtype=jnp.int32)
     return Columns(unused, jnp.int32(0), jnp.asarray(True), jnp.zeros((rows,), jnp.float32))
+
+
+# -- a guess at the logsumexp ------------------------------------------------------------------------------------------
+
+
+# What is known of a row's logsumexp before its logits are: the guess by which a screen for columns begins.
+#
+#     lse_t >= z_ty                                       the target's logit, one dot product a token
+#     lse_t ~= z_ty - (its log-probability before)        where the sampler or an earlier pass has given that
+#
+# A guess that is too low lets more columns through, one that is too high fewer. What each row then leaves out is
+# computed from the logits of the columns that are kept, so a bad guess costs time, never truth.
+
+Gather = Callable[[Array, Array], Array]
+"""``(x [V, H], at [K]) -> [K, H]``."""
+
+
+def target_logits(p: Problem, gather: Gather | None = None) -> Array:
+    """Target logits ``z [N]``: one dot product per token. Zero for a target outside the vocabulary. ``gather``: that of
+    a ``[V, H]`` head's rows, if not XLA's."""
+    inside = (p.targets >= 0) & (p.targets < p.call.vocab_size)
+    at = jnp.where(inside, p.targets, 0)
+    if gather is not None and p.head.axis == 0:
+        w = gather(p.head.weight, at)
+    else:
+        w = p.head.weight.at[at].get() if p.head.axis == 0 else p.head.weight.at[:, at].get().T
+    x = jnp.sum(p.h.astype(jnp.float32) * w.astype(jnp.float32), axis=1)
+    if p.head.bias is not None:
+        x = x + p.head.bias.astype(jnp.float32).at[at].get()
+    return jnp.where(inside, forward(x, p.transform), 0.0)
+
+
+def expected_lse(p: Problem, before: Array | None, gather: Gather | None = None) -> Array:
+    """``[N]``: what the logsumexp may be; ``before [N]`` are log-probabilities of the targets by an earlier pass, or by
+    the sampler (NaN where one is missing). ``gather``: see :func:`target_logits`."""
+    target = target_logits(p, gather)
+    return target if before is None else target - jnp.where(jnp.isnan(before), 0.0, before)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class SparseReport:
+    """What a sparse backward left out, and how wide it was. Zeros where no gradient was taken."""
+
+    left_out: Array  # [N] float32: mass, or share, that each row's gradient lacks; 0 in rows that went dense
+    rows: Array  # [N] bool: rows that have a gradient
+    hard: Array  # [N]: rows of sparse chunks that went dense; bool, or over vocabulary shards their share, float32
+    chunks: Array  # () int32
+    dense_chunks: Array  # () int32
+    active: Array  # () float32: active columns, summed over the sparse chunks
+    width: Array  # () float32: columns that the backward matmuls took, summed over all chunks
+
+    def metrics(self, vocab: int) -> Metrics:
+        """The probability mass that the backward pass left out of each row, and how many columns it took.
+
+        With a teacher it is the share of the row's gradient (``dx_columns.py``).
+
+        ``left_out_mass`` (mean, ``_max``) and ``hard_rows`` are over the tokens with a gradient; ``active_columns`` is
+        the share of the vocabulary that was active in the sparse chunks, ``backward_columns`` the share that the
+        backward matmuls took in all chunks (whole slabs, or what a tile of tokens met; 1 in dense ones),
+        ``dense_chunks`` the share of dense chunks.
+        """
+        r = jax.lax.stop_gradient(self)
+        rows, chunks = jnp.sum(r.rows, dtype=jnp.float32), r.chunks.astype(jnp.float32)
+        dense = r.dense_chunks.astype(jnp.float32)
+        return {
+            "left_out_mass": Metric(jnp.sum(r.left_out), rows),
+            "left_out_mass_max": Metric(jnp.max(r.left_out), rows),
+            "hard_rows": Metric(jnp.sum(r.hard, dtype=jnp.float32), rows),
+            "active_columns": Metric(r.active / vocab, chunks - dense),
+            "backward_columns": Metric(r.width / vocab, chunks),
+            "dense_chunks": Metric(dense, chunks),
+        }
+
+
+def blank_report(tokens: int | tuple[int, ...]) -> SparseReport:
+    """Nothing has happened."""
+    no, zero = jnp.zeros(tokens, bool), jnp.float32(0)
+    return SparseReport(jnp.zeros(tokens, jnp.float32), no, no, jnp.int32(0), jnp.int32(0), zero, zero)
+
+
+def dense_report(head: HeadArrays, rows: Array) -> SparseReport:
+    """The report of an exact backward pass of the tokens ``rows``: one dense chunk."""
+    blank = blank_report(rows.shape)
+    one, width = jnp.int32(1), jnp.float32(head.vocab)
+    return dataclasses.replace(blank, rows=rows, chunks=one, dense_chunks=one, width=width)
+
+
+def chunk_report(rule: Rule, head: HeadArrays, found: Columns, rows: Array, hard: Array) -> SparseReport:
+    width = jnp.where(found.dense, head.vocab, rule.slabs(found.count) * rule.slab)
+    return SparseReport(
+        left_out=jnp.where(hard | found.dense, 0.0, found.left_out),
+        rows=rows,
+        hard=hard,
+        chunks=jnp.int32(1),
+        dense_chunks=found.dense.astype(jnp.int32),
+        active=found.count.astype(jnp.float32),
+        width=width.astype(jnp.float32),
+    )
+
+
+def noted(visit: Visit, report: SparseReport, part: SparseReport) -> SparseReport:
+    """``report`` with a chunk's report added: rows at their places, counts summed."""
+
+    def note(whole: Array, own: Array) -> Array:
+        return visit.put(whole, own) if whole.ndim else whole + own
+
+    return jax.tree.map(note, report, part)

@@ -28,12 +28,10 @@ Bytes, on top of ``chunked.py``: a slab of the head, of x, dx and dW; ``[C, H]``
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from logitless.core import row_passes
 from logitless.core.backend import Around, Cost, Split, Way
@@ -46,28 +44,23 @@ from logitless.head.chunked import Chunked, add_chunk, chunk_of, dx_dtype_of, fi
 from logitless.head.linear import raw_logits
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse import dx_columns
-from logitless.head.sparse.active_columns import Columns, Rule, chunk_rule
-from logitless.head.sparse.column_gather import Known, add_slabs, in_their_place, mean_row, misses, once, without
-from logitless.head.sparse.report import SparseReport, blank_report, chunk_report, noted
+from logitless.head.sparse.active_columns import (
+    Columns,
+    Rule,
+    SparseReport,
+    blank_report,
+    chunk_report,
+    chunk_rule,
+    in_words,
+    noted,
+)
+from logitless.head.sparse.gather import Known, add_slabs, in_their_place, mean_row, misses, once, take_logits, without
 
 _HARD_CHUNK = 1024
 """Upper bound of tokens per chunk of hard rows: hard rows are few, and padding should stay small."""
 
 _PROBE = 64
 """Rows of a chunk that are looked at first, to see whether the rest is worth looking at."""
-
-
-def auto_tolerance(dtype: DTypeLike) -> float:
-    """Mass a row may leave out under ``sparse_backward="auto"``: half an ulp of the operands' dtype, since dlogits are
-    rounded to it in any case. 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32."""
-    return float(jnp.finfo(dtype).eps) / 2
-
-
-def in_words(mass: float | None) -> str:
-    """A tolerance as people write it."""
-    if mass is None or math.isnan(mass):
-        return "the given mass"
-    return f"2^{round(math.log2(mass))}" if math.log2(mass).is_integer() else f"{mass:.3g}"
 
 
 def hard_chunk(chunk: int) -> int:
@@ -183,7 +176,7 @@ class Sparse(Around[Problem, Wanted]):
             easy = Known(stats, without(g, hard))
             start = None if common is None else in_their_place(common, found.left_out, easy.g, part.transform)
             chunk = add_slabs(
-                rule, rule.slabs(found.count), found.index, lambda index, _: columns_of.take_logits(x, index), part,
+                rule, rule.slabs(found.count), found.index, lambda index, _: take_logits(x, index), part,
                 easy, Gradients(start, total.head),
             )  # fmt: skip
             total = _put(visit, total, chunk)

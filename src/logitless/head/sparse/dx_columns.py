@@ -33,6 +33,7 @@ from logitless.core.row_passes import columns, over_columns
 from logitless.head.linear import add_dhead, dhidden
 from logitless.head.sparse import active_columns as columns_of
 from logitless.head.sparse.active_columns import Columns, Rule
+from logitless.head.sparse.gather import head_columns, no_head_columns, put_head_columns, take_logits
 
 FLOOR = 4.0
 """Least scale of a row, in units of the chunk's root mean square."""
@@ -119,11 +120,11 @@ def add_columns(
 
     def slab(i: Array, state: Gradients) -> Gradients:
         index = lax.dynamic_slice_in_dim(own.index, i * rule.slab, rule.slab)
-        part = columns_of.head_columns(p.head, index)
+        part = head_columns(p.head, index)
         here = easy[:, None] & (index < dx.shape[1])[None, :]
-        d = jnp.where(here, columns_of.take_logits(dx, index), jnp.zeros((), dx.dtype))
+        d = jnp.where(here, take_logits(dx, index), jnp.zeros((), dx.dtype))
         dh = None if state.hidden is None else state.hidden + dhidden(d.astype(p.h.dtype), part)
-        grads = add_dhead(columns_of.no_head_columns(state.head, part), d, p.h, part)
-        return Gradients(dh, columns_of.put_head_columns(state.head, index, grads, part.layout))
+        grads = add_dhead(no_head_columns(state.head, part), d, p.h, part)
+        return Gradients(dh, put_head_columns(state.head, index, grads, part.layout))
 
     return lax.fori_loop(0, rule.slabs(own.count), slab, Gradients(hidden, total.head))

@@ -25,7 +25,7 @@ import numpy as np
 
 from logitless.core.chunk_size import platform
 from logitless.core.registry import KERNELS
-from logitless.head.sparse.backend import auto_tolerance
+from logitless.head.sparse.active_columns import auto_tolerance
 from logitless.lab.bench import gradcheck_runs as runs
 from logitless.lab.bench import turns
 from logitless.lab.bench.arm_program import SPARSE_METRICS

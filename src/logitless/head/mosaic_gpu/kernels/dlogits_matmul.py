@@ -38,7 +38,7 @@ from logitless.core.stats import LogitTransform, dz_at_target, dz_line
 from logitless.head.mosaic_gpu.kernels import pipeline
 from logitless.head.mosaic_gpu.kernels.pipeline import LOG2E, LOW, Pipeline, Running, across, token_rows, whole_bias
 from logitless.head.mosaic_gpu.kernels.schedule import COMPUTE, Listed, Slots, Tiles, Visits, tiles_for
-from logitless.head.sparse.column_gather import Known
+from logitless.head.sparse.gather import Known
 
 _ROW_NUMBERS = 6
 _NONE = -(2.0**14)
