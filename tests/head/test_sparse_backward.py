@@ -452,7 +452,7 @@ def test_explain_says_what_it_does() -> None:
 @pytest.mark.parametrize("by_element", [False, True])
 def test_columns_of_a_head_by_column(by_element: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken and put back, as a CPU and as a GPU compiles it: in any order, and none beyond the vocabulary."""
-    monkeypatch.setattr(columns, "_by_element", lambda: by_element)
+    monkeypatch.setattr(gather, "_by_element", lambda: by_element)
     rng, vocab = np.random.default_rng(0), 50
     w = jnp.asarray(rng.normal(size=(8, vocab)), jnp.float32)
     index = jnp.asarray([7, 49, 0, vocab, 2 * vocab, 21], jnp.int32)

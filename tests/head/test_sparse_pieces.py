@@ -14,7 +14,7 @@ from logitless.core.problem import Call, HeadArrays, HeadGrads, Linear, Problem
 from logitless.core.row_passes import Visit, front, rows_in_parts
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head import linear
-from logitless.head.sparse import active_columns
+from logitless.head.sparse import active_columns, gather
 from logitless.head.sparse.active_columns import Rule, expected_lse, target_logits
 from logitless.head.sparse.gather import Ordered, in_order, in_their_place, mass_beside, mean_row, some
 
@@ -111,7 +111,7 @@ def test_columns_are_taken_and_put_back_in_every_array(
     layout: Any, add: bool, by_element: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weight, bias and LoRA's outer factor; its inner one has no columns. None beyond the vocabulary."""
-    monkeypatch.setattr(active_columns, "_by_element", lambda: by_element)
+    monkeypatch.setattr(gather, "_by_element", lambda: by_element)
     rng = np.random.default_rng(1)
 
     def array(*shape: int) -> Any:

@@ -31,7 +31,7 @@ from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.mosaic_gpu.kernels.schedule import check
 from logitless.logits.mosaic_gpu import backend as row_kernel
-from logitless.logits.mosaic_gpu import pair_rows
+from logitless.logits.mosaic_gpu import layout, pair_rows
 from logitless.logits.mosaic_gpu.layout import Destination
 from logitless.objectives.token_program import token_program
 
@@ -73,7 +73,7 @@ class MosaicGpu(Chunked):
             return "it has no vocabulary-parallel form yet"
         if p.teacher is not None and (why := pair_rows.not_served_because(p, p.call.logits_dtype)) is not None:
             return why
-        return refusal(row_kernel.check, p.call.chunk, p.head.vocab, p.call.logits_dtype)
+        return refusal(layout.check, p.call.chunk, p.head.vocab, p.call.logits_dtype)
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost = super().describe(p, way)

@@ -117,31 +117,40 @@ def gradients(task: Task) -> tuple[Gradients, Array, Array, Array]:
     p, want, sizes, c = task.p, task.want, task.sizes, task.found.columns
     fits = sizes.holds(c.count) & ~c.dense
     active = _gathered(task, Live(task.f.count, c.count + 1, jnp.int32(0)).where(fits))
+
+    # dlogits: the memory of dW holds dx of the tokens
     buffer = DweightBuffer.for_dx(p, want, sizes)
     rows = rows_of(p, task.known)
     dx, kept = _dlogits(task, active, buffer.tokens(), p.h, rows, active.visits)
 
+    # classify
     left_out, is_hard = _judged(task, kept)
     hard = hard_rows(is_hard, sizes.hard)
     ok = fits & (hard.count <= sizes.hard)
     active = dataclasses.replace(active, live=dataclasses.replace(active.live, hard=hard.count).where(ok))
 
+    # dlogits of the hard rows, behind the tokens'
     dx = _dlogits_of_hard(task, active, buffer.holding(dx), hard, rows)
     both, hidden = active.live.with_hard(sizes, active.visits), None
+
+    # dhidden
     if want.hidden:
         dx = _with_stand_ins(task, dx, left_out, is_hard)
         hidden = _dhidden(task, active, buffer.holding(dx).tokens(), hard, both)
-    # All that is small, now: whatever follows the synchronisation waits for the host to prepare it.
+
+    # column chunks, if not everything fits. First all that is small: what follows the synchronisation waits for the
+    # host to prepare it
     lists, token = dweight_buffer.of_columns(active.live, both), dweight_buffer.tokens_of(task.f, sizes, hard, is_hard)
     ok, _, lists, token = lax.optimization_barrier((ok, active.live, lists, token))
-
     buffer = buffer.holding(dx).with_dweight(p, want)
     bias = jnp.zeros((p.head.vocab,), jnp.float32) if want.bias else None
     # So many hard rows are too many even when every token meets all active columns.
     dense = c.dense | (fits & (hard.count > 2 * sizes.hard))
-    start = State(hidden, bias, buffer), left_out, hard, dense
-    total, left_out, hard, dense = once(~ok, lambda s: _in_column_chunks(task, rows, s[0], s[3]), start)
+    total, left_out, hard, dense = once(
+        ~ok, lambda s: _in_column_chunks(task, rows, s[0], s[3]), (State(hidden, bias, buffer), left_out, hard, dense)
+    )
 
+    # dweight of the active columns; after it the memory of dW is dW's
     own = HeadGrads(None, None)
     if want.weight or want.bias:
         own = dweight_buffer.dhead(task.f, want, total.buffer.tokens(), both, lists, token, sizes)
@@ -149,13 +158,14 @@ def gradients(task: Task) -> tuple[Gradients, Array, Array, Array]:
         own, dx, hard = lax.optimization_barrier((own, total.buffer.dx, hard))
         total = dataclasses.replace(total, buffer=total.buffer.holding(dx))
         hard = dataclasses.replace(hard, count=_in_two_graphs(hard.count))
-    all_of_it = Gradients(total.hidden, HeadGrads(total.buffer.dweight(p), total.bias))
+    grads = Gradients(total.hidden, HeadGrads(total.buffer.dweight(p), total.bias))
+
+    # hard rows, in the other columns; then the active columns, where the hard rows have written zeros
     left_out, hard = lax.optimization_barrier((left_out, hard))
-    all_of_it = dweight_buffer.add_hard_rows(task.f, hard, rows, task.found.spans.active, all_of_it, ok)
+    grads = dweight_buffer.add_hard_rows(task.f, hard, rows, task.found.spans.active, grads, ok)
     index = jnp.where(ok, active.index, p.head.vocab + jnp.arange(sizes.columns, dtype=jnp.int32))
-    # Hard rows have zeros there.
-    head = put_head_columns(all_of_it.head, index, own, p.head.layout, add=False, ascending=False)
-    return Gradients(all_of_it.hidden, head), left_out, jnp.where(ok, active.visits.columns(), c.count), dense
+    grads = Gradients(grads.hidden, put_head_columns(grads.head, index, own, p.head.layout, add=False, ascending=False))
+    return grads, left_out, jnp.where(ok, active.visits.columns(), c.count), dense
 
 
 # -- gather ----------------------------------------------------------------------------------------------------------
@@ -323,9 +333,7 @@ def _over_columns(task: Task, rows: Rows, chosen: Array, state: State) -> tuple[
     f, p, sizes, in_place = task.f, task.p, task.sizes, state.buffer.in_place
     vocab, count = p.head.vocab, jnp.sum(chosen, dtype=jnp.int32)
     order = _ColumnOrder(sizes, p.h.shape[1], in_place, count)
-    whole = tile_count(vocab, COLUMNS) * COLUMNS + sizes.columns
-    ids = jnp.arange(whole, dtype=jnp.int32)
-    index = jnp.sort(jnp.where(jnp.pad(chosen, (0, whole - vocab)), ids, vocab + ids))
+    index = _chosen_first(chosen, sizes.columns)
     at = jnp.arange(sizes.columns, dtype=jnp.int32)
     nowhere, token = vocab + at, dweight_buffer.tokens_of(f, sizes)
 
@@ -366,6 +374,14 @@ def _over_columns(task: Task, rows: Rows, chosen: Array, state: State) -> tuple[
         weight = _spread(weight, index, chosen, count, sizes.columns)
         state = dataclasses.replace(state, buffer=state.buffer.holding(weight.reshape(state.buffer.dx.shape)))
     return state, lacks, kept
+
+
+def _chosen_first(chosen: Array, more: int) -> Array:
+    """int32: the columns ``chosen [V]``, ascending, then numbers beyond the vocabulary; ``more`` than V of them."""
+    vocab = chosen.size
+    whole = tile_count(vocab, COLUMNS) * COLUMNS + more
+    ids = jnp.arange(whole, dtype=jnp.int32)
+    return jnp.sort(jnp.where(jnp.pad(chosen, (0, whole - vocab)), ids, vocab + ids))
 
 
 def _chunk_gradients(

@@ -1,9 +1,9 @@
 """Logits-level kernels for Hopper GPUs (Pallas Mosaic GPU).
 
-backend    what is launched on which problem, and the rule for its tiles
+backend    what is launched on which problem
 kernels    the three kernels
-tiles      how a row is worked on: copies, patches, the two sweeps
-layout     where rows lie in memory, and how they are cut into tiles
+row_sweep  how a row is worked on: copies, patches, sums, the two sweeps
+layout     where rows lie in memory, how they are cut into tiles, and which shapes are served
 scalars    the maths of a row's statistics inside a kernel
 
 For two distributions, a student's and its teacher's:

@@ -5,12 +5,12 @@
     stats_and_dlogits  statistics, an objective's cotangents, and dlogits; one read of HBM, one write
 
 dlogits have the dtype of the logits, or a requested dtype: the kernels round float32 to 16 bits while writing
-(:func:`rounds`); any other conversion takes a separate pass. They are written over the logits, into an array of their
-own, or into some rows of a larger array (:class:`Destination`).
+(``layout.rounds``); any other conversion takes a separate pass. They are written over the logits, into an array of
+their own, or into some rows of a larger array (:class:`Destination`).
 
-The maths is in ``core/stats.py``; ``layout.py`` says where rows lie in memory, ``tiles.py``
-how one is worked on, ``kernels.py`` holds the kernels, and this file chooses tiles and launches. Rows whose ``live`` is
-false are not read.
+The maths is in ``core/stats.py``; ``layout.py`` says where rows lie in memory and chooses tiles, ``row_sweep.py`` how a
+row is worked on, ``kernels.py`` holds the kernels, and this file launches them. Rows whose ``live`` is false are not
+read.
 """
 
 from __future__ import annotations
@@ -27,108 +27,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from logitless.core.backend import Split, refusal
-from logitless.core.compat import Ref, gpu_interpreter, mosaic_gpu_reason
+from logitless.core.compat import Ref, gpu_interpreter
 from logitless.core.problem import Given, Problem
 from logitless.core.stats import STAT_FIELDS, LogitTransform, StatCotangents, TokenStats, stats_of_columns
 from logitless.logits.chunked import Chunked
 from logitless.logits.mosaic_gpu import kernels
 from logitless.logits.mosaic_gpu.kernels import Operands, Shared
-from logitless.logits.mosaic_gpu.layout import Destination, Shape, Tiles
+from logitless.logits.mosaic_gpu.layout import Destination, Shape, Tiles, check, describe, fitted, rounds, tiles_for
 from logitless.objectives.token_program import TokenProgram
-
-_DTYPES = ("float32", "bfloat16", "float16")
-_SHARED_BYTES = 216 * 1024  # of the 227 KiB a Hopper block may have; the rest holds barriers and reductions
-_BARRIERS = 32  # a Mosaic barrier array holds at most this many
-_INT32 = 2**31 - 1
-_WARPGROUPS = 4  # 512 threads with 128 registers each: no kernel spills in a loop
-_TILE_BYTES = 8192
-_LANES = 512
-_OUT = 2  # slots for dlogits of another dtype than the logits': one is written while the other is copied out
-_BLOCKS = 132  # streaming multiprocessors of an H100 or H200
-
-
-def rounds(v: int, dtype: DTypeLike, out: DTypeLike | None) -> bool:
-    """Whether the kernels themselves write dlogits in ``out``, another dtype than that of the logits.
-
-    16 bits of float32, where rows of both start at multiples of 16 bytes: a ragged row would be cut at other columns
-    when it is written than when it is read. Elsewhere dlogits are written in the dtype of the logits and converted.
-    """
-    out = jnp.dtype(out)
-    narrower = jnp.dtype(dtype) == jnp.float32 and out.name in _DTYPES and out.itemsize == 2
-    return narrower and v % (16 // out.itemsize) == 0
-
-
-def tiles_for(n: int, v: int, dtype: DTypeLike, out: DTypeLike | None = None) -> Tiles:
-    """The rule: four warpgroups, 8 KiB tiles, a ring of three slots, as many slots as shared memory holds.
-
-    On an H200 at (4096, 151936) bfloat16 that takes 1.03 times a plain copy; two warpgroups 1.22, 6 KiB tiles 1.07
-    (docs/benchmarks.md). Vocabularies of fewer than eight tiles get smaller ones, down to ``_LANES`` columns, so that
-    each warpgroup has two: one is swept while the other is copied. ``out`` is the dtype of dlogits that the kernel
-    rounds.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    columns = max(_TILE_BYTES // itemsize, _LANES)
-    while columns > _LANES and -(-v // columns) < 2 * _WARPGROUPS:
-        columns //= 2
-    return fitted(Tiles(_WARPGROUPS, columns, _BARRIERS, 3, 1, _LANES, _BLOCKS), n, v, itemsize, out)
-
-
-def fitted(t: Tiles, n: int, v: int, itemsize: int, out: DTypeLike | None = None) -> Tiles:
-    """``t`` with slots and ring cut down to shared memory, to the barrier limit and to the tiles there are.
-
-    Tiles of ragged rows grow by ``lanes`` where the last one would hold less than a word of some row. With the dtype
-    ``out`` of rounded dlogits, these have slots of their own.
-    """
-    shape = Shape(n, v, v, 16 // itemsize)
-    while not shape.suits(t):
-        t = dataclasses.replace(t, columns=t.columns + t.lanes)
-    tiles = shape.tiles(t)
-    t = dataclasses.replace(t, warpgroups=min(t.warpgroups, tiles), out=0 if out is None else _OUT)
-    room = _SHARED_BYTES - (t.warpgroups - 1) * 16 * t.lanes
-    if out is not None:
-        room -= t.warpgroups * t.out * t.columns * jnp.dtype(out).itemsize
-    slots = min(t.slots, room // (t.warpgroups * t.columns * itemsize), _BARRIERS // t.warpgroups)
-    slots = max(min(slots, -(-tiles // t.warpgroups)), 1)
-    ring = min(t.ring, (slots + 1) // 2)
-    return dataclasses.replace(t, slots=slots, ring=ring, blocks=min(t.blocks, n))
-
-
-def check(n: int, v: int, dtype: DTypeLike, platform: str = "gpu", interpret: bool = False) -> None:
-    """Raise ``NotImplementedError`` with the reason where these kernels cannot run."""
-    name = jnp.dtype(dtype).name
-    why = mosaic_gpu_reason()
-    if why is not None:
-        raise NotImplementedError(f"mosaic_gpu: {why}")
-    if name not in _DTYPES:
-        raise NotImplementedError(f"mosaic_gpu: logits are {name}; it takes {', '.join(_DTYPES)}")
-    if platform not in ("gpu", "cuda") and not interpret:
-        raise NotImplementedError(f"mosaic_gpu: it runs on a Hopper GPU, not on {platform}")
-    if n < 1 or v < 1:
-        raise NotImplementedError(f"mosaic_gpu: logits [{n}, {v}] are empty")
-    shape = Shape(n, v, v, 16 // jnp.dtype(dtype).itemsize)
-    if shape.ragged and v < 4 * shape.unit:
-        raise NotImplementedError(f"mosaic_gpu: rows of {v} {name} logits are shorter than the 64 bytes it needs")
-    if not shape.group and n * v > _INT32:
-        raise NotImplementedError(
-            f"mosaic_gpu: {n} rows of {v} {name} logits are more than 2^31 logits whose rows start between multiples "
-            f"of 16 bytes (a vocabulary, or a number of rows, that is a multiple of {shape.unit} would do)"
-        )
-
-
-def describe(n: int, v: int, dtype: DTypeLike) -> dict[str, object]:
-    """Tiles and bytes moved, for ``explain``."""
-    t = tiles_for(n, v, dtype)
-    itemsize = jnp.dtype(dtype).itemsize
-    size = n * v * itemsize
-    per_group = -(-Shape(n, v, v, 16 // itemsize).tiles(t) // t.warpgroups)
-    return {
-        "columns": t.columns,
-        "warpgroups": t.warpgroups,
-        "slots": t.slots,
-        "blocks": t.blocks,
-        "hbm_bytes": 2 * size,
-        "l2_bytes": size * max(per_group - t.slots, 0) // per_group,
-    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The three Mosaic GPU row kernels: statistics, dlogits, and both from one read of the logits.
 
-``tiles.py`` says how a row is cut up. HBM bytes: ``statistics`` reads the logits once; ``gradient`` reads
+``row_sweep.py`` says how a row is cut up. HBM bytes: ``statistics`` reads the logits once; ``gradient`` reads
 them once and writes dlogits once; ``both`` does the same, and reads the part of a row that does not fit
 into shared memory a second time, from L2. dlogits have the dtype of the logits and may be written over them, or, of
 float32 logits, 2 bytes each in an array of their own: 6 bytes an element instead of 8, and no pass that converts them
@@ -26,8 +26,15 @@ from logitless.core.compat import Ref, gpu_load
 from logitless.core.stats import STAT_FIELDS, LogitTransform, StatCotangents, TokenStats, swept
 from logitless.logits.mosaic_gpu import scalars as scalar
 from logitless.logits.mosaic_gpu.layout import Shape, Tiles
-from logitless.logits.mosaic_gpu.row_terms import Coefficients, Lanes, coefficients, row_sums
-from logitless.logits.mosaic_gpu.tiles import Sweep, clear_dead_rows, next_row
+from logitless.logits.mosaic_gpu.row_sweep import (
+    Coefficients,
+    Lanes,
+    Sweep,
+    clear_dead_rows,
+    coefficients,
+    next_row,
+    row_sums,
+)
 
 _NOWHERE = -64  # a column left of every place of a row's first tile
 
@@ -295,86 +302,55 @@ def gradient(o: Operands, sm: Shared) -> None:
     _meet(sm, copies)
 
 
-def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Array]]) -> None:
-    """Statistics, the objective's cotangents, and dlogits (``o.given``: ``count`` numbers, then columns ``[N]``).
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """Slots of :func:`both`: ``held`` of them keep a tile from sweep 1 to sweep 2, ``ring`` are reused within sweep 1
+    and hold the last tiles at its end."""
 
-    Of the ``slots``, ``held`` slots keep a tile from sweep 1 to sweep 2, and ``ring`` slots are reused within sweep 1
-    and hold the last tiles at its end. Sweep 2 goes backwards through the streamed tiles, so that the second reads
-    follow their first reads closely, then through the held tiles.
-    """
+    held: int
+    ring: int
+    lag: int  # tiles on their way out when a slot is refilled
+
+    @staticmethod
+    def of(shape: Shape, t: Tiles) -> _Slots:
+        most = -(-shape.tiles(t) // t.warpgroups)
+        held, ring = (most, 0) if most <= t.slots else (t.slots - t.ring, t.ring)
+        return _Slots(held, ring, 0 if t.out else max(min(t.lag, (ring or most) - 1), 0))
+
+    def at(self, j: Array) -> Array:
+        """The slot of a warpgroup's tile ``j``."""
+        held, ring = self.held, self.ring
+        return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
+
+    def streamed(self, sweep: Sweep) -> Array:
+        """Tiles beyond those that are held."""
+        return jnp.maximum(sweep.count - self.held, 0)
+
+
+def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Array]]) -> None:
+    """Statistics, the objective's cotangents, and dlogits (``o.given``: ``count`` numbers, then columns ``[N]``)."""
     shape, t = o.shape, o.tiles
     copies = Sweep(o, sm, LogitTransform())
-    most = -(-shape.tiles(t) // t.warpgroups)
-    held = most if most <= t.slots else t.slots - t.ring
-    ring = 0 if most <= t.slots else t.ring
-    lag = 0 if t.out else max(min(t.lag, (ring or most) - 1), 0)
+    slots = _Slots.of(shape, t)
     start = o.first_row()
     at_once = jnp.minimum(copies.count, t.slots)
     pl.when(start < shape.rows)(lambda: _loop(at_once, lambda j: copies.load(start, j, j)))
     numbers = [ref[0] for ref in o.given[:count]]
 
-    def slot_of(j: Array) -> Array:
-        return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
-
     def row(r: Array, label: Array, after: Array, n: Array) -> None:
         sweep = Sweep(o, sm, o.transform_at(r), r)
         target = o.target_at(r, label)
         own = [ref[r] for ref in o.given[count:]]
-        streamed = jnp.maximum(sweep.count - held, 0)
-
-        def tile_1(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-            slot = slot_of(j)
-            sweep.wait(j, slot)
-            sweep.hide_padding(j, slot)
-            sweep.hide_target(j, slot, target.hide)
-            sums = sweep.accumulate(j, slot, Lanes(*leaves), target.hide)
-            if ring:
-
-                @pl.when(jnp.logical_and(j >= held, j + ring < sweep.count))
-                def _() -> None:
-                    plgpu.commit_smem()  # everybody has read the slot
-                    sweep.load(r, j + ring, slot)
-
-            return sums.leaves()
-
-        sums = lax.fori_loop(jnp.int32(0), sweep.count, tile_1, Lanes.empty(t.lanes, sweep.layout).leaves())
+        streamed = slots.streamed(sweep)
+        sums = _first_sweep(sweep, slots, r, target)
 
         def cotangents(s: TokenStats) -> StatCotangents:
             g_logp, g_entropy = scalar.run(run, numbers, own, s.logp, s.entropy)
             return StatCotangents(g_logp, g_entropy, jnp.float32(0.0))
 
-        _finish_row(o, sm, sweep, Lanes(*sums), target, cotangents)
+        _finish_row(o, sm, sweep, sums, target, cotangents)
         c = Coefficients(*(sm.row[q] for q in range(len(Coefficients.__dataclass_fields__))))
-
-        def order(q: Array) -> Array:
-            return jnp.where(q < streamed, sweep.count - 1 - q, q - streamed)
-
-        def refill(q: Array) -> None:
-            j = order(q)
-            slot = slot_of(j)
-            again = q < streamed - ring
-            pl.when(again)(lambda: sweep.load(r, j - ring, slot))
-            pl.when(jnp.logical_and(jnp.logical_not(again), after < shape.rows))(lambda: sweep.load(after, slot, slot))
-
-        def tile_2(q: Array) -> None:
-            j = order(q)
-            slot = slot_of(j)
-            if ring:
-
-                @pl.when(jnp.logical_and(q >= ring, q < streamed))
-                def _() -> None:
-                    sweep.wait(j, slot)
-                    sweep.hide_padding(j, slot)
-
-            to = sweep.free_out(slot, n * sweep.count + q)
-            lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c, to), lambda: sweep.clear(to))
-            sweep.put(j, to, target.hide, c.at_target)
-            plgpu.commit_smem()
-            sweep.store(o.out, r, j, to)
-            _refill_behind(t, lag, q, refill)
-
-        _loop(sweep.count, tile_2)
-        _drain(lag, sweep.count, refill)
+        _second_sweep(o, sweep, slots, _Turn(r, after, n, streamed), target, c)
 
     _rows(o, row)
     plgpu.wait_smem_to_gmem(0)
@@ -382,3 +358,72 @@ def both(o: Operands, sm: Shared, count: int, run: Callable[..., tuple[Array, Ar
     pl.when(copies.w == 0)(lambda: clear_dead_rows(copies, None, o.stats, o.live, shape.rows))
     plgpu.wait_smem_to_gmem(0)
     _meet(sm, copies)
+
+
+def _first_sweep(sweep: Sweep, slots: _Slots, r: Array, target: Target) -> Lanes:
+    """The row's sums."""
+
+    def tile(j: Array, leaves: tuple[Array, ...]) -> tuple[Array, ...]:
+        slot = slots.at(j)
+        sweep.wait(j, slot)
+        sweep.hide_padding(j, slot)
+        sweep.hide_target(j, slot, target.hide)
+        sums = sweep.accumulate(j, slot, Lanes(*leaves), target.hide)
+        if slots.ring:
+
+            @pl.when(jnp.logical_and(j >= slots.held, j + slots.ring < sweep.count))
+            def _() -> None:
+                plgpu.commit_smem()  # everybody has read the slot
+                sweep.load(r, j + slots.ring, slot)
+
+        return sums.leaves()
+
+    empty = Lanes.empty(sweep.t.lanes, sweep.layout).leaves()
+    return Lanes(*lax.fori_loop(jnp.int32(0), sweep.count, tile, empty))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A block's turn at a row."""
+
+    row: Array
+    after: Array  # its next row
+    number: Array  # rows before
+    streamed: Array  # tiles beyond those that are held
+
+
+def _second_sweep(o: Operands, sweep: Sweep, slots: _Slots, turn: _Turn, target: Target, c: Coefficients) -> None:
+    """dlogits, backwards through the streamed tiles, so that the second reads follow their first reads closely, then
+    through the held tiles."""
+    ring, streamed = slots.ring, turn.streamed
+
+    def order(q: Array) -> Array:
+        return jnp.where(q < streamed, sweep.count - 1 - q, q - streamed)
+
+    def refill(q: Array) -> None:
+        j = order(q)
+        slot = slots.at(j)
+        again = q < streamed - ring
+        pl.when(again)(lambda: sweep.load(turn.row, j - ring, slot))
+        another = jnp.logical_and(jnp.logical_not(again), turn.after < o.shape.rows)
+        pl.when(another)(lambda: sweep.load(turn.after, slot, slot))
+
+    def tile(q: Array) -> None:
+        j = order(q)
+        slot = slots.at(j)
+        if ring:
+
+            @pl.when(jnp.logical_and(q >= ring, q < streamed))
+            def _() -> None:
+                sweep.wait(j, slot)
+                sweep.hide_padding(j, slot)
+
+        to = sweep.free_out(slot, turn.number * sweep.count + q)
+        lax.cond(c.nonzero != 0, lambda: sweep.emit(j, slot, c, to), lambda: sweep.clear(to))
+        sweep.put(j, to, target.hide, c.at_target)
+        plgpu.commit_smem()
+        sweep.store(o.out, turn.row, j, to)
+        _refill_behind(o.tiles, slots.lag, q, refill)
+
+    _loop(sweep.count, tile)
+    _drain(slots.lag, sweep.count, refill)

@@ -233,6 +233,15 @@ def _compute(m: Running, refs: _Refs, vocab_size: int, logits_dtype: DTypeLike) 
     plgpu.wait_smem_to_gmem(0)
 
 
+def _tiles_with_masked_columns(p: Problem, t: Tiles, token_tiles: int, vocab_tiles: int) -> Array:
+    """int32 ``[token tiles * 2, vocab tiles]``, per warpgroup: 1 for the tiles of its targets, and for a partial last
+    tile."""
+    row, targets = jnp.arange(p.n) // t.rows, p.targets
+    special = jnp.zeros((token_tiles * COMPUTE, vocab_tiles), jnp.int32)
+    special = special.at[row, jnp.where(targets < 0, vocab_tiles, targets // t.columns)].set(1, mode="drop")
+    return special.at[:, -1].set(1) if p.call.vocab_size % t.columns else special
+
+
 def _partial_sums(
     p: Problem, n_live: Array | int | None, t: Tiles, screen: Array | None
 ) -> tuple[Array, Array, Array | None]:
@@ -240,29 +249,22 @@ def _partial_sums(
     first. ``words [vocab tiles, padded N, 8]`` are the bits of ``screen [N]``; those of dead token tiles are not
     written."""
     (n, h), vocab_size = p.h.shape, p.call.vocab_size
-    targets, transform, bias = p.targets, p.transform, p.head.bias
-    token_tiles, vocab_tiles, steps = -(-n // t.tokens), -(-vocab_size // t.columns), -(-h // TILE_K)
+    transform, bias = p.transform, p.head.bias
+    token_tiles, vocab_tiles = -(-n // t.tokens), -(-vocab_size // t.columns)
     padded = token_tiles * t.tokens
-    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, steps - 1))
+    t = dataclasses.replace(t, stagger=min(t.stagger, t.stages - 1, -(-h // TILE_K) - 1))
     line = Pipeline(t, p.h, p.head.weight, False, p.head.layout == "hv", p.call.interpret)
     live = n if n_live is None else n_live
     plan = schedule(t, token_tiles, vocab_tiles, (live + t.tokens - 1) // t.tokens)
-    # Tiles with masked columns, per warpgroup: the tiles of its targets, and a partial last tile.
-    row = jnp.arange(n) // t.rows
-    special = jnp.zeros((token_tiles * COMPUTE, vocab_tiles), jnp.int32)
-    special = special.at[row, jnp.where(targets < 0, vocab_tiles, targets // t.columns)].set(1, mode="drop")
-    if vocab_size % t.columns:
-        special = special.at[:, -1].set(1)
-
+    special = _tiles_with_masked_columns(p, t, token_tiles, vocab_tiles)
     numbers = {k: jnp.asarray(x, jnp.float32) for k, x in dataclasses.asdict(transform).items() if x is not None}
     given = [x.reshape(1) if x.ndim == 0 else token_rows(x, padded, 1.0) for x in numbers.values()]
     if bias is not None:
         given.append(whole_bias(bias, vocab_tiles * t.columns))
     if screen is not None:
         given.append(token_rows(screen, padded, jnp.inf))
-    y = token_rows(targets.astype(jnp.int32), padded, -1)
-    inputs = [p.h, p.head.weight, pipeline.table(plan), special, y, *given]
-    slots = t.runs(token_tiles, vocab_tiles) + 1
+    targets = token_rows(p.targets.astype(jnp.int32), padded, -1)
+    inputs = [p.h, p.head.weight, pipeline.table(plan), special, targets, *given]
     own = [plgpu.SMEM((COMPUTE, FIELDS, t.rows), jnp.float32)]
     if screen is not None:
         own.append(plgpu.SMEM((COMPUTE, t.rows, LANES), jnp.int32))
@@ -278,7 +280,7 @@ def _partial_sums(
         m = line.of(h, w, Runs(tasks), rest)
         m.roles(lambda: _compute(m, r, vocab_size, jnp.dtype(p.call.logits_dtype)))
 
-    sums_type = jax.ShapeDtypeStruct((FIELDS, slots, padded), jnp.float32)
+    sums_type = jax.ShapeDtypeStruct((FIELDS, t.runs(token_tiles, vocab_tiles) + 1, padded), jnp.float32)
     words_type = jax.ShapeDtypeStruct((vocab_tiles, padded, LANES), jnp.int32)
     out_type = sums_type if screen is None else (sums_type, words_type)
     out = line.run(kernel, inputs, out_type, [*own, *line.scratch()], transform.softcap)
