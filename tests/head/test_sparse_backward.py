@@ -24,7 +24,7 @@ from logitless.core.options import Options
 from logitless.core.problem import HeadArrays, HeadGrads
 from logitless.core.stats import StatCotangents
 from logitless.head.sparse import active_columns as columns
-from logitless.head.sparse import backend, gather
+from logitless.head.sparse import gather
 from loss_cases import token_stats
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
@@ -107,7 +107,7 @@ def active_sets(p: np.ndarray, y: np.ndarray, tolerance: float) -> list[np.ndarr
 def test_auto_is_as_good_as_the_ordinary_path(dtype: str) -> None:
     case = calibrated(DTYPES[dtype])
     rest = loss_inputs(case)
-    value, _, report, grads = run(case, rest, backend.auto_tolerance(DTYPES[dtype]))
+    value, _, report, grads = run(case, rest, columns.auto_tolerance(DTYPES[dtype]))
     off_value, _, none, off = run(case, rest, None)
     assert none is None
     assert_same_bits(value, off_value)
