@@ -127,20 +127,27 @@ def test_with_a_teacher(kind: Divergence, late: bool) -> None:
 
 
 def test_chunks_visit_every_token_once_and_no_tile_too_many() -> None:
+    """Tokens with a gradient, and as many other live ones as fill their last tile; then the rest of these."""
     rng, n = np.random.default_rng(0), 100
     for count in (0, 1, 7, 8, 9, 31, 32, 33, 64, 99, 100):
-        order = rng.permutation(n).astype(np.int32)
         limit = min(count + 5, n)
-        chunks = stored_dx.Chunks(jnp.asarray(order), 0, jnp.int32(count), jnp.int32(limit), 32)
-        p = head_problem(jnp.zeros((n, 8)), jnp.zeros((16, 8)), jnp.zeros(n, jnp.int32), transform=LogitTransform())
+        moving, others, _ = np.split(rng.permutation(n), (count, limit))
+        arrays = jnp.zeros((n, 8)), jnp.zeros((16, 8)), jnp.zeros(n, jnp.int32)
+        p = head_problem(*arrays, transform=LogitTransform(), chunk=32)
+        moves, live = np.isin(np.arange(n), moving), np.isin(np.arange(n), [*moving, *others])
+        reached = min(-(-count // 8) * 8, limit)
+        first, rest = stored_dx._split(p, jnp.asarray(live), jnp.asarray(moves))
+        assert stored_dx._covered(first) == -(-count // 8) * 8
 
         def body(visit: Any, at: Any, x: Any, seen: Any) -> Any:
             return visit.put(seen[0], seen[0][visit.read] + 1), seen[1] + 1
 
-        seen, visits = chunks.run(p, body, (jnp.zeros(n, jnp.int32), jnp.int32(0)))
-        reached = min(-(-count // 8) * 8, limit)
-        assert set(np.flatnonzero(seen)) == set(order[:reached]) and int(seen.max(initial=0)) <= 1
-        assert visits == max(-(-count // 32), 1) and chunks.covered() == -(-count // 8) * 8
+        order = [*sorted(moving), *sorted(others)]
+        for chunks, own in ((first, order[:reached]), (rest, order[reached:])):
+            start = jnp.zeros(n, jnp.int32), jnp.int32(0)
+            seen, visits = stored_dx._over_chunks(chunks, p, body, start)
+            assert set(np.flatnonzero(seen)) == set(own) and int(seen.max(initial=0)) <= 1
+            assert visits == max(-(-int(chunks.count) // 32), 1)
 
 
 def test_it_serves_where_dx_takes_no_more_than_the_sum_of_dw() -> None:

@@ -32,7 +32,7 @@ from jax import Array, lax
 from logitless.core.backend import refusal
 from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
-from logitless.core.row_passes import Visit, split_sweep
+from logitless.core.row_passes import Sweep, Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import problem_of
 from logitless.head.linear import dx_dtype, raw_logits
@@ -107,48 +107,33 @@ def chunk_of(p: Problem[Linear]) -> int:
     return -(-min(p.call.chunk, CHUNK, p.n) // 8) * 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """``count`` tokens of ``order`` from position ``start`` on; tokens up to ``limit`` may fill up the last tile."""
-
-    order: Array
-    start: Array | int
-    count: Array
-    limit: Array
-    chunk: int
-
-    def visit(self, position: Array | int) -> Visit:
-        """A chunk from the own ``position`` on."""
-        n = self.order.size
-        at = position + jnp.arange(self.chunk, dtype=jnp.int32)
-        rows = self.order.at[jnp.minimum(self.start + at, n - 1)].get(mode="promise_in_bounds")
-        return Visit(read=rows, write=jnp.where(at < jnp.minimum(self.limit, self.covered()), rows, n))
-
-    def covered(self) -> Array:
-        """Tokens that the matmuls of all chunks reach."""
-        tile = min(_TILE, self.chunk)
-        whole, rest = self.count // self.chunk, self.count % self.chunk
-        return whole * self.chunk + jnp.minimum((rest + (tile - 1)) // tile * tile, self.chunk)
-
-    def run(self, p: Problem, body: Body[T], carry: T) -> T:
-        """``body(visit, first position, logits, carry)`` over all chunks, at least one."""
-        whole, rest = self.count // self.chunk, self.count % self.chunk
-
-        def step(i: Array | int, logits: Callable[[Array], Array], c: T) -> T:
-            position = jnp.asarray(i * self.chunk, jnp.int32)
-            visit = self.visit(position)
-            return body(visit, position, logits(visit.hidden(p)), c)
-
-        def all_rows(h: Array) -> Array:
-            return raw_logits(h, p.head, p.call.logits_dtype)
-
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i, all_rows, c), carry)
-        # A loop of one turn or none: a conditional would copy the carry.
-        last = jnp.asarray((rest > 0) | (self.count == 0), jnp.int32)
-        return lax.fori_loop(0, last, lambda _, c: step(whole, lambda h: _first_logits(h, rest, p), c), carry)
+def _covered(chunks: Sweep) -> Array | int:
+    """Tokens that the matmuls of all chunks reach: of the last chunk they do whole tiles."""
+    size = chunks.chunk
+    tile = min(_TILE, size)
+    whole, rest = chunks.count // size, chunks.count % size
+    return whole * size + jnp.minimum((rest + (tile - 1)) // tile * tile, size)
 
 
-def _first_logits(h: Array, count: Array, p: Problem) -> Array:
+def _over_chunks(chunks: Sweep, p: Problem, body: Body[T], carry: T) -> T:
+    """``body(visit, first position, logits, carry)`` over all chunks, at least one."""
+    whole, rest = chunks.count // chunks.chunk, chunks.count % chunks.chunk
+
+    def step(i: Array | int, logits: Callable[[Array], Array], c: T) -> T:
+        position = jnp.asarray(i * chunks.chunk, jnp.int32)
+        visit = chunks.visit(position, chunks.chunk)
+        return body(visit, position, logits(visit.hidden(p)), c)
+
+    def all_rows(h: Array) -> Array:
+        return raw_logits(h, p.head, p.call.logits_dtype)
+
+    carry = lax.fori_loop(0, whole, lambda i, c: step(i, all_rows, c), carry)
+    # A loop of one turn or none: a conditional would copy the carry.
+    last = jnp.asarray((rest > 0) | (chunks.count == 0), jnp.int32)
+    return lax.fori_loop(0, last, lambda _, c: step(whole, lambda h: _first_logits(h, rest, p), c), carry)
+
+
+def _first_logits(h: Array, count: Array | int, p: Problem) -> Array:
     """``[C, V]`` logits of the first ``count`` of ``h [C, H]`` in whole tiles; zeros behind them."""
 
     def of(size: int) -> Callable[[], Array]:
@@ -158,14 +143,13 @@ def _first_logits(h: Array, count: Array, p: Problem) -> Array:
     return lax.switch((jnp.maximum(count, 1) - 1) // _TILE, [of(size) for size in sizes])
 
 
-def _split(p: Problem, live: Array, moving: Array) -> tuple[Chunks, Chunks]:
+def _split(p: Problem, live: Array, moving: Array) -> tuple[Sweep, Sweep]:
     """``(live tokens that move, and as many others as fill their last tile; the other live tokens)``."""
     first, _ = split_sweep(live, moving, chunk_of(p))
-    assert first.order is not None
-    chunks = Chunks(first.order, 0, jnp.asarray(first.count), jnp.asarray(first.limit), first.chunk)
-    done = chunks.covered()
+    done = _covered(first)
     left = jnp.maximum(first.limit - done, 0)
-    return chunks, Chunks(first.order, done, left, left, first.chunk)
+    rest = dataclasses.replace(first, start=done, count=left, limit=left)
+    return dataclasses.replace(first, limit=jnp.minimum(first.limit, done)), rest
 
 
 def statistics(backend: MosaicGpu, p: Problem, loss: Loss) -> TokenStats:
@@ -176,13 +160,13 @@ def statistics(backend: MosaicGpu, p: Problem, loss: Loss) -> TokenStats:
     return out
 
 
-def _sweep_statistics(backend: MosaicGpu, p: Problem, chunks: Chunks, out: TokenStats) -> TokenStats:
+def _sweep_statistics(backend: MosaicGpu, p: Problem, chunks: Sweep, out: TokenStats) -> TokenStats:
     rows = jax.jit(backend.row_statistics)  # called twice, lowered once
 
     def body(visit: Visit, _: Array, x: Array, out: TokenStats) -> TokenStats:
         return visit.put_all(out, rows(x, problem_of(visit, p)))
 
-    return chunks.run(p, body, out)
+    return _over_chunks(chunks, p, body, out)
 
 
 def gradients_in_forward(backend: MosaicGpu, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, Gradients]:
@@ -227,7 +211,7 @@ def statistics_and_logits(backend: MosaicGpu, p: Problem) -> tuple[TokenStats, A
 
     size = whole_chunks(p.n, chunks.chunk)
     kept = _empty((size, p.head.vocab), jnp.dtype(p.call.logits_dtype))
-    return chunks.run(p, body, (p.blank_stats(), kept))
+    return _over_chunks(chunks, p, body, (p.blank_stats(), kept))
 
 
 def gradients_from_logits(
@@ -236,7 +220,7 @@ def gradients_from_logits(
     """From the logits of :func:`statistics_and_logits`: two matmuls per live token."""
     chunks = _live(p)
     size = len(logits)
-    visit = dataclasses.replace(chunks, chunk=size).visit(0)
+    visit = chunks.visit(0, size)
     dx = backend.row_dx(logits, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want))
     bias = jnp.sum(dx, axis=0, dtype=jnp.float32) if want.bias else None
     dx, count = dx.astype(p.h.dtype), jnp.maximum(chunks.count, 1)
@@ -245,7 +229,7 @@ def gradients_from_logits(
     return _finished(p, chunks, Gradients(hidden, HeadGrads(weight, bias)))
 
 
-def _live(p: Problem) -> Chunks:
+def _live(p: Problem) -> Sweep:
     """All live tokens."""
     live = jnp.ones((p.n,), bool) if p.live is None else p.live
     return _split(p, live, live)[0]
@@ -259,7 +243,7 @@ def _dtype(p: Problem, want: Wanted) -> jnp.dtype:
 def _gradients(
     p: Problem,
     want: Wanted,
-    moving: Chunks,
+    moving: Sweep,
     dx_of: Callable[[Visit, Array, T, Destination | None], tuple[T, Array]],
     carry: T,
 ) -> tuple[T, Gradients]:
@@ -292,7 +276,7 @@ def _gradients(
             bias = bias + jnp.sum(more, axis=0, dtype=jnp.float32)
             return carry, bias, lax.dynamic_update_slice(dx, more.astype(dx.dtype), (at, 0))
 
-        carry, bias, dx = own.run(p, body, (carry, total.head.bias, dx))
+        carry, bias, dx = _over_chunks(own, p, body, (carry, total.head.bias, dx))
         count = jnp.maximum(own.count, 1)  # at least one row, of zeros: dW is written in any case
         hidden, weight = total.hidden, total.head.weight
         if hidden is not None:
@@ -327,11 +311,10 @@ def _hidden_dtype(p: Problem) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if p.call.partial_hidden else p.h.dtype
 
 
-def _in_order(p: Problem, chunks: Chunks, size: int) -> Array:
+def _in_order(p: Problem, chunks: Sweep, size: int) -> Array:
     """``[size, H]``: hidden states of the tokens; zeros behind them, where a dead token may hold NaN."""
     at = jnp.arange(size, dtype=jnp.int32)
-    rows = chunks.order.at[jnp.minimum(chunks.start + at, p.n - 1)].get(mode="promise_in_bounds")
-    h = p.h.at[rows].get(mode="promise_in_bounds")
+    h = chunks.visit(0, size).take(p.h)
     return jnp.where((at < chunks.count)[:, None], h, jnp.zeros((), p.h.dtype))
 
 
@@ -353,7 +336,7 @@ def _dweight(p: Problem, dx: Array, h: Array, count: Array) -> Array:
     return dynamic_matmul.product(*pair, (*extent, count), **how)
 
 
-def _finished(p: Problem, moving: Chunks, total: Gradients) -> Gradients:
+def _finished(p: Problem, moving: Sweep, total: Gradients) -> Gradients:
     """In the order and the dtypes of the call."""
     hidden, bias = total.hidden, total.head.bias
     if hidden is not None:
