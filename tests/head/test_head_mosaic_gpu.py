@@ -275,9 +275,9 @@ def test_where_the_chunked_sweep_serves_instead(options):
         return runs.describe(p.calling(chunk=32), Way(loss=False, in_forward=False, reason=None)).fused_statistics
 
     p = problem(**options)
-    assert options.get("backend") or backend.not_fused_because(p) is not None
+    assert options.get("backend") or stats_matmul.not_served_because(p) is not None
     assert not fused(p)
-    assert backend.not_fused_because(problem()) is None and fused(problem())
+    assert stats_matmul.not_served_because(problem()) is None and fused(problem())
 
 
 @needs_mosaic

@@ -17,7 +17,6 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -29,24 +28,10 @@ from logitless.core.stats import RowSums, StatCotangents, TokenStats, sums_of_st
 from logitless.head.chunked import Chunked
 from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
-from logitless.head.mosaic_gpu.kernels.schedule import check
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.logits.mosaic_gpu import layout, pair_rows
 from logitless.logits.mosaic_gpu.layout import Destination
 from logitless.objectives.token_program import token_program
-
-
-def not_fused_because(p: Problem[Linear]) -> str | None:
-    """Why the fused matmul does not serve a problem (arrays or shapes), or ``None`` where it does."""
-    if jnp.dtype(p.call.logits_dtype) != jnp.float32:
-        return "rounded logits must be the same in both passes"
-    if p.head.lora_a is not None:
-        return "it has no LoRA"
-    if p.teacher is not None:
-        return "it has no second distribution"
-    if p.ids is not None:
-        return "it cannot leave the columns of given ids out of its sums"
-    return refusal(check, p)
 
 
 def _rows(x: Array, p: Rows, live: Array | None) -> Problem[Given]:
@@ -77,7 +62,7 @@ class MosaicGpu(Chunked):
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         cost = super().describe(p, way)
-        if way.in_forward or p.call.kept or not_fused_because(p) is not None:
+        if way.in_forward or p.call.kept or stats_matmul.not_served_because(p) is not None:
             return cost
         moved = f"{cost.bytes_moved}; the statistics by a fused matmul: no logits"
         return dataclasses.replace(cost, bytes_moved=moved, fused_statistics=True)
@@ -118,7 +103,7 @@ class MosaicGpu(Chunked):
 
     def token_statistics(self, p: Problem) -> TokenStats:
         """By the fused matmul where it can serve, else from logits by the matmul that the gradient has."""
-        if p.call.kept or not_fused_because(p) is not None:
+        if p.call.kept or stats_matmul.not_served_because(p) is not None:
             return super().token_statistics(p)
         f = front(p.live)
         return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
@@ -161,7 +146,7 @@ class StoredDx(MosaicGpu):
         return stored_dx.gradients(self, p, want, out, g)
 
     def token_statistics(self, p: Problem) -> TokenStats:
-        fused = not p.call.kept and not_fused_because(p) is None
+        fused = not p.call.kept and stats_matmul.not_served_because(p) is None
         return super().token_statistics(p) if fused else stored_dx.live_statistics(self, p)
 
 

@@ -28,11 +28,11 @@ from logitless.core.problem import Gradients, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import probabilities
 from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
-from logitless.head.chunked import finished
-from logitless.head.linear import raw_logits
+from logitless.head.linear import in_parameter_dtypes, raw_logits
 from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward
-from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form, not_fused_because
+from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
+from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, blank_report, chunk_report, in_words
 from logitless.head.sparse.gather import Known, Ordered, head_columns, in_order, mass_beside, misses, some, without
 
@@ -44,7 +44,7 @@ def not_screened_because(p: Problem[Linear]) -> str | None:
     """Why this form does not serve a problem (arrays or shapes); ``None`` where it does."""
     if p.call.mass is not None and p.call.mass < _LEAST_TOLERANCE:
         return f"a tolerance of {in_words(p.call.mass)} is less than one minus the kept mass can be judged by"
-    return not_fused_because(p) or dweight_buffer.not_served_because(p)
+    return stats_matmul.not_served_because(p) or dweight_buffer.not_served_because(p)
 
 
 def rule_of(p: Problem, want: Wanted) -> Rule:
@@ -77,7 +77,7 @@ class ScreenedSparse(Around[Problem, Wanted]):
     def supports(self, p: Problem[Linear], split: Split) -> str | None:
         if split.summed:
             return "its gradients are parts of a sum over devices"
-        return self.own.supports(p, split) or not_screened_because(p)
+        return not_screened_because(p)  # the row kernels serve whatever the screen does
 
     def describe(self, p: Problem[Linear], way: Way) -> Cost:
         rule = slab_rule(p.head.vocab)
@@ -190,7 +190,7 @@ def _gradients(f: Ordered, want: Wanted, known: Known, found: Screened) -> tuple
     task = sparse_backward.Task(f, want, known, found, rule, dweight_buffer.sizes_of(f.p, rule))
     total, left_out, width, dense = sparse_backward.gradients(task)
     columns = dataclasses.replace(found.columns, left_out=f.put_back(left_out), dense=dense)
-    return finished(f.p, total), columns, width
+    return Gradients(total.hidden, in_parameter_dtypes(total.head, f.p.head)), columns, width
 
 
 def _report(

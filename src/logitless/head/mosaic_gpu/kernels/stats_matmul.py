@@ -33,8 +33,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from logitless.core import stats as st
+from logitless.core.backend import refusal
 from logitless.core.compat import Ref
-from logitless.core.problem import Problem
+from logitless.core.problem import Linear, Problem
 from logitless.core.stats import NEG_INF, LogitTransform, RowSums, TokenStats, masked_stats, valid_targets
 from logitless.head.mosaic_gpu.kernels import pipeline
 from logitless.head.mosaic_gpu.kernels.pipeline import LOG2E, LOW, Pipeline, Running, across, token_rows, whole_bias
@@ -286,6 +287,19 @@ def _partial_sums(
     out = line.run(kernel, inputs, out_type, [*own, *line.scratch()], transform.softcap)
     sums, words = (out, None) if screen is None else out
     return sums, jnp.asarray(plan.parts), words
+
+
+def not_served_because(p: Problem[Linear]) -> str | None:
+    """Why this matmul does not serve a problem (arrays or shapes), or ``None`` where it does."""
+    if jnp.dtype(p.call.logits_dtype) != jnp.float32:
+        return "rounded logits must be the same in both passes"
+    if p.head.lora_a is not None:
+        return "it has no LoRA"
+    if p.teacher is not None:
+        return "it has no second distribution"
+    if p.ids is not None:
+        return "it cannot leave the columns of given ids out of its sums"
+    return refusal(check, p)
 
 
 def token_stats(p: Problem, n_live: Array | int | None = None, tiles: Tiles | None = None) -> TokenStats:
