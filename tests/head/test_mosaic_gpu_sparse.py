@@ -107,18 +107,25 @@ def test_bits_are_the_comparison_of_every_logit() -> None:
     assert_same_bits(stats, jax.jit(lambda p: stats_matmul.token_stats(p, n_live=live, tiles=SMALL))(p))
 
 
+def shape(*s: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(s, dtype)
+
+
+def for_cuda(run: Any, *args: Any) -> str:
+    """What a program is lowered to; it has a kernel in it."""
+    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    return str(text)
+
+
 @pytest.mark.parametrize("in_mesh", [False, True])
 def test_it_lowers_for_cuda(in_mesh: bool) -> None:
-    def shape(*s: int) -> Any:
-        return jax.ShapeDtypeStruct(s, jnp.bfloat16)
-
-    y, screens = jax.ShapeDtypeStruct((1024,), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.float32)
+    y, screens = shape(1024, dtype=jnp.int32), shape(1024, dtype=jnp.float32)
     p = head_problem(
         shape(1024, 512), shape(2048, 512), y, transform=LogitTransform(), vocab_size=2048, interpret=False
     )
     with jax.set_mesh(jax.make_mesh((1,), ("data",))) if in_mesh else contextlib.nullcontext():
-        lowered = jax.jit(stats_matmul.screened_stats).trace(p, screens).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+        for_cuda(stats_matmul.screened_stats, p, screens)
 
 
 # -- dx without logits -----------------------------------------------------------------------------------------------
@@ -207,18 +214,13 @@ def test_sums_lie_in_the_piece_of_their_own_warpgroup(narrow: bool) -> None:
     ("n", "v", "layout"), [(1024, 2048, "vh"), (128, 151936, "vh"), (300, 1000, "vh"), (256, 2048, "hv")]
 )
 def test_dx_lowers_for_cuda(n: int, v: int, layout: str) -> None:
-    def shape(dtype: Any, *s: int) -> Any:
-        return jax.ShapeDtypeStruct(s, dtype)
-
-    w = shape(jnp.bfloat16, *((v, 512) if layout == "vh" else (512, v)))
-    y, counts = shape(jnp.int32, n), shape(jnp.bool_, v)
-    p = head_problem(shape(jnp.bfloat16, n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
-    visited = shape(jnp.bool_, -(-n // 128), -(-v // 256))
-    run = jax.jit(lambda p, rows, counts, *rest: dlogits_matmul._columns_dx(p, rows, counts, p.head, *rest))
-    place = shape(jnp.bfloat16, math.prod(visited.shape) * 128, 256)
-    given = shape(jnp.float32, 6, n), counts, visited, shape(jnp.int32, 3 + math.prod(visited.shape)), place
-    lowered = run.trace(p, *given).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    w = shape(v, 512) if layout == "vh" else shape(512, v)
+    y, counts = shape(n, dtype=jnp.int32), shape(v, dtype=jnp.bool_)
+    p = head_problem(shape(n, 512), w, y, layout=layout, transform=LogitTransform(), interpret=False)
+    visited = shape(-(-n // 128), -(-v // 256), dtype=jnp.bool_)
+    tiles = math.prod(visited.shape)
+    given = shape(6, n, dtype=jnp.float32), counts, visited, shape(3 + tiles, dtype=jnp.int32), shape(tiles * 128, 256)
+    for_cuda(lambda p, rows, counts, *rest: dlogits_matmul._columns_dx(p, rows, counts, p.head, *rest), p, *given)
 
 
 @pytest.mark.parametrize(
@@ -397,15 +399,11 @@ def test_parts_of_the_depth_are_as_many_as_there_are_blocks_for() -> None:
 
 @pytest.mark.parametrize(("left_deep", "right_deep"), [(False, True), (True, True), (False, False)])
 def test_a_product_lowers_for_cuda(left_deep: bool, right_deep: bool) -> None:
-    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
-
     def run(left: Any, right: Any, into: Any, n: Any) -> Any:
         deep = dict(left_deep=left_deep, right_deep=right_deep, add=n > 7 if left_deep else None)
         return dynamic_matmul.product(left, right, (n, n, n), into=into, **deep)
 
-    n = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = jax.jit(run).trace(shape, shape, shape, n).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text() and "output_operand_alias" in lowered.as_text()
+    assert "output_operand_alias" in for_cuda(run, *[shape(1024, 1024)] * 3, shape(dtype=jnp.int32))
 
 
 # -- the screen ------------------------------------------------------------------------------------------------------
@@ -570,6 +568,12 @@ def test_gradients_are_as_good_as_the_exact_path_s(kind: str, name: str) -> None
     assert_true(kind, name, got)
 
 
+def clip_loss(case: Case, rest: Any, **options: Any) -> Any:
+    """``loss(h, w)`` with metrics, by the kernels."""
+    where = dict(SCREENED, sparse_backward=TOLERANCE, objective=OBJECTIVES["clip"], **options)
+    return lambda h, w: flat_calls.linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **rest)
+
+
 def gradients_again(name: str, dense: bool = False, **options: Any) -> None:
     """The gradients of :func:`outcome` by another way; ``dense``: in which all tokens go through all columns."""
     case, rest, (_, metrics, _), _ = outcome("clip", name)
@@ -578,15 +582,7 @@ def gradients_again(name: str, dense: bool = False, **options: Any) -> None:
         m = metric_values(metrics)
         return float(m["hard_rows"] + m["dense_chunks"])
 
-    @jax.jit
-    def again(h: Any, w: Any, y: Any, rest: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            where = dict(SCREENED, sparse_backward=TOLERANCE, **options)
-            return flat_calls.linear_grpo_loss(h, w, y, objective=OBJECTIVES["clip"], **where, **rest)
-
-        return jax.grad(loss, (0, 1), has_aux=True)(h, w)
-
-    got, own = again(*case.parameters(), jnp.asarray(case.targets), rest)
+    got, own = jax.jit(jax.grad(clip_loss(case, rest, **options), (0, 1), has_aux=True))(*case.parameters())
     assert_true("clip", name, got)
     # Where every token meets all active columns no more are hard.
     assert 0 < through_all_columns(own) <= (1 if dense else through_all_columns(metrics))
@@ -788,16 +784,9 @@ def test_a_flat_policy_is_seen_before_the_forward_matmul(known: bool) -> None:
 
 @pytest.mark.slow  # 40 seconds, most of them the exact path's row kernel in the interpreter
 def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = dict(memory_budget=CHUNK * VOCAB * 8)
     gives_nan(sparse_backward, "gradients", monkeypatch)
     case, rest, *_ = outcome("clip", "flat")
-
-    def loss(h: Any, w: Any) -> Any:
-        where = dict(SCREENED, sparse_backward=TOLERANCE, **room)
-        return flat_calls.linear_grpo_loss(
-            h, w, jnp.asarray(case.targets), objective=OBJECTIVES["clip"], **where, **rest
-        )
-
+    loss = clip_loss(case, rest, memory_budget=CHUNK * VOCAB * 8)
     (_, metrics), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*case.parameters())
     values = {k: float(v) for k, v in metric_values(metrics).items()}
     assert values["dense_chunks"] == values["backward_columns"] == 1 and values["left_out_mass_max"] == 0
@@ -872,11 +861,8 @@ def test_dx_is_no_larger_than_it_must_be_without_dw(frozen: bool, monkeypatch: p
     has_room(monkeypatch, columns=512)
     monkeypatch.setattr(sparse_backward, "_dlogits", noted)
 
-    def loss(h: Any, w: Any) -> Any:
-        where = dict(SCREENED, sparse_backward=TOLERANCE, chunk_size=CHUNK)
-        return flat_calls.linear_grpo_loss(h, w, jnp.asarray(case.targets), **where, **loss_inputs(case))[0]
-
-    jax.eval_shape(jax.grad(loss, 0 if frozen else (0, 1)), *case.parameters())
+    loss = clip_loss(case, loss_inputs(case), chunk_size=CHUNK)
+    jax.eval_shape(jax.grad(loss, 0 if frozen else (0, 1), has_aux=True), *case.parameters())
     # 256 tokens, and as many hard rows once more
     assert seen == [(512 * 2 if frozen else VOCAB * WIDTH // 256, 256)] * 2
 
