@@ -25,7 +25,7 @@ from logitless.core.row_passes import probabilities as row_probabilities
 from logitless.core.row_passes import statistics
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.linear import raw_logits
-from logitless.head.mosaic_gpu import backend, column_screen, dweight_buffer, sparse, sparse_backward
+from logitless.head.mosaic_gpu import backend, column_screen, dweight_buffer, sparse, sparse_backward, stored_dx
 from logitless.head.mosaic_gpu.dweight_buffer import sizes_of
 from logitless.head.mosaic_gpu.kernels import dlogits_matmul, dynamic_matmul, stats_matmul
 from logitless.head.mosaic_gpu.kernels.dynamic_matmul import tiles_of
@@ -797,13 +797,13 @@ def test_with_room_for_logits_a_flat_policy_takes_the_exact_path(monkeypatch: py
 @pytest.mark.slow  # compiles one more interpreted program, of both ways
 def test_with_room_for_logits_a_sparse_policy_stays_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome("clip", "calibrated")  # as it is
-    way = backend.StoredDx.gradients_in_forward
+    way = stored_dx.StoredDx.gradients_in_forward
 
     def spoilt(*args: Any) -> Any:
         out, report, total = way(*args)
         return out, report, jax.tree.map(lambda x: x * jnp.nan, total)
 
-    monkeypatch.setattr(backend.StoredDx, "gradients_in_forward", spoilt)
+    monkeypatch.setattr(stored_dx.StoredDx, "gradients_in_forward", spoilt)
     monkeypatch.setattr(backend.MosaicGpu, "gradients_in_forward", spoilt)
     gradients_again("calibrated", memory_budget=CHUNK * VOCAB * 8)
 

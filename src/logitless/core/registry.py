@@ -33,7 +33,7 @@ class Candidate:
 
 
 def _exact(level: Level) -> tuple[Candidate, ...]:
-    stored = Candidate("mosaic_gpu", "head.mosaic_gpu.backend:StoredDx", form="stored dx of all tokens", ids=True)
+    stored = Candidate("mosaic_gpu", "head.mosaic_gpu.stored_dx:StoredDx", form="stored dx of all tokens", ids=True)
     return (
         Candidate("pallas_tpu", f"{level}.pallas_tpu.backend:PallasTpu"),
         *([stored] if level == "head" else []),

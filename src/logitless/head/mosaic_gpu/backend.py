@@ -22,11 +22,10 @@ from jax.typing import DTypeLike
 
 from logitless.core import id_passes, row_passes
 from logitless.core.backend import Cost, Split, Way, refusal
-from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Wanted
+from logitless.core.problem import Given, Linear, Loss, Problem
 from logitless.core.row_passes import Rows, front
 from logitless.core.stats import RowSums, StatCotangents, TokenStats, sums_of_stats
 from logitless.head.chunked import Chunked
-from logitless.head.mosaic_gpu import stored_dx
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.logits.mosaic_gpu import backend as row_kernel
 from logitless.logits.mosaic_gpu import layout, pair_rows
@@ -107,49 +106,3 @@ class MosaicGpu(Chunked):
             return super().token_statistics(p)
         f = front(p.live)
         return jax.tree.map(f.put_back, stats_matmul.token_stats(f.problem(p), f.count))
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredDx(MosaicGpu):
-    """The form of ``stored_dx.py``: the dx of all tokens in memory."""
-
-    def supports(self, p: Problem[Linear], split: Split) -> str | None:
-        return super().supports(p, split) or stored_dx.not_stored_because(p)
-
-    def describe(self, p: Problem[Linear], way: Way) -> Cost:
-        cost = super().describe(p, way)
-        chunk, moved = stored_dx.chunk_of(p), f"{cost.bytes_moved}; dx of all tokens in memory, dW written once"
-        tiles = cost.tiles | {"chunk": chunk, "dx_rows": p.n}
-        return dataclasses.replace(cost, bytes_moved=moved, tiles=tiles, sweep=chunk, stored="dx")
-
-    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
-        return (self.token_statistics(p) if loss is None else stored_dx.statistics(self, p, loss)), None
-
-    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
-        out, total = stored_dx.gradients_in_forward(self, p, want, loss)
-        return out, None, total
-
-    def tokens_kept(self, p: Problem) -> int:
-        return p.n if stored_dx.logits_fit(p) else super().tokens_kept(p)
-
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
-        if not p.call.kept:
-            return self.token_statistics(p), None, None
-        out, logits = stored_dx.statistics_and_logits(self, p)
-        return out, None, logits
-
-    def backward(
-        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
-    ) -> Gradients:
-        if residual is not None:
-            return stored_dx.gradients_from_logits(self, p, want, out, g, residual)
-        return stored_dx.gradients(self, p, want, out, g)
-
-    def token_statistics(self, p: Problem) -> TokenStats:
-        fused = not p.call.kept and stats_matmul.not_served_because(p) is None
-        return super().token_statistics(p) if fused else stored_dx.live_statistics(self, p)
-
-
-def exact_form(p: Problem) -> MosaicGpu:
-    """The backend that serves a call of one device without a sparse backward."""
-    return StoredDx() if stored_dx.not_stored_because(p) is None else MosaicGpu()

@@ -30,9 +30,10 @@ from logitless.core.shapes import PyTree
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.linear import in_parameter_dtypes, raw_logits
 from logitless.head.mosaic_gpu import column_screen, dweight_buffer, sparse_backward
-from logitless.head.mosaic_gpu.backend import MosaicGpu, exact_form
+from logitless.head.mosaic_gpu.backend import MosaicGpu
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
 from logitless.head.mosaic_gpu.kernels import stats_matmul
+from logitless.head.mosaic_gpu.stored_dx import exact_form
 from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, blank_report, chunk_report, in_words
 from logitless.head.sparse.gather import Known, Ordered, head_columns, in_order, mass_beside, misses, some, without
 

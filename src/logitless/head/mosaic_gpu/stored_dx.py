@@ -23,25 +23,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.core.backend import refusal
+from logitless.core.backend import Cost, Split, Way, refusal
 from logitless.core.chunk_size import whole_chunks
 from logitless.core.problem import Gradients, HeadGrads, Linear, Loss, Problem, Wanted
 from logitless.core.row_passes import Sweep, Visit, split_sweep
 from logitless.core.stats import StatCotangents, TokenStats
 from logitless.head.chunked import problem_of
 from logitless.head.linear import dx_dtype, raw_logits
-from logitless.head.mosaic_gpu.kernels import dynamic_matmul
+from logitless.head.mosaic_gpu.backend import MosaicGpu
+from logitless.head.mosaic_gpu.kernels import dynamic_matmul, stats_matmul
 from logitless.head.mosaic_gpu.kernels.schedule import TILE_K, check
 from logitless.logits.mosaic_gpu.layout import Destination
-
-if TYPE_CHECKING:
-    from logitless.head.mosaic_gpu.backend import MosaicGpu
 
 T = TypeVar("T")
 Body = Callable[[Visit, Array, Array, T], T]
@@ -94,7 +92,7 @@ def _room(p: Problem[Linear]) -> int:
 
 def logits_fit(p: Problem[Linear]) -> bool:
     """Whether the budget holds logits for all tokens in addition to dx; with equal dtypes dx overwrites the logits."""
-    if p.call.memory_budget is None or p.teacher is not None or not_stored_because(p) is not None:
+    if p.call.memory_budget is None or p.teacher is not None:
         return False
     own, item, chunk, vocab = jnp.dtype(p.h.dtype), jnp.dtype(p.call.logits_dtype), chunk_of(p), p.head.vocab
     rows = whole_chunks(p.n, chunk)
@@ -150,83 +148,6 @@ def _split(p: Problem, live: Array, moving: Array) -> tuple[Sweep, Sweep]:
     left = jnp.maximum(first.limit - done, 0)
     rest = dataclasses.replace(first, start=done, count=left, limit=left)
     return dataclasses.replace(first, limit=jnp.minimum(first.limit, done)), rest
-
-
-def statistics(backend: MosaicGpu, p: Problem, loss: Loss) -> TokenStats:
-    """To the bit those of :func:`gradients_in_forward`, from the same matmuls."""
-    out = p.blank_stats()
-    for chunks in _split(p, loss.inputs.mask, loss.may_move()):
-        out = _sweep_statistics(backend, p, chunks, out)
-    return out
-
-
-def _sweep_statistics(backend: MosaicGpu, p: Problem, chunks: Sweep, out: TokenStats) -> TokenStats:
-    rows = jax.jit(backend.row_statistics)  # called twice, lowered once
-
-    def body(visit: Visit, _: Array, x: Array, out: TokenStats) -> TokenStats:
-        return visit.put_all(out, rows(x, problem_of(visit, p)))
-
-    return _over_chunks(chunks, p, body, out)
-
-
-def gradients_in_forward(backend: MosaicGpu, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, Gradients]:
-    """Statistics, and the gradients of an uncoupled objective with a unit cotangent of the loss."""
-    moving, rest = _split(p, loss.inputs.mask, loss.may_move())
-    rows = jax.jit(backend.row_statistics_and_dx, static_argnums=3)
-
-    def dx_of(visit: Visit, x: Array, out: TokenStats, into: Destination | None) -> tuple[TokenStats, Array]:
-        own = visit.loss(loss, p.n)
-        stats, dx = rows(x, problem_of(visit, p).counting(own), own, _dtype(p, want), into)
-        return visit.put_all(out, stats), dx
-
-    out, total = _gradients(p, want, moving, dx_of, p.blank_stats())
-    return _sweep_statistics(backend, p, rest, out), total
-
-
-def gradients(backend: MosaicGpu, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents) -> Gradients:
-    """By recompute, for given cotangents; tokens whose cotangents are all zero are not visited."""
-    moves = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
-    moving, _ = _split(p, moves, moves)
-    rows = jax.jit(backend.row_dx, static_argnums=4)
-
-    def dx_of(visit: Visit, x: Array, nothing: tuple[()], into: Destination | None) -> tuple[tuple[()], Array]:
-        return nothing, rows(x, problem_of(visit, p), *visit.known(out, g, p.n), _dtype(p, want), into)
-
-    return _gradients(p, want, moving, dx_of, ())[1]
-
-
-def live_statistics(backend: MosaicGpu, p: Problem) -> TokenStats:
-    """Equal bit by bit to :func:`statistics_and_logits`."""
-    return _sweep_statistics(backend, p, _live(p), p.blank_stats())
-
-
-def statistics_and_logits(backend: MosaicGpu, p: Problem) -> tuple[TokenStats, Array]:
-    """Statistics for live tokens, and their logits ``[whole chunks, V]``, live tokens first."""
-    rows, chunks = jax.jit(backend.row_statistics), _live(p)
-
-    def body(visit: Visit, at: Array, x: Array, c: tuple[TokenStats, Array]) -> tuple[TokenStats, Array]:
-        out, kept = c
-        stats = rows(x, visit.problem(p))
-        return visit.put_all(out, stats), lax.dynamic_update_slice(kept, x, (at, 0))
-
-    size = whole_chunks(p.n, chunks.chunk)
-    kept = _empty((size, p.head.vocab), jnp.dtype(p.call.logits_dtype))
-    return _over_chunks(chunks, p, body, (p.blank_stats(), kept))
-
-
-def gradients_from_logits(
-    backend: MosaicGpu, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, logits: Array
-) -> Gradients:
-    """From the logits of :func:`statistics_and_logits`: two matmuls per live token."""
-    chunks = _live(p)
-    size = len(logits)
-    visit = chunks.visit(0, size)
-    dx = backend.row_dx(logits, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want))
-    bias = jnp.sum(dx, axis=0, dtype=jnp.float32) if want.bias else None
-    dx, count = dx.astype(p.h.dtype), jnp.maximum(chunks.count, 1)
-    hidden = _dhidden(p, dx, count) if want.hidden else None
-    weight = _dweight(p, dx, _in_order(p, chunks, size), count) if want.weight else None
-    return _finished(p, chunks, Gradients(hidden, HeadGrads(weight, bias)))
 
 
 def _live(p: Problem) -> Sweep:
@@ -348,3 +269,102 @@ def _finished(p: Problem, moving: Sweep, total: Gradients) -> Gradients:
         assert p.head.bias is not None
         bias = bias.astype(p.head.bias.dtype)
     return Gradients(hidden, HeadGrads(total.head.weight, bias))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDx(MosaicGpu):
+    """See the module."""
+
+    def supports(self, p: Problem[Linear], split: Split) -> str | None:
+        return super().supports(p, split) or not_stored_because(p)
+
+    def describe(self, p: Problem[Linear], way: Way) -> Cost:
+        cost = super().describe(p, way)
+        chunk, moved = chunk_of(p), f"{cost.bytes_moved}; dx of all tokens in memory, dW written once"
+        tiles = cost.tiles | {"chunk": chunk, "dx_rows": p.n}
+        return dataclasses.replace(cost, bytes_moved=moved, tiles=tiles, sweep=chunk, stored="dx")
+
+    def tokens_kept(self, p: Problem) -> int:
+        return p.n if logits_fit(p) else super().tokens_kept(p)
+
+    def _over(self, p: Problem, chunks: Sweep, out: TokenStats) -> TokenStats:
+        """``out`` with the statistics of the tokens in ``chunks``."""
+        rows = jax.jit(self.row_statistics)  # called twice, lowered once
+
+        def body(visit: Visit, _: Array, x: Array, out: TokenStats) -> TokenStats:
+            return visit.put_all(out, rows(x, problem_of(visit, p)))
+
+        return _over_chunks(chunks, p, body, out)
+
+    def token_statistics(self, p: Problem) -> TokenStats:
+        """By the fused matmul where it can serve; else equal bit by bit to those with kept logits."""
+        if not p.call.kept and stats_matmul.not_served_because(p) is None:
+            return super().token_statistics(p)
+        return self._over(p, _live(p), p.blank_stats())
+
+    def statistics(self, p: Problem, loss: Loss | None = None) -> tuple[TokenStats, None]:
+        if loss is None:
+            return self.token_statistics(p), None
+        out = p.blank_stats()
+        for chunks in _split(p, loss.inputs.mask, loss.may_move()):
+            out = self._over(p, chunks, out)
+        return out, None
+
+    def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, None, Gradients]:
+        moving, rest = _split(p, loss.inputs.mask, loss.may_move())
+        rows = jax.jit(self.row_statistics_and_dx, static_argnums=3)
+
+        def dx_of(visit: Visit, x: Array, out: TokenStats, into: Destination | None) -> tuple[TokenStats, Array]:
+            own = visit.loss(loss, p.n)
+            stats, dx = rows(x, problem_of(visit, p).counting(own), own, _dtype(p, want), into)
+            return visit.put_all(out, stats), dx
+
+        out, total = _gradients(p, want, moving, dx_of, p.blank_stats())
+        return self._over(p, rest, out), None, total
+
+    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, None, Array | None]:
+        """The residual is the logits ``[whole chunks, V]``, those of live tokens first, if they are kept."""
+        if not p.call.kept:
+            return self.token_statistics(p), None, None
+        rows, chunks = jax.jit(self.row_statistics), _live(p)
+
+        def body(visit: Visit, at: Array, x: Array, c: tuple[TokenStats, Array]) -> tuple[TokenStats, Array]:
+            out, kept = c
+            stats = rows(x, visit.problem(p))
+            return visit.put_all(out, stats), lax.dynamic_update_slice(kept, x, (at, 0))
+
+        size = whole_chunks(p.n, chunks.chunk)
+        kept = _empty((size, p.head.vocab), jnp.dtype(p.call.logits_dtype))
+        out, logits = _over_chunks(chunks, p, body, (p.blank_stats(), kept))
+        return out, None, logits
+
+    def backward(
+        self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, residual: Array | None, only_logp: bool
+    ) -> Gradients:
+        """From kept logits (two matmuls per live token), or by recompute: tokens whose cotangents are all zero are not
+        visited."""
+        if residual is not None:
+            return self._from_logits(p, want, out, g, residual)
+        moves = g.any_nonzero() if p.live is None else g.any_nonzero() & p.live
+        moving, _ = _split(p, moves, moves)
+        rows = jax.jit(self.row_dx, static_argnums=4)
+
+        def dx_of(visit: Visit, x: Array, nothing: tuple[()], into: Destination | None) -> tuple[tuple[()], Array]:
+            return nothing, rows(x, problem_of(visit, p), *visit.known(out, g, p.n), _dtype(p, want), into)
+
+        return _gradients(p, want, moving, dx_of, ())[1]
+
+    def _from_logits(self, p: Problem, want: Wanted, out: TokenStats, g: StatCotangents, logits: Array) -> Gradients:
+        chunks, size = _live(p), len(logits)
+        visit = chunks.visit(0, size)
+        dx = self.row_dx(logits, visit.problem(p), *visit.known(out, g, p.n), _dtype(p, want))
+        bias = jnp.sum(dx, axis=0, dtype=jnp.float32) if want.bias else None
+        dx, count = dx.astype(p.h.dtype), jnp.maximum(chunks.count, 1)
+        hidden = _dhidden(p, dx, count) if want.hidden else None
+        weight = _dweight(p, dx, _in_order(p, chunks, size), count) if want.weight else None
+        return _finished(p, chunks, Gradients(hidden, HeadGrads(weight, bias)))
+
+
+def exact_form(p: Problem) -> MosaicGpu:
+    """The backend that serves a call of one device without a sparse backward."""
+    return StoredDx() if not_stored_because(p) is None else MosaicGpu()
