@@ -105,12 +105,12 @@ class _Groups(NamedTuple):
     """Groups of a row's logits, ``[C, G]``."""
 
     first: Columns
-    total: Array
+    total: Array | None
     """Sum of the exponentials of a group relative to its largest logit."""
 
 
-def _groups(x: Array, t: LogitTransform, vocab_size: int, stride: int) -> _Groups:
-    """Groups of the logits: group ``g`` has the columns ``g``, ``g + stride``, ..."""
+def _groups(x: Array, t: LogitTransform | None, vocab_size: int, stride: int) -> _Groups:
+    """Groups of the logits: group ``g`` has the columns ``g``, ``g + stride``, ...; without ``t`` no sums."""
     parts = [x[:, i : min(i + stride, vocab_size)] for i in range(0, vocab_size, stride)]
     missing = stride * len(parts) - vocab_size
     parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, missing)), constant_values=NEG_INF)
@@ -118,12 +118,14 @@ def _groups(x: Array, t: LogitTransform, vocab_size: int, stride: int) -> _Group
     for i, part in enumerate(parts[1:], 1):  # in the order of ids: equal logits leave the smaller one
         member = jnp.where(part > value, jnp.uint8(i), member)
         value = jnp.maximum(value, part)
-    centre, ids = _finite(swept(value, t)), jnp.arange(stride, dtype=jnp.int32)
-    e = [jnp.exp(times(factor(t), swept(part, t) - centre)) for part in parts]
-    e[-1] = jnp.where(ids < stride - missing, e[-1], 0.0)
-    value, member = lax.optimization_barrier((value, member))  # one byte in memory, and not an id
-    first = Columns(value, ids + stride * member.astype(jnp.int32), jnp.broadcast_to(ids, value.shape))
-    return _Groups(first, sum(e[1:], e[0]))
+    ids, total = jnp.arange(stride, dtype=jnp.int32), None
+    if t is not None:
+        centre = _finite(swept(value, t))
+        e = [jnp.exp(times(factor(t), swept(part, t) - centre)) for part in parts]
+        total = sum(e[1:-1], e[0]) + jnp.where(ids < stride - missing, e[-1], 0.0)
+    # In memory: else XLA would read the logits again for the sums. Of an id a byte.
+    value, member, total = lax.optimization_barrier((value, member, total))
+    return _Groups(Columns(value, ids + stride * member.astype(jnp.int32), jnp.broadcast_to(ids, value.shape)), total)
 
 
 def _finite(u: Array) -> Array:
@@ -142,11 +144,12 @@ class _Rest(NamedTuple):
 
 def largest(x: Array, k: int) -> Array:
     """Ids ``[C, k]`` of the largest columns of ``x [C, V]`` in order, equal ones by the smaller id."""
-    return _first_and_rest(x, LogitTransform(), x.shape[1], k)[0].id
+    return _first_and_rest(x, None, x.shape[1], k)[0].id
 
 
-def _first_and_rest(x: Array, t: LogitTransform, vocab_size: int, k: int) -> tuple[Columns, list[_Rest]]:
-    """The ``k`` first columns of the rows ``x [C, V]``, and all others; ``t`` broadcasts against the rows."""
+def _first_and_rest(x: Array, t: LogitTransform | None, vocab_size: int, k: int) -> tuple[Columns, list[_Rest]]:
+    """The ``k`` first columns of the rows ``x [C, V]``, and all others, but for groups without ``t``; it broadcasts
+    against the rows."""
     # Raw logits: the transform keeps their order, but may round two logits to equal values.
     rest: list[_Rest] = []
     if vocab_size < max(2 * _GROUP * k, _GROUP * _LINE):
@@ -156,7 +159,8 @@ def _first_and_rest(x: Array, t: LogitTransform, vocab_size: int, k: int) -> tup
         stride = -(-vocab_size // (_GROUP * _LINE)) * _LINE
         groups = _groups(x, t, vocab_size, stride)
         chosen = first_columns(groups.first, k)
-        rest.append(_Rest(groups.first.value, ~groups.first.ahead(chosen.last()), groups.total))
+        if groups.total is not None:
+            rest.append(_Rest(groups.first.value, ~groups.first.ahead(chosen.last()), groups.total))
         ids = _columns_of(chosen.at, -(-vocab_size // stride), stride)
         value = jnp.where(ids < vocab_size, _pick(x, jnp.minimum(ids, vocab_size - 1)), jnp.asarray(NEG_INF, x.dtype))
         candidates = Columns(value, ids, ids)
