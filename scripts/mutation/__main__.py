@@ -41,13 +41,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "mutation.json"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml", "docs", "README.md", "configs", "examples", "scripts")
-CORE = "arguments route problem validation stats row_passes backend loss_stats"
+CORE = "arguments backend divergences id_passes loss_stats problem route row_passes stats top_k top_teacher validation"
 CHOSEN = (
     *("api.py", *(f"core/{m}.py" for m in CORE.split()), "data/*.py", "objectives/*.py", "settings/*.py"),
     *("head/*.py", "head/sparse/*.py", "logits/*.py", "train/*.py"),
 )
 LOGITS_TESTS = "logits_numerics reference_entropy constant_temperature token_sums"
-HEAD_TESTS = "head_numerics head_sweep reference_head sparse_backward head_properties sparse_pieces"
+HEAD_TESTS = (
+    "head_numerics head_sweep reference_head sparse_backward head_properties sparse_pieces linear_divergence more_ids "
+    "sparse_distillation top_k top_teacher"
+)
 TESTS = (
     *(f"{folder}/test_*.py" for folder in ("api", "core", "data", "lab", "objectives", "oracle", "train")),
     "mesh/test_sharding_errors.py",

@@ -69,6 +69,8 @@ CASES: list[Case] = [
     (LOSSES, {"rollout_logp": zeros(B, T, 1)}, ValueError, ("rollout_logp has shape (2, 3, 1)", "expected (2, 3)")),
     (LOSSES, {"segment_ids": zeros(B, dtype=np.int32), "advantages": TOKENS}, ValueError,
      ("segment_ids has shape (2,)", "expected (2, 3)")),
+    (LOSSES, {"segment_ids": zeros(0, dtype=np.int64), "advantages": TOKENS}, ValueError,
+     ("segment_ids has shape (0,)", "expected (2, 3)")),
     (LOSSES, {"segment_ids": TARGETS}, ValueError,
      ("advantages has shape (2,)", "segment_ids", "one advantage per token, (2, 3)")),
     (LOSSES, {"denominator": zeros(2)}, ValueError, ("denominator has shape (2,)", "expected a scalar")),

@@ -62,6 +62,7 @@ def test_an_id_that_int32_cannot_hold_stays_invalid(dtype: str, given: str) -> N
 FAR_APART = {
     "high half": lambda s: s.astype(np.int64) * 2**32 + 7,
     "negative": lambda s: s.astype(np.int64) * 2**32 - 2**40,
+    "down from zero": lambda s: (s.astype(np.int64) - s.max()) * 2**32,
     "hashes": lambda s: (s.astype(np.uint64) << np.uint64(32)) + np.uint64(2**63),
 }
 

@@ -16,7 +16,7 @@ import pytest
 import flat_calls
 from interpreted import by_numpy, in_numpy
 from logitless import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
-from logitless.core.options import Head
+from logitless.core.options import Head, Options
 from logitless.objectives.objective import Objective
 from numerics import f64, head_case, ordinary
 
@@ -200,6 +200,17 @@ def test_lora_scale_is_a_constant_of_chunked() -> None:
     at = jnp.asarray(0.5)
     slope = (f(at + 1e-2, "reference") - f(at - 1e-2, "reference")) / 2e-2
     np.testing.assert_allclose(float(jax.grad(f)(at, "reference")), float(slope), rtol=2e-2, atol=1e-2)
+
+
+def test_a_sparse_tolerance_is_a_constant() -> None:
+    h, w = head_case(1, (4,), H, V).parameters()
+
+    def f(tolerance: jax.Array) -> jax.Array:
+        options = Options(backend="chunked", sparse_backward=tolerance)
+        return jnp.sum(linear_logprobs(h, w, jnp.arange(4), options=options).logp)
+
+    with pytest.raises(ValueError, match="gradient with respect to sparse_backward"):
+        jax.grad(f)(jnp.asarray(0.1))
 
 
 @pytest.mark.parametrize("level", LEVELS)

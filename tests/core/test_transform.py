@@ -45,11 +45,12 @@ def test_a_call_divides_and_multiplies(name: str, value: float, logits: np.ndarr
     np.testing.assert_allclose(got.logp, want[np.arange(2), y], rtol=1e-6, atol=1e-7)
 
 
-def test_a_row_whose_only_number_is_the_target_is_certain() -> None:
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_a_row_whose_only_number_is_the_target_is_certain(temperature: float | None) -> None:
     """All others are minus infinity; and the target alone, where it is."""
     x = jnp.array([[-jnp.inf, 3.0, -jnp.inf], [-jnp.inf, 1.0, 1.0]])
-    stats = logprobs(x, jnp.array([1, 0]))
-    assert stats.logp.tolist() == [0.0, -np.inf] and stats.lse[0] == 3.0
+    stats = logprobs(x, jnp.array([1, 0]), temperature=temperature)
+    assert stats.logp.tolist() == [0.0, -np.inf] and stats.lse[0] == 3.0 / (temperature or 1.0)
     np.testing.assert_allclose(stats.entropy, [0.0, np.log(2)], rtol=1e-6)
     assert logprobs(jnp.array([[5.0]]), jnp.array([0])).logp.tolist() == [0.0]
 

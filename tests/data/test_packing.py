@@ -313,3 +313,11 @@ def test_supports_stand_at_the_slots_that_predict_their_tokens() -> None:
     assert (packed.arrays["support"][~packed.mask] == -1).all() and packed.arrays["support"].dtype == np.int32
     with pytest.raises(ValueError, match=r"support is int64\[5, 6\], expected integer ids of shape \(5, 6, K\)"):
         pack(*given, length=20, support=support[..., 0])
+
+
+def test_a_row_of_a_single_slot() -> None:
+    one = np.array([[7]])
+    packed = pack(one, one > 0, 2 * one, one > 0, length=1)
+    assert (packed.tokens.tolist(), packed.targets.tolist()) == ([[7]], [[14]])
+    with pytest.raises(ValueError, match="length is 0, expected a positive Python int"):
+        pack(one, one > 0, 2 * one, one > 0, length=0)

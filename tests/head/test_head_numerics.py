@@ -178,12 +178,13 @@ def test_the_gradient_of_the_bias_is_summed_before_dlogits_are_rounded(way: str,
     "dtype, layout",
     [
         ("bf16", "vh"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("f32", "vh"), ("f32", "hv"), ("bf16", "hv"))),
+        ("f32", "vh"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("f32", "hv"), ("bf16", "hv"))),
     ],
 )
 def test_lora(dtype: str, layout: str) -> None:
     """Gradients for hidden, A and B; the plain path is the same low-rank product, dense, differentiated by JAX."""
-    case, rank, scale = head_case(4, SHAPE, 32, 211, DTYPES[dtype]), 4, np.float32(0.5)
+    case, rank, scale = head_case(4, SHAPE, 32, 211, DTYPES[dtype]), 4, np.float32(0.7)
     rng = np.random.default_rng(5)
     h, w = case.parameters(layout)
     y = jnp.asarray(case.targets)

@@ -201,4 +201,5 @@ def test_hard_rows_and_dense_chunks_leave_nothing_out(dense: bool, left: list[fl
     assert report.left_out.tolist() == left
     assert (int(report.chunks), int(report.dense_chunks), float(report.width)) == (1, int(dense), width)
     metrics = report.metrics(300)
+    assert {x.dtype for x in jax.tree.leaves(metrics)} == {np.dtype(np.float32)}
     assert float(metrics["left_out_mass"].sum) == sum(left) and float(metrics["left_out_mass"].count) == 3

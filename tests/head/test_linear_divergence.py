@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import logitless as L
+from interpreted import in_numpy
 from logitless import oracle
 from logitless.core import divergences, row_passes
 from logitless.core.problem import Call, Given, Problem, Teacher
@@ -105,6 +106,26 @@ def test_equal_rows_are_exactly_zero(kind: str, backend: str) -> None:
     (dh, dhead), values = jax.grad(total, (0, 1), has_aux=True)(jnp.asarray(h), head)
     for x in (values, dh, dhead.weight, dhead.bias):
         assert not np.any(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_padding_is_no_column(kind: str, backend: str) -> None:
+    """Rows of both heads beyond the vocabulary, with logits as large as the others'."""
+    (h, w), (th, tw) = states(6, H), states(7, H2)
+    real = V - 40
+
+    def total(w: Any, tw: Any) -> Any:
+        heads = L.Head(w, layout="vh", vocab_size=real), L.Head(tw, layout="vh", vocab_size=real)
+        given = dict(divergence=kind, options=options(backend), **KINDS[kind])
+        found = L.linear_divergence(h, heads[0], th, heads[1], **given).divergence
+        return jnp.sum(found), found
+
+    run = in_numpy(jax.grad(total, has_aux=True))
+    (got, values), (want, cut) = run(w, tw), run(w[:real], tw[:real])
+    np.testing.assert_allclose(values, cut, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[:real], want, rtol=1e-4, atol=1e-6)
+    assert not np.any(got[real:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,8 +21,9 @@ from interpreted import by_numpy
 from logitless import Objective, explain, linear_grpo_loss, linear_logprobs, metric_values, oracle
 from logitless.core import backend as core_backend
 from logitless.core.options import Options
-from logitless.core.problem import HeadArrays, HeadGrads
-from logitless.core.stats import StatCotangents
+from logitless.core.problem import Call, HeadArrays, HeadGrads, Linear, Problem, Wanted
+from logitless.core.stats import LogitTransform, StatCotangents
+from logitless.head.chunked import Chunked
 from logitless.head.sparse import active_columns as columns
 from logitless.head.sparse import gather
 from loss_cases import token_stats
@@ -447,6 +448,27 @@ def test_explain_says_what_it_does() -> None:
         explain(linear_grpo_loss, h, w, options=Options(sparse_backward="auto", backend="reference"))
     with pytest.raises(ValueError, match="sparse_backward='on'"):
         explain(linear_grpo_loss, h, w, options=Options(sparse_backward="on"))
+
+
+def test_the_only_shard_of_a_vocabulary_finds_the_columns_of_a_whole() -> None:
+    """From known statistics, its logits made again; which rows are hard is left to the caller."""
+    case = calibrated(jnp.float32)
+    h, w = case.parameters()
+    own, want = backend.Sparse(Chunked()), Wanted(hidden=True, weight=True)
+
+    @jax.jit
+    def both(h: Any, w: Any, y: Any) -> Any:
+        linear = Linear(h.reshape(-1, WIDTH), HeadArrays(w, None, layout="vh"))
+        call = dataclasses.replace(Call("test", VOCAB), chunk=CHUNK)
+        p = Problem(linear, y.reshape(-1), LogitTransform(), tolerance=jnp.float32(TOLERANCE), call=call)
+        out, _, whole = own.forward(p, want)
+        return whole, own.shard_columns(p, want, out, p.tolerance)
+
+    whole, (shard, report) = both(h, w, jnp.asarray(case.targets))
+    assert whole.count.any() and not report.hard.any()
+    np.testing.assert_array_equal(shard.count, whole.count)
+    np.testing.assert_array_equal(shard.index, whole.index)
+    np.testing.assert_allclose(shard.left_out, whole.left_out, atol=1e-6)
 
 
 @pytest.mark.parametrize("by_element", [False, True])

@@ -12,6 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import logitless as L
+from interpreted import by_numpy
+from logitless.core.problem import Call, HeadArrays, Linear, Problem
+from logitless.core.stats import LogitTransform
+from logitless.head.sparse import dx_columns
+from logitless.head.sparse.active_columns import chunk_rule
 from logitless.lab.bench import realistic
 from numerics import f64
 
@@ -82,6 +87,29 @@ def test_the_bound_of_a_row(kind: str) -> None:
     scale = np.maximum(size, 4 * whole).reshape(-1)
     missing = np.abs(f64(got) - f64(exact)).sum(1)
     assert missing.max() > 0.1 * tolerance * scale.max() and np.all(missing <= 2.001 * tolerance * scale)
+
+
+def test_the_share_that_a_row_leaves_out() -> None:
+    """Relative to the row's own gradient in the first row; in the others to four root mean squares of the rows with a
+    gradient, which is more. The last row counts nowhere."""
+    n, vocab = 40, 2048
+    dx = 1e-6 * np.random.default_rng(7).standard_normal((n, vocab)).astype(np.float32)
+    dx[:, 5:40] += np.float32(0.1)
+    dx[0], dx[4], dx[-1] = 30 * dx[0], dx[4] / 100, 1000 * dx[-1]
+    rows = np.arange(n) < n - 1
+    source = Linear(jnp.zeros((n, 4)), HeadArrays(jnp.zeros((vocab, 4)), layout="vh"))
+    targets, tolerance, call = jnp.zeros(n, jnp.int32), jnp.float32(2.0**-8), Call("test", vocab)
+    p = Problem(source, targets, LogitTransform(), tolerance=tolerance, call=call)
+    found = by_numpy(lambda dx: dx_columns.find(chunk_rule(vocab), dx, p, jnp.asarray(rows)), dx)
+    active = np.asarray(found.columns.index)[: int(found.columns.count)]
+    assert 0 < len(active) < vocab and not found.columns.dense
+    inside = np.isin(np.arange(vocab), active)
+    own = np.abs(f64(dx)).sum(1)
+    scale = np.maximum(own, 4 * np.sqrt((own[rows] ** 2).mean()))
+    assert scale[0] == own[0] and (scale[1:-1] > own[1:-1]).all()
+    want = np.where(rows, np.abs(f64(dx))[:, ~inside].sum(1) / scale, 0.0)
+    np.testing.assert_allclose(found.columns.left_out, want, rtol=1e-5)
+    np.testing.assert_allclose(found.residue, f64(dx)[:, ~inside].sum(1), rtol=1e-4, atol=1e-9)
 
 
 def test_flat_rows_and_equal_models_are_exact() -> None:

@@ -568,6 +568,12 @@ def test_an_optimal_token_baseline_by_hand() -> None:
     want = np.array([[1 / 2, 1 / 3, 0], [-1 / 2, -2 / 3, 0]])
     np.testing.assert_allclose(logitless.optimal_token_advantages(rewards, stats, mask, 2), want, atol=1e-6)
     np.testing.assert_allclose(oracle.optimal_token_advantages(rewards, np.log(p), s2, mask, 2), want, atol=1e-7)
+    narrow = stats.log_sum_p2.astype(jnp.bfloat16)
+    got, same = (
+        logitless.optimal_token_advantages(rewards, logitless.TokenStats(logp=stats.logp, log_sum_p2=s), mask, 2)
+        for s in (narrow, narrow.astype(jnp.float32))
+    )
+    np.testing.assert_array_equal(got, same)
     tail = logitless.optimal_token_advantages(rewards, stats, mask, 2, zero_tail=True)
     np.testing.assert_allclose(tail, want + np.array([[0, 0, 1], [0, 0, 0]]), atol=1e-6)
     with pytest.raises(TypeError, match="expected stats to be TokenStats with log_sum_p2"):

@@ -84,6 +84,9 @@ def test_seeds_are_a_paired_t_test() -> None:
     clear = [(run(i), run(i, reward=0.2 + shift / 10)) for i, shift in enumerate(shifts)]
     off = agreement(c, *clear[0], seeds=clear)
     assert off["agree"] is False and off["decided_by"] == "seeds" and off["reward_agree"] is False
+    # One seed has no spread.
+    one = agreement(load(None, ["ab.control=true", "ab.replay=false"]), *clear[0], control=run(9), seeds=clear[:1])
+    assert one["decided_by"] == "control" and "reward_standard_error" not in one
     # A second seed without the metric is no agreement.
     pairs[1][1][0]["train/reward"] = None
     assert over_seeds(c, pairs)["reward_agree"] is False
@@ -142,7 +145,7 @@ def test_the_runs_of_an_ab() -> None:
     assert list(plan.free) == ["baseline", "kernel"] and list(plan.replays) == ["control", "baseline", "kernel"]
     assert plan.arms["baseline"].rollout.record == 100 and plan.arms["kernel"].rollout.record == 0
     for arm in plan.replays.values():
-        assert arm.rollout.replay == "x/baseline" and arm.eval.every == 0
+        assert arm.rollout.replay == "x/baseline" and arm.rollout.record == 0 == arm.eval.every
     assert plan.replays["control"].train.loss == plan.arms["baseline"].train.loss
     assert plan.replays["control"].train.microbatch == 256
     assert plan_of(load(None, ["ab.kernel=chunked", "ab.replay_steps=7"])).arms["baseline"].rollout.record == 7

@@ -197,6 +197,10 @@ def test_what_is_not_finite_or_does_not_fit_is_a_difference() -> None:
         assert not replay.judge(c, base, base, [fake(), other])["agree"]
     both = [fake(losses=[np.nan]), fake()]
     assert replay.judge(c, both, both, both)["agree"]
+    # Gradients that are unknown are as large as the others' mean, half of which are unknown, too.
+    unknown = [fake(), fake(grad_norms=[np.nan])]
+    worst = replay.judge(c, unknown, unknown, [fake(), fake(grad_norms=[1.0])])["worst"]["grad_norm"]
+    assert worst["step"] == 2 and worst["scale"] == 0.5
     # A control that went wrong allows nothing.
     assert not replay.judge(c, base, [fake(losses=[np.nan]), fake()], [fake(losses=[0.1]), fake()])["agree"]
     with pytest.raises(ConfigError, match="do not cover the same steps: baseline 2, control 2, arm 1"):
@@ -267,6 +271,10 @@ def test_times_on_the_same_completions_are_compared_step_by_step() -> None:
     assert np.log([low, high]) == pytest.approx([steps.mean() - half, steps.mean() + half], rel=1e-4)
     assert found["fused"]["peak"] == {"mean": 75.0, "ratio": pytest.approx(0.75), "interval": None}
     assert "peak" not in same_completions(c, free, "dense", replays, {"dense": None})["fused"]
+    short = {name: records[:1] for name, records in replays.items()}  # nothing is left to compare
+    nothing = same_completions(c, free, "dense", short, {})["fused"]
+    assert [*nothing] == ["update", "step"]
+    assert all(found == {"mean": None, "ratio": None, "interval": None} for found in nothing.values())
 
 
 def test_replays_take_turns(tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +315,7 @@ def test_replays_take_turns(tmp_path: Path, micro: list[str], monkeypatch: pytes
     assert order[:12] == [("baseline", 1), ("baseline", 2), ("baseline", 3), *expected]  # before the other free runs
     assert result["agreement"]["agree"] and result["agreement"]["decided_by"] == "replay"
     assert result["agreement"]["replay_steps"] == 3
+    assert all(arm["metrics"][0]["time/update_s"] > 0 for arm in result["arms"].values())  # no arm ran beside another
     found = result["same_completions"]
     assert set(found) == set(arms) and found["baseline"]["step"]["interval"] == [1.0, 1.0]
     assert all(0 < a[key]["interval"][0] <= a[key]["ratio"] for a in found.values() for key in ("update", "step"))

@@ -130,6 +130,13 @@ def test_the_arms_of_a_mapping_differ_in_their_loss_alone() -> None:
             ab.arms_of(load(None, [f"ab.arms={arms_text}"]))
 
 
+def test_the_name_of_the_loss_on_record(micro: list[str]) -> None:
+    """``naive`` is no backend of the library, and keeps its name."""
+    for loss, name in (("naive", "naive"), ("reference", "reference"), ("auto", "chunked")):
+        c = load(None, [*micro, f"train.loss.backend={loss}"])
+        assert Trainer(c, build_task(c)).backend == name
+
+
 def test_a_sparse_backward_over_a_mesh_is_for_the_library_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything compiles, and as an error of the configuration."""
 

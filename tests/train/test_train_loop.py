@@ -94,6 +94,12 @@ def test_a_row_ends_at_its_end_token_and_the_loop_when_all_rows_have() -> None:
     assert both.mask.sum() < mask.sum()
     found = ended(np.asarray(both.tokens), np.asarray(both.mask), (EOS, other))
     assert found[tokens[:, 0] == other].all()
+    # A shorter budget cuts, and changes nothing before.
+    for budget in (1, 2):
+        cut = sampled(max_new=budget)
+        np.testing.assert_array_equal(cut.tokens, tokens[:, :budget])
+        np.testing.assert_array_equal(cut.mask, mask[:, :budget])
+        np.testing.assert_allclose(cut.logp, done.logp[:, :budget], atol=1e-5)
     # Every token ends a row: 200,000 steps would take minutes, one takes none.
     short = sampled(max_new=200_000, eos_ids=tuple(range(16)))
     assert np.asarray(short.mask).sum(axis=1).tolist() == [1] * 6
@@ -229,7 +235,9 @@ def test_the_first_update_is_on_policy_to_the_bit_and_the_second_is_not(micro: l
     assert float(infos[2]["metrics"]["kl_k3"].sum) > 1e-5
 
 
-def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(micro: list[str]) -> None:
+def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time(
+    micro: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # 9 problems, 8 at a time: two calls of one program.
     trainer, state, frozen = trainer_of([*micro, "eval.every=1", "eval.problems=9"])
     trainer.compile(state, frozen)
@@ -238,6 +246,8 @@ def test_all_programs_are_compiled_before_step_1_and_evaluation_has_its_own_time
     record, rolled = trainer.evaluate(state, frozen)
     assert 0 < record["time/eval_s"] <= time.perf_counter() - begin
     assert len(rolled.texts) == 9
+    # The only update of a step is on policy: its own log-probabilities are the old ones.
+    monkeypatch.setattr(trainer, "_score", lambda *_: pytest.fail("scored"))
     trainer.step(state, frozen, 1)
     assert trainer._compile_seconds() == compiled
 
