@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,6 +19,7 @@ from logitless.core.pytree import register, static
 from logitless.core.shapes import Bool, Float, Int, PyTree
 from logitless.integrations.tunix.interface import same_parameters
 from logitless.integrations.tunix.placement import sharding_of
+from logitless.integrations.tunix.policy_head import Peer
 from logitless.integrations.tunix.tunix_model import without_head
 from logitless.objectives.loss import Metric
 
@@ -61,8 +61,8 @@ class DistillationStrategy(base_strategy.BaseStrategy):
 
     def __init__(
         self,
-        student_forward_fn: Callable[..., Any],
-        teacher_forward_fn: Callable[..., Any],
+        student_forward_fn: Callable[..., Peer],
+        teacher_forward_fn: Callable[..., Peer],
         labels_fn: Callable[..., PyTree],
         distillation: Distillation | None = None,
         **settings: object,
@@ -98,7 +98,7 @@ class DistillationStrategy(base_strategy.BaseStrategy):
         return _cross_entropy(student_output, *_targets(labels)), {}
 
 
-def _without_logits(forward: Callable[..., Any]) -> Callable[..., Output]:
+def _without_logits(forward: Callable[..., Peer]) -> Callable[..., Output]:
     """``forward``, run on a model without a head."""
 
     def hidden_and_head(model: object, **inputs: object) -> Output:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+
+from logitless.integrations.tunix.policy_head import Peer
 
 Interface = Literal["0.1.7", "0.1.8"]
 
@@ -55,7 +57,7 @@ def _version() -> str:
         return "of unknown version"
 
 
-def modules() -> tuple[Any, Any, Any]:
+def modules() -> tuple[Peer, Peer, Peer]:
     """``tunix.rl.common``, ``.algo_core`` and ``.function_registry``."""
     try:
         names = ("common", "algo_core", "function_registry")
@@ -68,7 +70,7 @@ def modules() -> tuple[Any, Any, Any]:
     return common, core, registry
 
 
-def sft_modules() -> tuple[Any, Any]:
+def sft_modules() -> tuple[Peer, Peer]:
     """``tunix.sft.peft_trainer`` and ``tunix.sft.dpo.dpo_trainer``."""
     modules()
     names = ("tunix.sft.peft_trainer", "tunix.sft.dpo.dpo_trainer")
@@ -112,11 +114,11 @@ def _check_sft() -> None:
     _calls("tunix.sft.peft_trainer.PeftTrainer.__init__", trainer.PeftTrainer.__init__, {"_default_loss_fn"})
     logps = _stock(common, "get_per_token_logps")
     same_parameters("tunix.rl.common.get_per_token_logps", logps, _TOKEN_LOGPS)
-    summed: Any = getattr(dpo, "compute_logps", None)
+    summed: Peer = getattr(dpo, "compute_logps", None)
     _calls("tunix.sft.dpo.dpo_trainer.compute_logps", inspect.unwrap(summed), {"common", "get_per_token_logps"})
 
 
-def _stock(module: object, name: str) -> Any:
+def _stock(module: object, name: str) -> Peer:
     """Tunix' own function, also while it is replaced."""
     return _installed.get(name, (None, None))[1] or getattr(module, name, None)
 
@@ -144,7 +146,7 @@ def same_parameters(what: str, function: object, expected: str) -> None:
 
 # -- replacing -------------------------------------------------------------------------------------------------------
 
-_installed: dict[str, tuple[Any, Any]] = {}
+_installed: dict[str, tuple[Peer, Peer]] = {}
 """Replaced functions by name: module and original."""
 
 

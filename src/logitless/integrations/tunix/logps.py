@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from logitless.core.pytree import register
 from logitless.core.stats import TokenStats
 from logitless.integrations.tunix.interface import modules
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.integrations.tunix.policy_head import PolicyHead
+from logitless.integrations.tunix.policy_head import Peer, PolicyHead
 from logitless.integrations.tunix.tunix_model import split
 
 _STATIC = ("pad_id", "eos_id", "stop_gradient", "temperature", "return_logits", "return_entropy", "chunk_size")
@@ -36,11 +35,11 @@ class TokenEntropy:
     entropy: Array
 
 
-def entropy_from_logits(stock: Callable[[Any], Array]) -> Callable[[Any], Array]:
+def entropy_from_logits(stock: Callable[[Peer], Array]) -> Callable[[Peer], Array]:
     """``algo_core.compute_entropy_from_logits``, extended to accept computed entropies."""
 
     @functools.wraps(stock)
-    def compute_entropy_from_logits(logits: Any) -> Array:
+    def compute_entropy_from_logits(logits: Peer) -> Array:
         return logits.entropy if isinstance(logits, TokenEntropy) else stock(logits)
 
     return compute_entropy_from_logits
@@ -55,15 +54,15 @@ class Predictions:
     targets: Array  # [B, T]
     packed: bool  # T is one less than the width of the packed row
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Peer]:
         """Of ``linear_logprobs`` and ``linear_grpo_loss``."""
         found = self.head.arguments(self.hidden)
         return dict(found, targets=self.targets, sharding=sharding_of(self.head, self.targets.shape[0]))
 
 
 def predictions(
-    graphdef: Any,
-    state: Any,
+    graphdef: Peer,
+    state: Peer,
     prompt_tokens: Array,
     completion_tokens: Array,
     pad_id: int,
@@ -81,7 +80,7 @@ def predictions(
     tokens, positions, attention_mask, not_padding = common.process_ids(
         prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
     )
-    options: dict[str, Any] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    options: dict[str, Peer] = {"positions": positions, "cache": None, "attention_mask": attention_mask}
     parameters = inspect.signature(type(model).__call__).parameters
     if "segment_ids" in parameters:
         options["segment_ids"] = not_padding if segment_ids is None else segment_ids
@@ -105,7 +104,7 @@ def worth_computing(targets: Array, pad_id: int) -> Array:
     return here_or_later | before
 
 
-def _statistics(temperature: float, pad_id: int, **what: Any) -> TokenStats:
+def _statistics(temperature: float, pad_id: int, **what: Peer) -> TokenStats:
     p = predictions(pad_id=pad_id, **what)
     mask = worth_computing(p.targets, pad_id)
     stats = linear_logprobs(**p.arguments(), mask=mask, temperature=1.0 if temperature == 0 else temperature)
@@ -113,13 +112,13 @@ def _statistics(temperature: float, pad_id: int, **what: Any) -> TokenStats:
     return stats.map(lambda s: jnp.pad(s, ((0, 0), (1, 0)))) if p.packed else stats
 
 
-def per_token_logps(stock: Callable[..., Any]) -> Callable[..., Any]:
+def per_token_logps(stock: Callable[..., Peer]) -> Callable[..., Peer]:
     """``tunix.rl.common.compute_per_token_logps`` for both interfaces, with equal signature and defaults."""
     signature = inspect.signature(stock)
 
     @functools.partial(jax.jit, static_argnames=[name for name in signature.parameters if name in _STATIC])
     @functools.wraps(stock)
-    def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
+    def compute_per_token_logps(*args: Peer, **kwargs: Peer) -> Peer:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         what = given.arguments

@@ -17,13 +17,12 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
-from logitless.integrations.tunix.policy_head import Identity, PolicyHead, array_of, refuse
+from logitless.integrations.tunix.policy_head import Identity, Peer, PolicyHead, array_of, refuse
 
-Body = Callable[..., tuple[Any, Any]]
+Body = Callable[..., tuple[Peer, Peer]]
 
 
 def is_adapter(model: object) -> bool:
@@ -32,20 +31,20 @@ def is_adapter(model: object) -> bool:
     return any("maxtext" in c.__module__.lower() for c in cls.__mro__)
 
 
-def split_adapter(adapter: Any) -> tuple[Body, PolicyHead]:
+def split_adapter(adapter: Peer) -> tuple[Body, PolicyHead]:
     """``(body, head)``: the adapter up to its final norm, called as the adapter is, and the head behind it."""
     _check(adapter)
     model = adapter.base
     head = _head(adapter, model, model.config)
 
-    def body(*args: Any, **options: Any) -> tuple[Any, Any]:
+    def body(*args: Peer, **options: Peer) -> tuple[Peer, Peer]:
         hidden, rest = adapter(*args, **options, skip_lm_head=True)
         return head.identity(model.decoder.decoder_norm(hidden)), rest
 
     return body, head
 
 
-def _check(adapter: Any) -> None:
+def _check(adapter: Peer) -> None:
     """Raise unless the adapter has the interface, and a head of plain arrays."""
     takes = inspect.signature(type(adapter).__call__).parameters
     if "skip_lm_head" not in takes or not callable(getattr(adapter, "compute_final_logits", None)):
@@ -64,7 +63,7 @@ def _check(adapter: Any) -> None:
         raise refuse(adapter, "parameter_memory_host_offload=True keeps the head on the host, which is not served.")
 
 
-def _head(adapter: Any, model: Any, settings: Any) -> PolicyHead:
+def _head(adapter: Peer, model: Peer, settings: Peer) -> PolicyHead:
     tied = settings.logits_via_embedding
     owner, name = (model.token_embedder, "embedding") if tied else (model.decoder.logits_dense, "kernel")
     path = "token_embedder.embedding" if tied else "decoder.logits_dense.kernel"

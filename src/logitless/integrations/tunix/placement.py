@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from logitless import Sharding
 from logitless.core import compat
-from logitless.integrations.tunix.policy_head import PolicyHead
+from logitless.integrations.tunix.policy_head import Peer, PolicyHead
 
 
 def sharding_of(head: PolicyHead, batch: int) -> Sharding | None:
@@ -44,7 +43,7 @@ def sharding_of(head: PolicyHead, batch: int) -> Sharding | None:
     )
 
 
-def _dividing(axes: Any, size: int, sizes: dict[str, int], used: Iterable[str] = ()) -> tuple[str, ...]:
+def _dividing(axes: Peer, size: int, sizes: dict[str, int], used: Iterable[str] = ()) -> tuple[str, ...]:
     """The axes that the mesh has and that together divide ``size``."""
     named = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     kept: tuple[str, ...] = ()

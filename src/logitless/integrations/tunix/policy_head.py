@@ -16,11 +16,15 @@ from logitless.core.problem import Layout
 class Identity:
     """Stands in for a head, and remembers the dtype that came to it: some models return float32 in any case."""
 
-    dtype: Any = None
+    dtype: Peer = None
 
     def __call__(self, x: Array) -> Array:
         self.dtype = x.dtype
         return x
+
+
+Peer = Any
+"""An object of Tunix, Flax or MaxText, which are optional: no type of theirs can be named here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +33,16 @@ class PolicyHead:
 
     weight: Array
     layout: Layout
-    dtype: Any  # of the head's matmul; None: the dtype of the operand
+    dtype: Peer  # of the head's matmul; None: the dtype of the operand
     identity: Identity  # in the place of the head
     lora: tuple[Array, Array] | None
     lora_scale: float
     softcap: float | None
-    axes: tuple[Any, ...]  # mesh axes of the weight's dimensions
-    batch_axes: Any  # mesh axes for the batch dimension
+    axes: tuple[Peer, ...]  # mesh axes of the weight's dimensions
+    batch_axes: Peer  # mesh axes for the batch dimension
     scale: float | None = None
 
-    def arguments(self, hidden: Array) -> dict[str, Any]:
+    def arguments(self, hidden: Array) -> dict[str, Peer]:
         """For ``linear_logprobs`` and ``linear_grpo_loss``, in the precision of the model's own head."""
         dtype = jnp.result_type(self.identity.dtype, self.weight) if self.dtype is None else self.dtype
         weight, hidden = self.weight.astype(dtype), hidden.astype(dtype)
@@ -47,12 +51,12 @@ class PolicyHead:
         return {"hidden": hidden, "lm_head": head.replace(scale=self.scale, softcap=self.softcap)}
 
 
-def refuse(model: Any, why: str) -> NotImplementedError:
+def refuse(model: Peer, why: str) -> NotImplementedError:
     """An error that names the model."""
     return NotImplementedError(f"logitless.integrations.tunix: {type(model).__module__}.{type(model).__name__}: {why}")
 
 
-def array_of(model: Any, path: str, parameter: Any) -> Array:
+def array_of(model: Peer, path: str, parameter: Peer) -> Array:
     """The array of a parameter; a quantised one is refused."""
     value = parameter.get_value() if hasattr(parameter, "get_value") else getattr(parameter, "value", parameter)
     if hasattr(parameter, "how") or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,7 +18,7 @@ from logitless.api import linear_grpo_loss, linear_logprobs
 from logitless.core.shapes import Float, Int, PyTree
 from logitless.integrations.tunix.interface import Interface
 from logitless.integrations.tunix.placement import sharding_of
-from logitless.integrations.tunix.policy_head import PolicyHead
+from logitless.integrations.tunix.policy_head import Peer, PolicyHead
 from logitless.integrations.tunix.tunix_model import without_head
 from logitless.objectives.objective import Objective
 
@@ -27,18 +26,23 @@ _NLL = Objective.reinforce(aggregation="bnpo")
 """With unit advantages: the mean of ``-logp``, in three matmuls."""
 
 
-def _call(head: PolicyHead, hidden: Float[Array, "B T H"], targets: Int[Array, "B T"]) -> dict[str, Any]:
+def _call(head: PolicyHead, hidden: Float[Array, "B T H"], targets: Int[Array, "B T"]) -> dict[str, Peer]:
     """Arguments of a call from hidden states."""
     return dict(head.arguments(hidden), targets=targets, sharding=sharding_of(head, targets.shape[0]))
 
 
-def default_loss(interface: Interface, stock: Callable[..., Any], losses: Any) -> Callable[..., Any]:
+def default_loss(interface: Interface, stock: Callable[..., Peer], losses: Peer) -> Callable[..., Peer]:
     """``_default_loss_fn``; ``losses`` is ``tunix.sft.utils``, which has 0.1.8's ``LossOutput``."""
 
     @functools.wraps(stock)
     def _default_loss_fn(
-        model: Any, input_tokens: Array, input_mask: Array, positions: Array, attention_mask: Array, images: Any = None
-    ) -> Any:
+        model: Peer,
+        input_tokens: Array,
+        input_mask: Array,
+        positions: Array,
+        attention_mask: Array,
+        images: Peer = None,
+    ) -> Peer:
         body, head = without_head(model)
         more = {} if images is None else {"images": images}
         hidden, _ = body(input_tokens, positions, None, attention_mask, **more)
@@ -67,7 +71,7 @@ def token_logps(stock: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.partial(nnx.jit, static_argnames=("logits_to_keep",))
     @functools.wraps(inspect.unwrap(stock))
     def get_per_token_logps(
-        model: Any, input_tokens: Array, positions: Array, attn_mask: Any, logits_to_keep: int, images: Any = None
+        model: Peer, input_tokens: Array, positions: Array, attn_mask: Peer, logits_to_keep: int, images: Peer = None
     ) -> Array:
         body, head = without_head(model)
         more = {} if images is None else {"images": images}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,17 @@ from logitless.core.loss_stats import with_stats
 from logitless.core.stats import TokenStats
 from logitless.integrations.tunix.interface import Interface, modules
 from logitless.integrations.tunix.logps import TokenEntropy, entropy_from_logits, predictions
+from logitless.integrations.tunix.policy_head import Peer
 from logitless.objectives.aggregate import sequences_of
 from logitless.objectives.objective import Objective
 
 
-def policy_loss(interface: Interface) -> Callable[..., Any]:
+def policy_loss(interface: Interface) -> Callable[..., Peer]:
     """A loss for Tunix' registry."""
 
     def logitless_loss_fn(
-        model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **kwargs: Any
-    ) -> Any:
+        model: Peer, train_example: Peer, algo_config: Peer, pad_id: int, eos_id: int, **kwargs: Peer
+    ) -> Peer:
         """GRPO's loss, as ``tunix.rl.algo_core.grpo_loss_fn`` computes it, from hidden states."""
         loss, stats = _loss(interface, model, train_example, algo_config, pad_id, eos_id)
         theirs = _over_statistics(interface, stats)(model, train_example, algo_config, pad_id, eos_id, **kwargs)
@@ -44,7 +44,7 @@ def policy_loss(interface: Interface) -> Callable[..., Any]:
 
 
 def _loss(
-    interface: Interface, model: Any, example: Any, algo_config: Any, pad_id: int, eos_id: int
+    interface: Interface, model: Peer, example: Peer, algo_config: Peer, pad_id: int, eos_id: int
 ) -> tuple[Array, TokenStats]:
     """The loss (0.1.8: its sum before it is divided), and statistics as wide as the example's arrays."""
     from flax import nnx
@@ -56,7 +56,7 @@ def _loss(
         segment_positions=getattr(example, "segment_positions", None),
     )  # fmt: skip
 
-    def tokens(x: Any) -> Any:
+    def tokens(x: Peer) -> Peer:
         """Without a packed row's first token, which has nothing before it."""
         return x[:, 1:] if p.packed and x is not None and x.ndim == 2 else x
 
@@ -89,7 +89,7 @@ _DONE_HERE = {"overlong_loss_masking": False}
 """Settings that are of the batch."""
 
 
-def _trained(example: Any, algo_config: Any, segments: Array | None) -> Array:
+def _trained(example: Peer, algo_config: Peer, segments: Array | None) -> Array:
     """``completion_mask`` without truncated sequences, where the config says so; in packed rows one token of a sequence
     is enough."""
     mask = example.completion_mask
@@ -103,7 +103,7 @@ def _trained(example: Any, algo_config: Any, segments: Array | None) -> Array:
     return jnp.where(sequences_of(mask != 0, segments).total(per_token) > 0, 0, mask)
 
 
-def _over_statistics(interface: Interface, stats: TokenStats) -> Callable[..., Any]:
+def _over_statistics(interface: Interface, stats: TokenStats) -> Callable[..., Peer]:
     """Tunix' loss function over statistics that are there: the same code, with other functions under two names.
 
     Nothing is replaced in Tunix' modules, which other threads may be using.
@@ -114,11 +114,11 @@ def _over_statistics(interface: Interface, stats: TokenStats) -> Callable[..., A
     class Common:
         """``tunix.rl.common``, but for one function."""
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> Peer:
             return getattr(common, name)
 
         @staticmethod
-        def compute_per_token_logps(*_: Any, **__: Any) -> Any:
+        def compute_per_token_logps(*_: Peer, **__: Peer) -> Peer:
             return stats.logp, TokenEntropy(stats.entropy) if old else stats.entropy
 
     stock = core.grpo_loss_fn

@@ -13,12 +13,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from typing import Any
 
 from jax import Array
 
 from logitless.integrations.tunix.maxtext_model import Body, is_adapter, split_adapter
-from logitless.integrations.tunix.policy_head import Identity, PolicyHead, array_of, refuse
+from logitless.integrations.tunix.policy_head import Identity, Peer, PolicyHead, array_of, refuse
 
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma3": "Gemma3", "llama3": "Llama3"}
 """Modules ``tunix.models.<family>.model`` and their classes; gemma2 is a ``Gemma``."""
@@ -34,7 +33,7 @@ def without_head(model: object) -> tuple[Body, PolicyHead]:
     return split(nnx.merge(*nnx.split(model)))
 
 
-def split(copy: Any) -> tuple[Body, PolicyHead]:
+def split(copy: Peer) -> tuple[Body, PolicyHead]:
     """:func:`without_head` of a copy that is thrown away afterwards."""
     if is_adapter(copy):
         return split_adapter(copy)
@@ -42,7 +41,7 @@ def split(copy: Any) -> tuple[Body, PolicyHead]:
     return copy, head
 
 
-def take_head(model: Any) -> PolicyHead:
+def take_head(model: Peer) -> PolicyHead:
     """The head of ``model``, a throw-away copy, which from now on returns hidden states in the place of logits."""
     _known(model)
     tied = not hasattr(model, "lm_head")
@@ -87,7 +86,7 @@ def _known(model: object) -> None:
     raise refuse(model, f"this model is not known here; {_SERVED} are. Use it with Tunix' own losses (uninstall()).")
 
 
-def _axes(parameter: Any) -> tuple[Any, ...]:
+def _axes(parameter: Peer) -> tuple[Peer, ...]:
     """The mesh axes for a parameter's dimensions, from Flax metadata."""
     found = parameter.get_metadata()
     for name in _SPEC_NAMES:
@@ -121,7 +120,7 @@ def _lora(model: object, owner: object, name: str, path: str) -> tuple[tuple[Arr
     return factors, rule.alpha / rule.rank
 
 
-def _rule(provider: Any, path: str, operation: str) -> Any:
+def _rule(provider: Peer, path: str, operation: str) -> Peer:
     """The first rule for a module and an operation, which is how Qwix chooses."""
     for rule in provider._rules:
         if re.fullmatch(rule.module_path, path) and (not rule.op_names or operation in rule.op_names):
@@ -129,7 +128,7 @@ def _rule(provider: Any, path: str, operation: str) -> Any:
     return None
 
 
-def _provider(call: object) -> Any:
+def _provider(call: object) -> Peer:
     """Qwix' provider: it is in the closure of the call that Qwix gives a model, and nowhere else."""
     to_see, seen = [call], set()
     while to_see:
