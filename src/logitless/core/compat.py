@@ -12,6 +12,7 @@ from jax import Array, Ref
 from jax._src.mesh import thread_resources
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
@@ -109,7 +110,7 @@ def ambient_mesh() -> Mesh | AbstractMesh:
         return ambient
 
 
-def partitioned_over(lowering: Any) -> int:
+def partitioned_over(lowering: mlir.LoweringRuleContext) -> int:
     """Over how many devices the compiler partitions a program being lowered; 1 for one device's part of a shard_map."""
     where = lowering.module_context.axis_context
     manual, mesh = getattr(where, "manual_axes", None), getattr(where, "mesh", None)

@@ -22,7 +22,7 @@ from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal
 
 from logitless.core.divergences import Divergence
-from logitless.core.pytree import register, static, tree_of
+from logitless.core.pytree import register, static, tree_of, with_leaves
 from logitless.core.shapes import PyTree
 from logitless.core.stats import LogitTransform, StatCotangents, TokenStats, blank_stats
 from logitless.objectives.inputs import LossInputs
@@ -275,12 +275,12 @@ class Problem(Generic[S]):
         """The same tokens, the policy's logits given."""
         return tree_of(dataclasses.replace, self, policy=Given(logits))
 
-    def over_sources(self, f: Callable[[Any], Any]) -> Problem[S]:
+    def over_sources(self, f: Callable[[Source], Source]) -> Problem[S]:
         """The same call with ``f`` of every source of logits."""
         teacher = self.teacher
         if teacher is not None:
             teacher = dataclasses.replace(teacher, source=f(teacher.source))
-        return dataclasses.replace(self, policy=f(self.policy), teacher=teacher)
+        return with_leaves(self, policy=f(self.policy), teacher=teacher)
 
     def calling(self, **choices: Any) -> Self:
         """The same with other static choices."""
@@ -288,10 +288,9 @@ class Problem(Generic[S]):
 
     def rows(self, take: Take) -> Problem[S]:
         """The same call for other tokens: ``take`` on every array with one row per token."""
-        policy: Any = self.policy.rows(take)
-        return dataclasses.replace(
+        return with_leaves(
             self,
-            policy=policy,
+            policy=self.policy.rows(take),
             targets=take(self.targets),
             transform=self.transform.rows(take),
             live=None if self.live is None else take(self.live),
@@ -335,7 +334,7 @@ class Problem(Generic[S]):
             own |= dict(lora_scale=self.policy.head.lora_scale, sparse_backward=self.tolerance)
         return own | {"the teacher": self.teacher}
 
-    def cotangent(self, g: Any) -> Problem[S]:
+    def cotangent(self, g: PyTree) -> Problem[S]:
         """Cotangents in the structure of the problem; ``None`` (zero) where none was computed."""
         return tree_of(Problem, self.policy.cotangent(g), None, None, call=self.call)
 

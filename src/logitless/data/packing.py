@@ -21,17 +21,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from logitless.core import validation
 from logitless.core.promotion import own_promotion
 from logitless.core.pytree import register, tree_of
 from logitless.core.shapes import Bool, Float, Int
+
+T = TypeVar("T")
 
 _PER_TOKEN = ("advantages", "old_logp", "ref_logp", "rollout_logp", "token_weights")
 
@@ -63,7 +66,7 @@ class Packed:
     slots: Int[Array, "B C"]
     """Slot that predicts each completion token, as ``row * L + column``; -1 if absent."""
 
-    def loss_arrays(self) -> dict[str, Any]:
+    def loss_arrays(self) -> dict[str, Array]:
         """Keyword arguments of the loss calls: the mask, the segments and all arrays that were given."""
         return {"mask": self.mask, "segment_ids": self.segment_ids, **self.arrays}
 
@@ -81,7 +84,7 @@ class Packed:
 
 
 @own_promotion
-def attention_mask(segment_ids: Any, prefix_ids: Any = None) -> Bool[Array, "R L L"]:
+def attention_mask(segment_ids: ArrayLike, prefix_ids: ArrayLike | None = None) -> Bool[Array, "R L L"]:
     """``mask[r, i, j]``: slot ``i`` attends to slot ``j``. Empty slots are a segment too: no row is all False."""
     ids = jnp.asarray(segment_ids)
     seen = ids[:, :, None] == ids[:, None, :]
@@ -231,7 +234,7 @@ def _place(sequences: list[_Sequence], length: int, share: bool) -> list[list[_U
     return _first_fit(units, [_slots(u) for u in units], length)
 
 
-def _first_fit(items: Sequence[Any], sizes: list[int], room: int) -> list[list[Any]]:
+def _first_fit(items: Sequence[T], sizes: list[int], room: int) -> list[list[T]]:
     """Items in bins of ``room``, longest first, each in the first bin where it fits; in their own order there."""
     left = np.full(len(items), room)
     bins: list[list[int]] = [[] for _ in items]  # as many as could be needed, of which the first are

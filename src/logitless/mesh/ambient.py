@@ -32,7 +32,7 @@ from logitless.objectives.loss import LossAux
 _ADVICE = "Pass sharding=logitless.Sharding(mesh, tokens=..., head=...), or call it inside your own shard_map."
 
 
-def over_mesh(name: str, run: Callable[[Arguments], Any], given: Arguments, with_stats: bool = False) -> Any:
+def over_mesh(name: str, run: Callable[[Arguments], PyTree], given: Arguments, with_stats: bool = False) -> PyTree:
     """``run(given)``, the public call ``name`` with ``sharding=`` among its arguments, under its mesh.
 
     ``with_stats``: also return the statistics of a loss call.
@@ -58,7 +58,7 @@ def over_mesh(name: str, run: Callable[[Arguments], Any], given: Arguments, with
 
     # Results have one value per token, or are a loss and its metrics. Include the mesh's devices in the name if they
     # are known: without jit, a result that was computed on one device alone is laid out by it.
-    def lies(spec: PartitionSpec) -> Any:
+    def lies(spec: PartitionSpec) -> PyTree:
         return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
 
     tokens = lies(sharding.tokens)
@@ -161,7 +161,7 @@ _one_device.def_abstract_eval(lambda x, **_: x)
 batching.primitive_batchers[_one_device] = lambda args, dims, **kw: (_one_device.bind(*args, **kw), dims[0])
 
 
-def _lower_one_device(ctx: Any, x: Any, *, call: str, backend: str) -> list[Any]:
+def _lower_one_device(ctx: mlir.LoweringRuleContext, x: Any, *, call: str, backend: str) -> list[Any]:
     devices = compat.partitioned_over(ctx)
     if devices > 1:
         raise ValueError(

@@ -193,7 +193,7 @@ def _each_part(parts: int, columns: int, axis: int, made: Callable[[Array], Any]
         )  # fmt: skip
         return Gradients(None if own.hidden is None else total.hidden + own.hidden, head)
 
-    def whole(x: Any, axis: int) -> Any:
+    def whole(x: PyTree, axis: int) -> PyTree:
         return None if x is None else jnp.zeros((*x.shape[:axis], columns, *x.shape[axis + 1 :]), x.dtype)
 
     like = jax.eval_shape(made, jnp.int32(0))

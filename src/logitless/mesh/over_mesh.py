@@ -137,7 +137,7 @@ def _unflat(tree: PyTree, shape: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
 
-def _of_all_devices(place: Placement, report: Any, shape: tuple[int, ...], blank: bool = False) -> object:
+def _of_all_devices(place: Placement, report: PyTree, shape: tuple[int, ...], blank: bool = False) -> PyTree:
     """A device's report with the counts of all devices (a ``blank`` one has none), and its tokens in their own
     ``shape``.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from logitless.core.backend import Around, Backend, Divisible
 from logitless.core.divergences import ShardOfPair, finish_pair, log_mass, of_all_columns, rounded_alike
-from logitless.core.problem import Given, Gradients, Loss, Problem, Source, Teacher
+from logitless.core.problem import Given, Gradients, Linear, Loss, Problem, Source, Teacher, Wanted
 from logitless.core.shapes import PyTree
 from logitless.core.stats import (
     NEG_INF,
@@ -39,6 +39,9 @@ from logitless.core.stats import (
 )
 from logitless.mesh.collectives import by_columns, merge_sums, own_targets, zeros
 from logitless.mesh.sharding import Placement
+
+P = TypeVar("P", bound=Problem[Linear] | Problem[Given])
+W = TypeVar("W", bound=Wanted | bool)
 
 
 def shard_of(own: Backend, place: Placement) -> Backend:
@@ -74,25 +77,25 @@ def no_pair(shapes: ShardOfPair) -> ShardOfPair:
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabularyShard:
+class VocabularyShard(Generic[P, W]):
     """``own`` on a device's columns, with the collectives between its passes."""
 
-    own: Divisible
+    own: Divisible[P, W]
     place: Placement
 
-    def shard(self, p: Any) -> Any:
+    def shard(self, p: P) -> P:
         """The problem with targets as local columns; -1 for targets on other devices."""
         return dataclasses.replace(p, targets=own_targets(self.place, p.targets, width_of(p)))
 
-    def by_columns(self, p: Any, f: Callable[..., PyTree], empty: Callable[[PyTree], PyTree] = zeros) -> PyTree:
+    def by_columns(self, p: P, f: Callable[..., PyTree], empty: Callable[[PyTree], PyTree] = zeros) -> PyTree:
         """``f`` applied to the problem with the number of real columns on this device."""
         place, call = self.place, p.call
         return by_columns(place, call.vocab_size, width_of(p), lambda k: f(p.calling(vocab_size=k)), empty)
 
-    def statistics(self, p: Any, loss: Loss | None = None) -> tuple[TokenStats, object]:
+    def statistics(self, p: P, loss: Loss | None = None) -> tuple[TokenStats, object]:
         return self.forward(p, None)[0], None
 
-    def forward(self, p: Any, want: Any) -> tuple[TokenStats, object, PyTree]:
+    def forward(self, p: P, want: W | None) -> tuple[TokenStats, object, PyTree]:
         """Statistics over the vocabulary of all devices. A barrier keeps their bits the same with and without a
         gradient."""
         mine = self.shard(p)
@@ -109,11 +112,11 @@ class VocabularyShard:
         if p.teacher is not None:
             stats = self._with_teacher(mine, p.teacher, stats)
         stats = lax.optimization_barrier(masked_stats(stats, p.live))
-        mine = mine.calling(vocab_size=width_of(p))
+        mine = dataclasses.replace(mine, call=dataclasses.replace(mine.call, vocab_size=width_of(p)))
         residual = self.own.shard_residual(mine, stats, local, part, lambda x: lax.psum(x, self.place.vocab))
         return stats, None, residual
 
-    def _with_teacher_at_once(self, p: Any, mine: Any, teacher: Teacher) -> TokenStats:
+    def _with_teacher_at_once(self, p: P, mine: P, teacher: Teacher) -> TokenStats:
         """The statistics with those of a KL: one sweep over both heads, the shards' own softmaxes put together."""
         axes, k, other_k = self.place.vocab, factor(p.transform), factor(teacher.transform)
         found = self.by_columns(mine, self.own.shard_of_pair, no_pair)
@@ -124,12 +127,12 @@ class VocabularyShard:
         pair = jax.tree.map(lambda x: lax.psum(x, axes), pair)
         return finish_pair(teacher.divergence, stats, other, pair, None)
 
-    def _with_teacher(self, mine: Any, teacher: Teacher, stats: TokenStats) -> TokenStats:
+    def _with_teacher(self, mine: P, teacher: Teacher, stats: TokenStats) -> TokenStats:
         """The statistics with those of a JSD, whose mixture needs both sides' sums over all columns: a sweep for the
         teacher's sums, and one over both heads."""
         axes = self.place.vocab
         rows = Problem(teacher.source, mine.targets, teacher.transform, mine.live, call=mine.call)
-        sums = self.by_columns(rows, lambda q: self.own.sums(q, None)[0], no_columns)
+        sums = self.by_columns(cast(P, rows), lambda q: self.own.sums(q, None)[0], no_columns)
         other = finish(merge_sums(axes, sums, factor(teacher.transform)), True, teacher.transform)
         other = rounded_alike(stats, other)
         pair = self.by_columns(mine, lambda q: self.own.pair_sums(q, stats, other))

@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseShard(VocabularyShard):
+class SparseShard(VocabularyShard[Problem, Wanted]):
     """:class:`VocabularyShard` around a sparse backend."""
 
     own: Sparse  # type: ignore[assignment]
@@ -59,8 +59,9 @@ class SparseShard(VocabularyShard):
         blank = blank_report(p.n)
         return self._statistics(p), dataclasses.replace(blank, hard=jnp.zeros((p.n,), jnp.float32))
 
-    def forward(self, p: Problem, want: Wanted) -> tuple[TokenStats, object, Found]:
+    def forward(self, p: Problem, want: Wanted | None) -> tuple[TokenStats, object, Found]:
         """Statistics of flat tokens over all shards, this shard's columns, and what all shards together leave out."""
+        assert want is not None
         shards = self.place.count(self.place.vocab)
         assert p.tolerance is not None
         share = p.tolerance / shards

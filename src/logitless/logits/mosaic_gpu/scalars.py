@@ -11,11 +11,13 @@ is not good enough for a log-probability. So the transcendental primitives are r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from logitless.core.shapes import PyTree
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -103,7 +105,7 @@ def _tanh(x: Array) -> Array:
     return jnp.where(x < 0, -y, y)
 
 
-_REPLACED: dict[str, Callable[..., Any]] = {
+_REPLACED: dict[str, Callable[..., Array]] = {
     "exp": lambda x, **_: exp(x),
     "expm1": lambda x, **_: expm1(x),
     "log": lambda x, **_: log(x),
@@ -119,7 +121,10 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
-def _call(eqn: Any) -> Any | None:
+_SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "reduce_sum")
+
+
+def _call(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """The jaxpr that an equation only wraps (jit, custom derivatives, ...), or ``None``."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(key)
@@ -128,11 +133,11 @@ def _call(eqn: Any) -> Any | None:
     return None
 
 
-def _replay(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = {}
+def _replay(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
+    env: dict[Var, Array] = {}
 
-    def read(v: Any) -> Any:
-        return v.val if hasattr(v, "val") else env[v]
+    def read(v: Var | Literal) -> Array:
+        return v.val if isinstance(v, Literal) else env[v]
 
     env.update(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -141,11 +146,14 @@ def _replay(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
         name = eqn.primitive.name
         inner = _call(eqn)
         if inner is not None:
-            closed = getattr(inner, "jaxpr", inner)
-            outs = _replay(closed, getattr(inner, "consts", ()), vals)
+            closed = isinstance(inner, ClosedJaxpr)
+            outs = _replay(inner.jaxpr if closed else inner, inner.consts if closed else (), vals)
         elif name in _REPLACED:
             outs = [_REPLACED[name](*vals, **eqn.params)]
-        elif name in ("broadcast_in_dim", "reshape", "squeeze", "reduce_sum") and eqn.invars[0].aval.shape == ():
+        elif (
+            name in ("broadcast_in_dim", "reshape", "squeeze", "reduce_sum")
+            and getattr(eqn.invars[0].aval, "shape", None) == ()
+        ):
             outs = [vals[0]]  # scalars stay scalars
         else:
             out = eqn.primitive.bind(*vals, **eqn.params)
@@ -154,7 +162,7 @@ def _replay(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
     return [read(v) for v in jaxpr.outvars]
 
 
-def run(f: Callable[..., Any], *args: Any) -> Any:
+def run(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """``f(*args)`` for float32/bool scalars ``args`` (a pytree), replayed with the primitives above."""
     flat, tree = jax.tree.flatten(args)
     flat = [jnp.asarray(a) for a in flat]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -82,14 +82,14 @@ def _launch(p: Problem[Given], k: Kernel, tiles: Tiles | None) -> dict[str, Arra
         pl.BlockSpec((t.rows, t.width), by_block),
     ]
     # By the names of a Block's fields.
-    outputs: dict[str, tuple[Any, Any]] = {}
+    outputs: dict[str, tuple[pl.BlockSpec, jax.ShapeDtypeStruct]] = {}
     if k.writes_stats:
         spec = pl.BlockSpec((t.rows, STAT_COLUMNS), by_row)
         outputs["stats"] = (spec, jax.ShapeDtypeStruct((n, STAT_COLUMNS), jnp.float32))
     if k.writes_logits:
         spec = pl.BlockSpec((t.rows, t.width), by_block)
         outputs["out"] = (spec, jax.ShapeDtypeStruct((n, v), p.logits.dtype))
-    scratch: dict[str, Any] = {"u": pltpu.VMEM((t.group, t.width), jnp.float32)}
+    scratch: dict[str, pl.MemoryRef] = {"u": pltpu.VMEM((t.group, t.width), jnp.float32)}
     if k.writes_stats and t.tiles > 1:
         scratch["sums"] = pltpu.VMEM((t.rows, STAT_COLUMNS), jnp.float32)
 
