@@ -3,7 +3,6 @@ plots, from benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,22 +96,10 @@ def suite_tables() -> list[str]:
     return out
 
 
-def case_name(name: str) -> str:
-    """The name of a case with its shape as a reader would write it."""
-    name = re.sub(r"^(?:linear|logits)_bpd1_t(\d+)(?:_h(\d+))?_vocab(\d+)_?", _shape, name)
-    return re.sub(r"^sparse (\d+)x(\d+)x(\d+)", r"T=\1 H=\2 V=\3", name)
-
-
-def _shape(found: re.Match[str]) -> str:
-    tokens, hidden, vocab = found.groups()
-    more = "" if found.end() == len(found.string) or found.string[found.end()] == "," else ", "
-    return f"T={tokens} H={hidden} V={vocab}{more}" if hidden else f"logits T={tokens} V={vocab}{more}"
-
-
 def _ratio_table(rows: list[Any]) -> list[str]:
     cells, last = [], ""
     for r, arm, row in rows:
-        name = "" if r["name"] == last else case_name(r["name"])
+        name = "" if r["name"] == last else r["name"]
         last = r["name"]
         if "error" in row:
             cells.append([name, arm, row["error"][:90], "", "", ""])
@@ -136,7 +123,7 @@ def _gates(records: list[dict[str, Any]]) -> list[str]:
             if gate.get("low") is not None:
                 value += f" [{gate['low']:.3g}, {gate['high']:.3g}]"
             shown = _state(gate) if gate["ok"] else f"**{_state(gate)}**"
-            cells.append([case_name(r["name"]), name, value, f"{gate['limit']:.3g}", shown])
+            cells.append([r["name"], name, value, f"{gate['limit']:.3g}", shown])
     return harness.table(["case", "bar", "reached", "limit", ""], cells) if cells else []
 
 

@@ -47,13 +47,6 @@ def test_a_suite_of_arms_that_took_turns(tables: ModuleType, monkeypatch: pytest
     assert not any("0.500" in line for line in tables.suite_tables()), "an earlier version is not on the page"
 
 
-def test_a_case_is_named_by_its_shape(tables: ModuleType) -> None:
-    assert tables.case_name("linear_bpd1_t8192_h4096_vocab151936") == "T=8192 H=4096 V=151936"
-    assert tables.case_name("linear_bpd1_t8_h4_vocab15, a quarter") == "T=8 H=4 V=15, a quarter"
-    assert tables.case_name("logits_bpd1_t4096_vocab151936_jaxbwd") == "logits T=4096 V=151936, jaxbwd"
-    assert tables.case_name("sparse 8192x4096x151936, on-policy") == "T=8192 H=4096 V=151936, on-policy"
-
-
 def test_a_ratio_is_told_with_its_verdict(tables: ModuleType) -> None:
     assert tables.ratio_text(dict(ratio=0.98, low=0.9, high=1.07, verdict="no difference")).endswith(", none")
     assert tables.ratio_text(dict(ratio=0.98, low=0.5, high=2.0)) == "0.980 [0.500, 2.000], cannot tell"

@@ -31,15 +31,15 @@ DARK = dict(
     c="#c79bf2", d="#6fd08c", e="#ff8098", good="#6fd08c", bad="#ff8098", edge="#5b6473",
 )  # fmt: skip
 STYLE: dict[str, Any] = {
-    "font.size": 14, "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
+    "font.size": 13, "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False, "legend.handlelength": 3, "axes.axisbelow": True,
     **{k: LIGHT["ink"] for k in ("text.color", "ytick.labelcolor")},
     **{k: LIGHT["muted"] for k in ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")},
     "axes.facecolor": "none", "grid.color": LIGHT["grid"],
 }  # fmt: skip
-WIDE, LINE, CHARACTER = 460.0, 20.0, 8.6
-"""A drawing's width, the height of a line of text and the width of a character, in points. A phone shows the full
-width."""
+WIDE, LINE, CHARACTER = 380.0, 19.0, 8.0
+"""A drawing's width, the height of a line of text and the width of a character, in points: text has 12 px on a phone of
+390, which shows the full width."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Lines:
         legend = max(len(s.label) for s in self.series)
         columns = max(1, min(len(self.series), int(WIDE / (CHARACTER * legend + 60))))
         lines = -(-len(self.series) // columns)
-        axes = _axes(figure, left=58, rows=11, bottom=2.6 + 1.2 * lines, top=1.6)
+        axes = _axes(figure, left=66, rows=11, bottom=2.6 + 1.2 * lines, top=1.6)
         for s in sorted(self.series, key=lambda s: s.tone != "ours"):  # dashes on top, for lines that coincide
             marker = "o" if len(s.points) <= 24 else ""
             line = (0, DASHES[s.tone]) if DASHES[s.tone] else "-"
@@ -168,10 +168,12 @@ class Lines:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         else:
-            axes.set_ylim(bottom=min([0.0, *(y for s in self.series for _, y in s.points)]))
+            axes.locator_params(axis="x", nbins=5)
+            low, high = (end([0.0, *(y for s in self.series for _, y in s.points)]) for end in (min, max))
+            axes.set_ylim(low, high + 0.06 * (high - low) or 1.0)
         where = ", logarithmic" if self.log else ""
         axes.set_xlabel(self.x_label + where)
-        axes.set_title(self.y_label + where, x=-50 / (WIDE - 74), loc="left", fontsize=14, color=LIGHT["muted"])
+        axes.set_title(self.y_label + where, x=-58 / (WIDE - 82), loc="left", fontsize=13, color=LIGHT["muted"])
         for side in (axes.xaxis, axes.yaxis):
             side.set_major_formatter(lambda value, _: f"{value:,.6g}")
             side.set_minor_formatter("")

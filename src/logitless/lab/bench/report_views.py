@@ -80,11 +80,15 @@ def mib(size: float | None) -> str:
 _OURS = ("kernel", "default", "chunked", "fused", "logitless", "pallas_tpu", "mosaic_gpu", "sparse")
 
 
+_KNOWN = {"strong": "a", "naive": "b", "strong/f32": "c", "naive/f32": "d"}
+"""Colours that dense forms have on every chart."""
+
+
 def tone_of(arm: str, taken: Iterable[str] = ()) -> str:
-    """The colour of an arm: the accent for ours, the next one that is not taken for others."""
+    """The colour of an arm: the accent for ours, that of a dense form, else the next one that is not taken."""
     ours = arm.startswith(_OURS) and not arm.endswith("(other tree)")
-    used = set(taken)
-    return next((t for t in TONES[0 if ours else 1 :] if t not in used), TONES[-1])
+    wanted = (TONES[0], *TONES[:0:-1]) if ours else (_KNOWN.get(arm.partition(" (")[0], TONES[1]), *TONES[1:])
+    return next((t for t in wanted if t not in set(taken)), TONES[-1])
 
 
 def _lines(points: Points) -> tuple[Series, ...]:
@@ -102,7 +106,7 @@ def _bars(arms: dict[str, Record], value: Callable[[Record], dict[str, float] | 
     for arm, row in arms.items():
         parts = None if "error" in row else value(row)
         tone = "ours" if tone_of(arm) == "ours" else tone_of(arm, (b.tone for b in bars))
-        bars.append(Bar(arm, tuple((parts or {}).items()), tone, "" if parts else row.get("error", "no plan")[:48]))
+        bars.append(Bar(arm, tuple((parts or {}).items()), tone, "" if parts else row.get("error", "no plan")[:44]))
     return tuple(bars)
 
 
@@ -125,10 +129,9 @@ def bench(of: Found) -> Section:
     """Ratios, time and memory of each case, and their course along live tokens and context length."""
     records = [r for _, r in of]
     arms = [(r, arm, row) for r in records for arm, row in r["arms"].items()]
-    busy = [
-        f"{r['name']} was {said}: its times are not of this program alone." for r in records if (said := not_alone(r))
-    ]
-    s = Section("Benchmarks", " ".join([_how(records), *busy, TERMS]))
+    busy = [r["name"] for r in records if not_alone(r)]
+    others = [f"The machine had other work during {'; '.join(busy)}: their times are not of this program alone."]
+    s = Section("Benchmarks", " ".join([_how(records), *(others if busy else []), TERMS]))
     s.tables = [
         Table("Ratios", [
             {"case": r["name"], "arm": arm, "to": other, "clock": CLOCKS.get(clock, clock),
