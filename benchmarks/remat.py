@@ -34,36 +34,28 @@ def batch(tokens: int, hidden: int, vocab: int, dtype: Any) -> dict[str, jax.Arr
     )
 
 
-def loss(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array, count: int) -> jax.Array:
-    objective = logitless.Objective.dapo()
-    return logitless.linear_grpo_loss(
-        hidden, lm_head, targets, advantages=advantages, denominator=count, objective=objective
-    )[0]
+def loss(h: jax.Array, w: jax.Array, rest: tuple[jax.Array, jax.Array], count: int) -> jax.Array:
+    targets, advantages = rest
+    given: dict[str, Any] = dict(advantages=advantages, denominator=count, objective=logitless.Objective.dapo())
+    return logitless.linear_grpo_loss(h, w, targets, **given)[0]
 
 
-def plain(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array) -> Any:
-    count = targets.size
-    return jax.value_and_grad(lambda h, w: loss(h, w, targets, advantages, count), (0, 1))(hidden, lm_head)
+def plain(h: jax.Array, w: jax.Array, *rest: jax.Array) -> Any:
+    return jax.value_and_grad(lambda h, w: loss(h, w, rest, rest[0].size), (0, 1))(h, w)
 
 
-def checkpointed(
-    hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array, policy: Any = None
-) -> Any:
-    count = targets.size
-    inner = jax.checkpoint(lambda h, w: loss(h, w, targets, advantages, count), policy=policy)
-    return jax.value_and_grad(inner, (0, 1))(hidden, lm_head)
+def checkpointed(h: jax.Array, w: jax.Array, *rest: jax.Array, policy: Any = None) -> Any:
+    inner = jax.checkpoint(lambda h, w: loss(h, w, rest, rest[0].size), policy=policy)
+    return jax.value_and_grad(inner, (0, 1))(h, w)
 
 
-def scanned(hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, advantages: jax.Array) -> Any:
-    count = targets.size
-
+def scanned(h: jax.Array, w: jax.Array, *rest: jax.Array) -> Any:
     def part(total: Any, row: Any) -> Any:
-        h, y, a = (x[None] for x in row)
-        value, (dh, dw) = jax.value_and_grad(lambda h, w: loss(h, w, y, a, count), (0, 1))(h, lm_head)
+        h, *own = (x[None] for x in row)
+        value, (dh, dw) = jax.value_and_grad(lambda h, w: loss(h, w, tuple(own), rest[0].size), (0, 1))(h, w)
         return (total[0] + value, total[1] + dw), dh[0]
 
-    start = jnp.zeros(()), jnp.zeros_like(lm_head)
-    (value, dw), dh = jax.lax.scan(part, start, (hidden, targets, advantages))
+    (value, dw), dh = jax.lax.scan(part, (jnp.zeros(()), jnp.zeros_like(w)), (h, *rest))
     return value, (dh, dw)
 
 

@@ -10,7 +10,6 @@ all chunks over 918 TFLOP/s, or their reads of both heads and the updates of dW 
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import Any
@@ -19,26 +18,16 @@ import jax
 import jax.numpy as jnp
 
 import harness
-import logitless as L
-from logitless.lab.tools import dense_divergence
+from logitless.lab.bench import arm_program
+from logitless.lab.bench.case import Arm
 from logitless.lab.tpu import aot
 
 T, H, V = 8192, 4096, 151936
 FLOPS, BYTES = 918e12, 1.64e12
 CHUNKS = (None, 1024, 512, 256, 128)
-ARRAYS = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, T, H), (V, H), (1, T, H), (V, H))]
-
-
-def ours(chunk: int | None, h: Any, w: Any, th: Any, tw: Any) -> Any:
-    options = L.Options(chunk_size=chunk, head_grad_dtype="param")
-    head, teacher = L.Head(w, layout="vh"), L.Head(tw, layout="vh")
-    return L.linear_distillation_loss(h, head, th, teacher, options=options)[0]
-
-
-def dense(dtype: str, h: Any, w: Any, th: Any, tw: Any) -> Any:
-    mask = jnp.ones(h.shape[:-1], bool)
-    settings = L.Distillation()
-    return dense_divergence.loss("strong", h, w, th, tw, mask, distillation=settings, logits_dtype=dtype)
+STATES, HEAD = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, T, H), (V, H)))
+REST = dict(mask=jax.ShapeDtypeStruct((1, T), bool), teacher_hidden=STATES, teacher_lm_head=HEAD)
+ARRAYS = (STATES, HEAD), REST
 
 
 def widest(text: str) -> int:
@@ -55,8 +44,10 @@ def roofline_ms(chunk: int) -> float:
     return 1e3 * max(8 * T * H * V / FLOPS, moved / BYTES)
 
 
-def compiled(f: Any) -> dict[str, Any]:
-    found = aot.compile_for("v6e:2x2", jax.value_and_grad(f, (0, 1)), *ARRAYS)
+def compiled(arm: Arm) -> dict[str, Any]:
+    """Loss and gradients of an arm of a benchmark."""
+    program = arm_program.program(dict(level="head", distillation=dict(divergence="reverse_kl")), arm)
+    found = aot.compile_for("v6e:2x2", program, *ARRAYS)
     beside = found.peak_bytes - found.argument_bytes - found.output_bytes
     return found.record() | dict(beside_bytes=beside, rows_of_logits=widest(found.text))
 
@@ -67,12 +58,13 @@ def main() -> None:
         command="python benchmarks/tpu_distill.py", versions=aot.versions(), programs={},
     )  # fmt: skip
     for chunk in CHUNKS:
-        record["programs"][f"chunked, {chunk or 'default'}"] = found = compiled(functools.partial(ours, chunk))
+        arm = Arm("library", options=dict(head_grad_dtype="param", chunk_size=chunk))
+        record["programs"][f"chunked, {chunk or 'default'}"] = found = compiled(arm)
         tokens = chunk or found["rows_of_logits"]
         found |= dict(chunk=tokens, roofline_ms=round(roofline_ms(tokens), 1))
         harness.say(found)
     for dtype in ("bfloat16", "float32"):
-        record["programs"][f"dense, {dtype}"] = compiled(functools.partial(dense, dtype))
+        record["programs"][f"dense, {dtype}"] = compiled(Arm("baseline", "strong", logits_dtype=dtype))
     harness.write("tpu_distill.json", record)
 
 

@@ -9,8 +9,7 @@ The run itself is ``logitless ab --config qwen2.5-1.5b-gsm8k``. ``update`` takes
 micro-batches of ``--padded`` rows (the way before packing) and through packed ones, in alternation. Without
 ``--rollouts`` they are random ones of like lengths, a third of the groups without a spread. ``decode`` times a loop
 that no end token stops. ``largest`` doubles and then halves until the step between what fits and what does not is below
-a sixteenth (``--start``, or ``--between`` two sizes, the first of which is thought to fit); every size that was tried
-is in ``--work``, so that a second call goes on. ``long`` times updates of so many rows in turns (``--rows dense=6
+a sixteenth (``--start``, or ``--between`` two sizes, the first of which is thought to fit). ``long`` times updates of so many rows in turns (``--rows dense=6
 dense=5 fused=18``), of each arm the first number that fits.
 
 Everything runs at a small size too: ``--small`` is for a CPU, where ``largest`` counts ``--memory`` bytes of the
@@ -165,36 +164,29 @@ def decode_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 # -- largest ---------------------------------------------------------------------------------------------------------
 
 
-def _fits(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    """What came of a size, and whether that fits."""
-    row = _tried(args, size)
-    row["fits"] = row["ran"] and (not args.memory or row["planned_bytes"] <= args.memory)
-    say(f"{args.arm}, {args.what} {size}: {row}")
-    return row
-
-
 def _tried(args: argparse.Namespace, size: int) -> dict[str, Any]:
     """Two steps with rows of ``size`` completion tokens, or ``size`` rows in one gradient, in a process of its own."""
     folder = args.work / f"largest-{args.arm}-{args.what}-{size}"
-    kept = folder.with_suffix(".json")
-    if kept.exists():
-        return json.loads(kept.read_text())
     c = _sized(args, args.arm, args.what, size, folder)
-    done = _trained(c, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    save(c, folder.with_suffix(".yaml"))
+    command = [sys.executable, "-m", "logitless", "train", "--config", str(folder.with_suffix(".yaml"))]
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", **os.environ}  # JAX alone would take three quarters
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     rows = c.train.prompts_per_step * c.train.group_size
     row: dict[str, Any] = {"size": size, "rows": rows, "tokens": c.rollout.max_completion_tokens}
-    row["ran"] = done.returncode == 0
+    row["ran"] = row["fits"] = done.returncode == 0
     if row["ran"]:
         summary = json.loads((folder / "summary.json").read_text())
         plan = summary["memory/compiler"]["update"]
         row["peak_bytes"] = summary["memory/device_peak_bytes"]
         row["planned_bytes"] = plan["temporaries"] + plan["arguments"]
+        row["fits"] = not args.memory or row["planned_bytes"] <= args.memory
     else:
-        last = done.stderr.strip().splitlines()
-        row["error"] = last[-1][:300] if last else "no message"
+        row["error"] = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
         if not re.search("RESOURCE_EXHAUSTED|out of memory", done.stderr, re.IGNORECASE):
             raise SystemExit(f"size {size} failed, and not for memory: {row['error']}")
-    kept.write_text(json.dumps(row) + "\n")
+    say(f"{args.arm}, {args.what}: {row}")
     return row
 
 
@@ -220,36 +212,21 @@ def _sized(args: argparse.Namespace, arm: str, what: str, size: int, folder: Pat
     )
 
 
-def _last_size(c: TrainConfig, what: str) -> int | None:
-    """The longest completion that the model has positions for."""
-    return preset(c.model.architecture).max_position - c.rollout.max_prompt_tokens if what == "context" else None
-
-
-def _trained(c: TrainConfig, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A run in a process of its own."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    save(c, folder.with_suffix(".yaml"))
-    command = [sys.executable, "-m", "logitless", "train", "--config", str(folder.with_suffix(".yaml"))]
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", **os.environ}  # JAX alone would take three quarters
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
 def largest_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Bisection: the largest size that fits, and the smallest that does not."""
     unit = 8 if args.what == "batch" or args.small else 128
     low, high, size = 0, 0, args.between[0] if args.between else args.start or unit
-    last, tried = _last_size(configured(args, *RANDOM), args.what), []
+    c, tried = configured(args, *RANDOM), []
+    positions = preset(c.model.architecture).max_position - c.rollout.max_prompt_tokens
     while not high or (high - low > unit and high - low > low // 16):
-        row = _fits(args, size)
-        tried.append(row)
+        tried.append(row := _tried(args, size))
         low, high = (size, high) if row["fits"] else (low, size)
         size = 2 * low if not high else (low + high) // 2 // unit * unit
         if not high and args.between and args.between[1] > low:
             size = args.between[1]
-        size = min(size, last or size)  # where that fits, nothing fails
+        size = min(size, positions) if args.what == "context" else size  # where the last one fits, nothing fails
         if size <= low:
             break
-    say(f"{args.arm}: {args.what} {low} fits, {f'{high} does not' if high else 'and the model has no room for more'}")
     result = {
         "kind": "train_largest", "arm": args.arm, "what": args.what, "fits": low, "fails": high, "tried": tried,
         "environment": timing.environment(),

@@ -12,13 +12,13 @@ peak of a process only grows: ``install()`` runs first, and the peak of the fuse
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -33,14 +33,14 @@ from tunix.rl import common, function_registry, trainer
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.sft import peft_trainer
 
+import harness
 import logitless.integrations.tunix as integration
+from harness import say
 
-RECORD = Path(__file__).parent / "results" / "tunix_step.json"
 SMALL = "--small" in sys.argv
 ROWS, PROMPT, COMPLETION, ROUNDS = (2, 8, 24, 2) if SMALL else (8, 128, 896, 5)
 ARMS = {"install()": "grpo", "stock": "grpo", "fused": "logitless"}
 """Arms in the order of their first run, and the ``policy_loss_fn`` of each."""
-STARTED = time.monotonic()
 LAST_COMPILATION = 90.0
 """Seconds after which the fused arm is left out."""
 
@@ -113,19 +113,10 @@ def memory(what: str) -> float:
     return round((jax.local_devices()[0].memory_stats() or {}).get(what, 0) / 2**20, 1)
 
 
-def say(*what: Any) -> None:
-    print(f"[{time.monotonic() - STARTED:5.1f} s]", *what, flush=True)
-
-
 def alternated(runs: dict[str, Callable[[Any], Any]], batches: list[Any]) -> dict[str, list[float]]:
-    """Milliseconds of each arm; the order turns around from round to round, and the first round does not count."""
-    found: dict[str, list[float]] = {arm: [] for arm in runs}
-    for round_ in range(ROUNDS):
-        for batch in batches:
-            for arm in list(runs)[:: 1 if round_ % 2 else -1]:
-                taken, _ = milliseconds(runs[arm], batch)
-                found[arm] += [round(taken, 2)] if round_ else []
-    return found
+    """Milliseconds of each arm in each round, a batch after the other."""
+    found = [harness.alternated({k: functools.partial(f, b) for k, f in runs.items()}, ROUNDS) for b in batches]
+    return {arm: list(itertools.chain.from_iterable(of[arm] for of in found)) for arm in runs}
 
 
 def main() -> None:
@@ -136,7 +127,7 @@ def main() -> None:
     peaks: dict[str, Any] = {}
     first: dict[str, Any] = {}
     for arm in ARMS:
-        if arm == "fused" and time.monotonic() - STARTED > LAST_COMPILATION:
+        if arm == "fused" and time.perf_counter() - harness.STARTED > LAST_COMPILATION:
             say("fused: left out, compiling took too long")
             continue
         with contextlib.nullcontext() if arm == "stock" else integration.install():
@@ -171,7 +162,7 @@ def main() -> None:
         "median_ms": medians,
         "ms": times,
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    harness.write("tunix_step.json", record)
 
 
 if __name__ == "__main__":
