@@ -351,20 +351,19 @@ def main() -> None:
     unknown = [g for g in args.generations if g not in GENERATIONS]
     if unknown:
         p.error(f"{unknown[0]!r} is not known; expected some of {', '.join(GENERATIONS)}")
-    names = list(CASES)
     if args.one:
         for name in json.loads(args.one[1]):
             found = dict(case=name, **outcome(args.one[0], CASES[name]))
             print("\n" + json.dumps(found), flush=True)
             print(args.one[0], name, {k: str(v)[:160] for k, v in found.items() if k != "case"}, file=sys.stderr)
     elif args.routes:
-        routes = {name: {g: route(g, CASES[name]) for g in args.generations or GENERATIONS} for name in names}
+        routes = {name: {g: route(g, CASES[name]) for g in args.generations or GENERATIONS} for name in CASES}
         print("\n" + json.dumps(routes))
     elif args.page:
         write_page()
     else:
         for generation in args.generations or GENERATIONS:
-            compile_all(generation, names)
+            compile_all(generation, list(CASES))
         write_page()
 
 

@@ -9,8 +9,8 @@ The run itself is ``logitless ab --config qwen2.5-1.5b-gsm8k``. ``update`` takes
 micro-batches of ``--padded`` rows (the way before packing) and through packed ones, in alternation. Without
 ``--rollouts`` they are random ones of like lengths, a third of the groups without a spread. ``decode`` times a loop
 that no end token stops. ``largest`` doubles and then halves until the step between what fits and what does not is below
-a sixteenth (``--start``, or ``--between`` two sizes, the first of which is thought to fit). ``long`` times updates of so many rows in turns (``--rows dense=6
-dense=5 fused=18``), of each arm the first number that fits.
+a sixteenth (``--start``, or ``--between`` two sizes, the first of which is thought to fit). ``long`` times updates of
+so many rows in turns (``--rows dense=6 dense=5 fused=18``), of each arm the first number that fits.
 
 Everything runs at a small size too: ``--small`` is for a CPU, where ``largest`` counts ``--memory`` bytes of the
 compiler's plan. Further arguments are ``key=value`` overrides of the configuration. Exit code 1 if a bar is missed.
@@ -89,10 +89,8 @@ def update_case(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     packed = configured(args, *RANDOM, f"train.loss.backend={args.backend}")
     rows = 6 if args.small else args.padded
     plain = dict(packing="off", pack_length=0, skip_rows=False, microbatch_tail=0, microbatch=rows)
-    configs = {
-        "padded": dataclasses.replace(packed, train=dataclasses.replace(packed.train, **plain)),
-        "packed": packed,
-    }
+    padded = dataclasses.replace(packed, train=dataclasses.replace(packed.train, **plain))
+    configs = {"padded": padded, "packed": packed}
     steps, task = _rollouts(args, packed), build_task(packed)
     params = task.load_params()
     trainers = {name: Trainer(c, task) for name, c in configs.items()}
