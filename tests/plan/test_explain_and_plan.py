@@ -15,12 +15,17 @@ import flat_calls
 import logitless
 from logitless import Objective, Sharding
 from logitless.core import registry
-from logitless.lab.plan.chips import as_if_on, mesh_on
+from logitless.core.backend import Split
+from logitless.core.compat import mosaic_gpu_reason
+from logitless.core.problem import Call, HeadArrays, Linear, Problem
+from logitless.core.stats import LogitTransform
+from logitless.lab.plan.chips import as_if_on, chip_of, mesh_on
 from logitless.lab.plan.estimate import CALIBRATED
 
 pytestmark = pytest.mark.quick
 
 F32, BF16 = jnp.float32, jnp.bfloat16
+CALL = Call("test", 256, chunk=8)
 
 
 def struct(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
@@ -65,6 +70,40 @@ def test_a_kernel_whose_modules_do_not_import_names_the_extra(monkeypatch: pytes
     monkeypatch.setattr(registry, "load", registry.load.__wrapped__)  # as if it was never asked for
     with pytest.raises(NotImplementedError, match=r"cannot be loaded.*logitless\[gpu\]"):
         logitless.logprobs(jnp.zeros((4, 256)), jnp.zeros(4, jnp.int32), **by("mosaic_gpu", interpret=True))
+
+
+@pytest.mark.parametrize("level", ["head", "logits"])
+def test_every_candidate_says_what_it_serves(level: Any) -> None:
+    """Of both lists: each loads under its name, serves a plain call or says why not, and plain JAX comes last."""
+    for sparse in (False, True)[: 2 if level == "head" else 1]:
+        candidates = registry.CANDIDATES[level, sparse]
+        plain = [c.name for c in candidates if c.name not in registry.RUNS_ON]
+        assert [c.name for c in candidates][-len(plain) :] == plain and set(plain) <= {"chunked", "reference"}
+        for c in candidates:
+            if c.name == "mosaic_gpu" and mosaic_gpu_reason() is not None:
+                continue
+            backend = registry.load(c)
+            assert backend.name == c.name and (backend.kernels is None) == (c.name not in registry.RUNS_ON)
+            p = Problem(Linear(struct(8, 128), HeadArrays(struct(256, 128))), struct(8), LogitTransform(), call=CALL)
+            p = p if level == "head" else p.with_logits(struct(8, 256))
+            why = backend.supports(p, Split())
+            assert why is None or (isinstance(why, str) and c.name in registry.RUNS_ON)
+
+
+def test_over_a_mesh_explain_says_why_nothing_is_screened() -> None:
+    """A device's gradients are parts of a sum: the sparse backward over chunks serves the call, and explain says so."""
+    h, w = struct(8, 512, 1024, dtype=BF16), struct(32000, 1024, dtype=BF16)
+    mesh = mesh_on(chip_of("h200"), AbstractMesh((2,), ("data",)))
+    sparse = logitless.Options(sparse_backward="auto")
+    with as_if_on(chip_of("h200")):
+        alone = logitless.explain(logitless.linear_grpo_loss, h, w, options=sparse)
+    with as_if_on(chip_of("h200"), mesh):
+        where = Sharding(mesh, tokens=P("data"))
+        over = logitless.explain(logitless.linear_grpo_loss, h, w, options=sparse, sharding=where)
+    if mosaic_gpu_reason() is None:
+        assert "screen" in alone.way and alone.without == ()
+        assert "no screen in the forward matmul: its gradients are parts of a sum" in over.way
+        assert over.backend == alone.backend == "mosaic_gpu" and over.exact_because is None
 
 
 def test_explain_tells_backend_way_tiles_bytes_and_matmuls() -> None:
