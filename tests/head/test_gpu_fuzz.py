@@ -1,6 +1,6 @@
 """Random calls of the Hopper kernels on a Hopper GPU, against float64 and against the dense path on the same device.
 
-``pytest -m gpu tests/head/test_gpu_fuzz.py``. Seeds change with the clock and are part of a test's name;
+``pytest -m gpu tests/head/test_gpu_fuzz.py``. Seeds change with the run and are part of a test's name;
 ``LOGITLESS_FUZZ_SEED=7`` repeats those from 7 on, ``LOGITLESS_FUZZ_CASES=20`` asks for so many. Each case is one
 program, run on three batches: masks, targets and advantages of the last two are drawn anew.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import zlib
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "gpu", reason=f"it runs on a Hopper GPU; here is {FOUND}"),
 ]
 
-FIRST = int(os.environ.get("LOGITLESS_FUZZ_SEED", int(time.time()) % 10**8))
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(time.time()))  # xdist's processes have to draw the same cases
+FIRST = int(os.environ.get("LOGITLESS_FUZZ_SEED", zlib.crc32(RUN.encode()) % 10**8))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("LOGITLESS_FUZZ_CASES", 12)))
 BATCHES = 3
 FACTOR = 1.5
