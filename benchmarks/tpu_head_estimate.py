@@ -106,7 +106,7 @@ def dense_estimate(case: str) -> dict[str, Any]:
 
     per_column = (cycles_of(8192) - cycles_of(4096)) / 4096
     f, args = loss_program.program("dense", "head", N, H, V, logits_dtype=dtype)
-    done = aot.compile_for(cycles.V6E.topology, f, *args)
+    done = aot.compile_for(cycles.TOPOLOGY, f, *args)
     moved = done.executable.cost_analysis()["bytes accessed"]
     found = {"cycles_per_column_of_1024_tokens": per_column, "peak_bytes": done.peak_bytes}
     return {**row(case, N / few * V * per_column, moved, 3), **found}
@@ -114,7 +114,7 @@ def dense_estimate(case: str) -> dict[str, Any]:
 
 def row(case: str, total: float, moved: float, matmuls: int) -> dict[str, Any]:
     """A case of the record, from its cycles, its bytes and its matmuls."""
-    seconds = cycles.seconds(cycles.V6E, total, moved)
+    seconds = cycles.seconds(total, moved)
     return {
         "case": case, "libtpu": aot.versions()["libtpu"], "hbm_bytes": moved, "matmuls": matmuls,
         "estimated_ms": round(1e3 * seconds, 2),
@@ -189,7 +189,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 def compiled(**options: Any) -> dict[str, Any]:
     """HBM of a whole program, loss, dH and dW, from a process of its own."""
     arguments = dict(form="fused", level="head", n=N, hidden=H, vocab=V, **options)
-    command = ["-m", "logitless.lab.tpu.loss_program", cycles.V6E.topology, json.dumps(arguments)]
+    command = ["-m", "logitless.lab.tpu.loss_program", cycles.TOPOLOGY, json.dumps(arguments)]
     return {**child.last_line(command, aot.ENVIRONMENT), "libtpu": aot.versions()["libtpu"]}
 
 

@@ -251,7 +251,7 @@ def estimate(sim: dict[str, Any], active: int, hard_rows: float) -> dict[str, An
     """Milliseconds of the parts at the full shape."""
 
     def ms(total: float, moved: float) -> float:
-        return 1e3 * cycles.seconds(cycles.V6E, total, moved)
+        return 1e3 * cycles.seconds(total, moved)
 
     head, rows = 2 * V * H, N * H
     slab, chunk = RULE.slab, CHUNK

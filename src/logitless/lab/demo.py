@@ -8,6 +8,7 @@ single page. ``--quick`` compares loss and gradients for a batch instead, in sec
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import textwrap
@@ -17,55 +18,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from logitless.api import linear_grpo_loss, linear_logprobs
+from logitless.api import linear_grpo_loss
 from logitless.core.explanation import explain
 from logitless.core.options import Head, Options
-from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools.text import WIDTH
-from logitless.lab.tools.timing import wall_times
+from logitless.lab.tools.timing import compiled_memory, wall_times
 from logitless.objectives.loss import metric_values
 from logitless.objectives.objective import Objective
 
-_ROWS = 8
-_GROUP = 4
 REPLAYED = 10
 """Steps that are replayed: a wrong loss shows in the first one."""
 
 
-def batch(tokens: int, hidden: int, vocab: int, seed: int) -> dict[str, Any]:
-    """A small RL batch made on the host: groups of completions of uneven length, prompts masked."""
-    rng = np.random.default_rng(seed)
-    width = max(tokens // _ROWS, 1)
-    lengths = rng.integers(width // 4 + 1, width + 1, _ROWS)
-    position = np.arange(width)
-    mask = (position < lengths[:, None]) & (position >= width // 8)
-    rewards = rng.integers(0, 2, _ROWS).astype(np.float32)
-    rewards[:_GROUP] = 1.0  # one group whose answers are all right: nothing to learn from
-    rewards[_GROUP] = 1.0 - rewards[_GROUP + 1]
-    return dict(
-        hidden=rng.standard_normal((_ROWS, width, hidden), np.float32),
-        lm_head=rng.standard_normal((vocab, hidden), np.float32) * np.float32(2 / hidden**0.5),
-        targets=rng.integers(0, vocab, (_ROWS, width), dtype=np.int32),
-        mask=mask,
-        advantages=np.asarray(group_advantages(jnp.asarray(rewards), _GROUP)),
-    )
+def _arm(backend: str, x: Any, rest: Any, objective: Objective) -> dict[str, Any]:
+    def loss(x: Any, rest: dict[str, Any]) -> Any:
+        head = Head(x[1], layout="vh")
+        return linear_grpo_loss(x[0], head, objective=objective, options=Options(backend=backend), **rest)
 
-
-def _arm(backend: str, arrays: dict[str, Any], objective: Objective) -> dict[str, Any]:
-    def loss(hidden: jax.Array, lm_head: jax.Array, rest: dict[str, Any]) -> Any:
-        return linear_grpo_loss(
-            hidden, Head(lm_head, layout="vh"), objective=objective, options=Options(backend=backend), **rest
-        )
-
-    rest = {k: v for k, v in arrays.items() if k not in ("hidden", "lm_head")}
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    compiled = step.lower(arrays["hidden"], arrays["lm_head"], rest).compile()
-    memory: Any = compiled.memory_analysis()
-    (value, metrics), grads = jax.block_until_ready(compiled(arrays["hidden"], arrays["lm_head"], rest))
-    ms = statistics.median(wall_times(compiled, arrays["hidden"], arrays["lm_head"], rest, repeats=3))
-    return dict(loss=value, metrics=metrics, grads=grads, temp=memory.temp_size_in_bytes, ms=ms)
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(x, rest).compile()
+    (value, metrics), grads = jax.block_until_ready(compiled(x, rest))
+    ms, temporaries = wall_times(compiled, x, rest, repeats=3), compiled_memory(compiled)["temporaries"]
+    return dict(loss=value, metrics=metrics, grads=grads, temp=temporaries, ms=statistics.median(ms))
 
 
 def free_folder(folder: Path) -> Path:
@@ -105,17 +79,18 @@ def learn(*, folder: Path, seed: int, steps: int = 100, overrides: tuple[str, ..
 
 def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
     """The quick comparison: print it; 1 if the two disagree."""
-    arrays = batch(tokens, hidden, vocab, seed)
-    stats = jax.jit(linear_logprobs)(arrays["hidden"], Head(arrays["lm_head"], layout="vh"), arrays["targets"])
-    noise = np.random.default_rng(seed + 1).standard_normal(stats.logp.shape).astype(np.float32)
-    arrays["old_logp"] = np.asarray(stats.logp) + 0.1 * noise
+    from logitless.lab.bench import case, case_arrays
+
+    sizes: dict[str, Any] = dict(
+        tokens=tokens // 8 * 8, hidden=hidden, vocab=vocab, rows=8, dtype="float32", batch_kind="rl"
+    )
+    x, rest = case_arrays.Data().of(dataclasses.asdict(case.BenchConfig(seed=seed, **sizes)), {})
     objective = Objective(eps_low=0.2, eps_high=0.28, aggregation="dapo")
-    shape = arrays["targets"].shape
-    print(f"hidden {arrays['hidden'].shape} float32, lm_head {arrays['lm_head'].shape}, tokens {shape}")
-    route = explain(linear_grpo_loss, arrays["hidden"], Head(arrays["lm_head"], layout="vh"), objective=objective)
+    print(f"hidden {x[0].shape} float32, lm_head {x[1].shape}, tokens {rest['targets'].shape}")
+    route = explain(linear_grpo_loss, x[0], Head(x[1], layout="vh"), objective=objective)
     for line in str(route).splitlines():
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False))
-    arms = {name: _arm(name, arrays, objective) for name in ("reference", "chunked")}
+    arms = {name: _arm(name, x, rest, objective) for name in ("reference", "chunked")}
     print(f"\n{'':10s}{'loss':>14s}{'|dH|':>12s}{'|dW|':>12s}{'temporaries':>16s}{'time':>11s}")
     for name, arm in arms.items():
         norms = [float(jnp.linalg.norm(g)) for g in arm["grads"]]
@@ -125,8 +100,8 @@ def run(*, tokens: int, hidden: int, vocab: int, seed: int) -> int:
         )
     a, b = arms["reference"], arms["chunked"]
     worst = 0.0
-    for label, x, y in zip(("dH", "dW"), a["grads"], b["grads"], strict=True):
-        error = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
+    for label, p, q in zip(("dH", "dW"), a["grads"], b["grads"], strict=True):
+        error = float(jnp.linalg.norm(p - q) / jnp.linalg.norm(p))
         worst = max(worst, error)
         print(f"{label}: relative difference {error:.1e}")
     values = metric_values(b["metrics"])

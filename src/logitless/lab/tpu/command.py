@@ -132,15 +132,14 @@ def _run_compile(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     arguments = dict(_arguments(args), form="fused")
-    chip = cycles.V6E
-    if args.topology.split(":")[0] != chip.topology.split(":")[0]:
-        raise ValueError(f"--topology {args.topology}: clock and bandwidth are known for {chip.topology} only")
+    if args.topology.split(":")[0] != cycles.TOPOLOGY.split(":")[0]:
+        raise ValueError(f"--topology {args.topology}: clock and bandwidth are known for {cycles.TOPOLOGY} only")
     if args.for_tokens is not None and args.for_tokens < 1:
         raise ValueError(f"--for-tokens {args.for_tokens}, expected at least 1")
     n = arguments["n"]
     few, many = n, 2 * n
     matmuls = 0 if args.level == "logits" else 4
-    guess = 2 * matmuls * many * arguments["hidden"] * arguments["vocab"] / 918e12 * chip.clock_hz
+    guess = 2 * matmuls * many * arguments["hidden"] * arguments["vocab"] / 918e12 * cycles.CLOCK_HZ
     guess += many * arguments["vocab"] / 128 * (0.7 if args.level == "logits" else 0.0)
     if guess > MOST_CYCLES:
         raise ValueError(
@@ -170,7 +169,7 @@ def _run_cycles(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     total = sum(found[many].values()) + slope * (tokens - many)
     item = 2 if args.dtype == "bfloat16" else 4
     moved = 2 * tokens * arguments["vocab"] * item if args.level == "logits" else 0
-    estimate = cycles.seconds(chip, total, moved)
+    estimate = cycles.seconds(total, moved)
     record.update(operations=found[many], cycles_per_token=slope, tokens=tokens, estimated_ms=estimate * 1e3)
     print(f"ESTIMATE (simulated by the compiler, not measured), {args.topology}, {many} tokens:")
     for name, count in sorted(found[many].items(), key=lambda kv: -kv[1])[:8]:

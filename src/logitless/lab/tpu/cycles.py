@@ -12,7 +12,6 @@ and take the slope. An estimate is never a measurement, and is reported as an es
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -25,32 +24,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from logitless.lab.plan.chips import CHIPS
 from logitless.lab.tools import child
 from logitless.lab.tpu import aot
 
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What turns cycles and bytes into a time."""
-
-    topology: str
-    clock_hz: float
-    hbm_bytes_per_s: float
-
-
-V6E = Chip("v6e:2x4", 1.75e9, 1.64e12)
-
+TOPOLOGY, CLOCK_HZ = "v6e:2x4", 1.75e9
+"""The one chip whose clock is known."""
 MEMORY_BYTES = 16_000_000_000
 TIMEOUT_S = 600
 
 
-def seconds(chip: Chip, cycles: float, moved: float) -> float:
+def seconds(cycles: float, moved: float) -> float:
     """The larger of the time to compute and the time to move."""
-    return max(cycles / chip.clock_hz, moved / chip.hbm_bytes_per_s)
+    return max(cycles / CLOCK_HZ, moved / CHIPS["v6e"].hbm)
 
 
 def simulate(
-    target: str, arguments: dict[str, Any], topology: str = V6E.topology, *, partial: bool = False
+    target: str, arguments: dict[str, Any], topology: str = TOPOLOGY, *, partial: bool = False
 ) -> dict[str, int]:
     """Estimated cycles of every operation in a program, by name.
 
