@@ -19,7 +19,7 @@ from logitless.core.promotion import own_promotion
 from logitless.core.route import Route
 from logitless.core.validation import check_arguments
 
-_CALLS = (
+CALLS = (
     api.logprobs, api.grpo_loss, api.divergence,
     api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence, api.linear_distillation_loss,
 )  # fmt: skip
@@ -40,8 +40,8 @@ def explain(call: Callable[..., object], *args: object, **kwargs: object) -> Rou
     "grad in forward: a token's cotangent follows from its own statistics"
     """
     name = getattr(call, "__name__", str(call))
-    if call not in _CALLS:
-        known = ", ".join(c.__name__ for c in _CALLS)
+    if call not in CALLS:
+        known = ", ".join(c.__name__ for c in CALLS)
         raise TypeError(f"explain: {name!r} is not one of {known}; pass the function itself, then its arguments.")
     return route_of(name, call_arguments(call, args, kwargs))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from logitless import api
 from logitless.core.arguments import by_name, distillation_calls
 from logitless.core.chunk_size import MIB
-from logitless.core.explanation import call_arguments, route_of
+from logitless.core.explanation import CALLS, call_arguments, route_of
 from logitless.core.options import Head, grouped
 from logitless.core.problem import Layout
 from logitless.core.registry import ANYWHERE
@@ -27,10 +27,6 @@ from logitless.mesh import sharding
 from logitless.objectives.checks import did_you_mean
 from logitless.objectives.objective import Objective
 
-_CALLS = (
-    api.logprobs, api.grpo_loss, api.divergence,
-    api.linear_logprobs, api.linear_grpo_loss, api.linear_divergence, api.linear_distillation_loss,
-)  # fmt: skip
 _DIFFERENTIABLE = ("logits", "hidden", "lm_head", "bias", "lora")
 
 
@@ -249,7 +245,7 @@ def _given(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ca
             "plan: vocabulary_shard is gone; give the whole head, and sharding= with an axis on its vocabulary."
         )
     if callable(call):
-        known = {c.__name__: c for c in _CALLS}
+        known = {c.__name__: c for c in CALLS}
         if call not in known.values():
             raise TypeError(f"plan: {getattr(call, '__name__', call)!r} is not one of {', '.join(known)}.")
         return call, _one_call(call, call_arguments(call, args, kwargs, "plan"))
