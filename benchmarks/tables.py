@@ -37,6 +37,7 @@ SUITES = {
     "gpu-head": "H200: fused head",
     "gpu-sparse": "H200: sparse backward",
     "gpu-logits": "H200: given logits",
+    "gpu-distill": "H200: distillation",
     "cpu": "CPU: the suite",
 }
 HOW = """\
@@ -209,7 +210,7 @@ def readme_table() -> str:
             continue
         (record,) = (r for r in suite_records(suite) if r.get("name") == case)
         row, tokens = record["arms"][arm], record["config"]["tokens"]
-        dense = record["arms"].get("strong/f32", record["arms"]["strong"])
+        dense = record["arms"].get("strong/f32") or record["arms"]["strong"]
         (ratio,) = [r["device_ms"]["ratio"] for to, r in row["ratios"].items() if to == "strong/f32"] or [None]
         cells.append([
             label.format(live=100 * row["live_tokens"] / tokens, tokens=tokens),
