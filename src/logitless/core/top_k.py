@@ -1,12 +1,12 @@
 """The likeliest ids of each row, exactly, equal logits by the smaller id, with a single read of the logits.
 
-Columns are ordered by their values, equal ones by their ids. The ``k`` first of ``V`` columns lie in the ``k`` groups
-of columns whose own first columns are the first: such groups hold ``k`` columns ahead of any column elsewhere. Group
-``g`` holds the columns ``g``, ``g + G``, ``g + 2 G``, ..., so that a pass over the row reads it in order, and finds
-each group's largest logit ``m_g``, whose it is, and ``S_g = sum exp(z - m_g)``. The groups are chosen by the same rule
-among themselves (:func:`first_columns`), and of their ``16 k`` columns the first ``k``. All other columns are other
-groups' and those of the chosen groups that were not chosen: with ``m`` the row's largest logit, ``T`` the sum of their
-exponentials relative to ``m``, and ``e_j`` those of the chosen columns,
+Columns are ordered by value, equal values by id. They are cut into groups of 16, and each group has a first column. The
+``k`` first of ``V`` columns lie in the ``k`` groups with the foremost first columns: these groups hold ``k`` columns
+ahead of any other column. Group ``g`` holds the columns ``g``, ``g + G``, ``g + 2 G``, ..., so one elementwise pass
+over the row finds each group's largest logit ``m_g``, its id, and ``S_g = sum exp(z - m_g)``. :func:`first_columns`
+chooses ``k`` groups by the same rule, then ``k`` of their ``16 k`` columns. The exponentials of all other columns are
+the sums ``S_g`` of other groups, and those of the columns that were not chosen. Let ``m`` be the row's largest logit,
+``T`` that sum relative to ``m``, and ``e_j`` the exponentials of the chosen columns:
 
     gap = log1p(T + sum_{j > 1} e_j)      logp_j = (z_j - m) - gap      lse = m + gap      log_rest = log T - gap
 """
@@ -22,13 +22,13 @@ from logitless.core.row_passes import Rows
 from logitless.core.stats import NEG_INF, LogitTransform, divided, factor, swept, times, where_rows
 
 _GROUP = 16
-"""Columns of a group of logits."""
+"""Columns per group of logits."""
 
 _LINE = 128
-"""The number of groups of logits is a multiple: every group's columns start at whole lines of memory."""
+"""The number of groups is a multiple of this, so that slices of a row start at whole lines of memory."""
 
 _LAST = jnp.iinfo(jnp.int32).max
-"""An id behind all others, of a column that is not there."""
+"""The id of a missing column, behind all others."""
 
 
 class TopK(NamedTuple):
@@ -52,15 +52,15 @@ class TopK(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Some columns of each row, ``[C, W]``; no two have the same id."""
+    """Some columns of each row, ``[C, W]``, with distinct ids."""
 
     value: Array
     id: Array
     at: Array
-    """Where a column stands: what it is asked for by."""
+    """The column's index in the array that it comes from."""
 
     def ahead(self, last: Columns) -> Array:
-        """Which columns are ahead of ``last [C, 1]``, or are it; a NaN is ahead of nothing."""
+        """Columns ahead of ``last [C, 1]``, and ``last`` itself; never a NaN."""
         return (self.value > last.value) | ((self.value == last.value) & (self.id <= last.id))
 
     def last(self) -> Columns:
@@ -115,7 +115,7 @@ def _groups(x: Array, t: LogitTransform | None, vocab_size: int, stride: int) ->
     missing = stride * len(parts) - vocab_size
     parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, missing)), constant_values=NEG_INF)
     value, member = parts[0], jnp.zeros(parts[0].shape, jnp.uint8)
-    for i, part in enumerate(parts[1:], 1):  # in the order of ids: equal logits leave the smaller one
+    for i, part in enumerate(parts[1:], 1):  # ids ascend: of equal logits the first stays
         member = jnp.where(part > value, jnp.uint8(i), member)
         value = jnp.maximum(value, part)
     ids, total = jnp.arange(stride, dtype=jnp.int32), None
@@ -123,7 +123,7 @@ def _groups(x: Array, t: LogitTransform | None, vocab_size: int, stride: int) ->
         centre = _finite(swept(value, t))
         e = [jnp.exp(times(factor(t), swept(part, t) - centre)) for part in parts]
         total = sum(e[1:-1], e[0]) + jnp.where(ids < stride - missing, e[-1], 0.0)
-    # In memory: else XLA would read the logits again for the sums. Of an id a byte.
+    # The barrier stores the sums, which XLA would make by a second read of the logits, and one byte per id.
     value, member, total = lax.optimization_barrier((value, member, total))
     return _Groups(Columns(value, ids + stride * member.astype(jnp.int32), jnp.broadcast_to(ids, value.shape)), total)
 
@@ -134,7 +134,7 @@ def _finite(u: Array) -> Array:
 
 
 class _Rest(NamedTuple):
-    """Columns of each row ``[C, W]`` that are left, by their raw logits; or groups of them."""
+    """Columns that were not chosen, or groups of them, ``[C, W]``, by raw logit."""
 
     value: Array
     counts: Array
