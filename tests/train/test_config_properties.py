@@ -152,6 +152,10 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"train.loss.backend": "naive", "train.objective": {"entropy_coef": 0.1}}, "train.objective.entropy_coef: train"),
     ({"train.objective": {"top_entropy": 0.5}}, ""),
     ({"train.objective": {"top_entropy": 0.5}, "train.microbatch": 64}, "train.objective.top_entropy takes a quantile"),
+    (
+        {"train.objective": {"aggregation": "bnpo", "sequence_error_max": 2.0}, "train.microbatch": 64},
+        "train.objective.sequence_error_max takes sequences out of the denominators",
+    ),
     ({"ab.control": True}, ""),
     ({"ab.control": True, "ab.seeds": 2}, "ab.control and ab.seeds: two tests"),
     ({"ab.arms": {"a": {}, "b": {"chunk_size": 4}}}, ""),

@@ -145,6 +145,20 @@ def test_supports_travel_with_their_tokens() -> None:
     assert np.abs(logp[0]).max() > 0.1
 
 
+def test_sequences_far_from_their_sampler_leave_the_update() -> None:
+    """As if the mask had been without them, denominators included."""
+    x = batch()
+    plain = "{aggregation: bnpo, entropy_coef: 0.01}"
+    logp = np.array(programs(f"train.objective={plain}")[-1](PARAMS, None, x))
+    logp[::3] -= 1.0
+    x = x.with_logp(rollout_logp=logp)
+    dropped = updated(x, "train.objective={aggregation: bnpo, entropy_coef: 0.01, sequence_error_max: 1.5}")
+    rest = dataclasses.replace(x, mask=np.asarray(x.mask) & (np.arange(len(logp)) % 3 > 0)[:, None])
+    assert_same_update(updated(rest, f"train.objective={plain}"), dropped)
+    kept = dropped[1]["metrics"]["kept_tokens"]
+    assert float(kept.sum) == np.asarray(rest.mask).sum() < float(kept.count)
+
+
 def test_skipped_rows_change_no_gradient_and_no_count() -> None:
     objective = f"train.objective={OBJECTIVES['dapo']}"
     plain = updated(batch(), objective)

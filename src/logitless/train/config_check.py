@@ -49,6 +49,11 @@ def check(c: TrainConfig) -> None:
             "train.objective.top_entropy takes a quantile over the whole update, which micro-batches do not see; "
             "set train.microbatch to 0"
         )
+    if objective.sequence_error_max is not None and c.train.microbatch:
+        raise ConfigError(
+            "train.objective.sequence_error_max takes sequences out of the denominators of the whole update, which "
+            "micro-batches do not see; set train.microbatch to 0"
+        )
 
 
 def _check_rows(c: TrainConfig) -> None:

@@ -138,8 +138,11 @@ def completion_parts(
 def whole_batch_counts(objective: Objective, mask: Bool[Array, "B C"]) -> dict[str, Array]:
     """Denominators of an update, whatever micro-batches it is cut into.
 
-    With ``top_entropy`` an update is one micro-batch (config_check.py), whose loss counts the tokens of the bonus.
+    With ``top_entropy`` or ``sequence_error_max`` an update is one micro-batch (config_check.py), whose loss counts
+    what it keeps.
     """
+    if objective.sequence_error_max is not None:
+        return {}
     counts = {"denominator": default_denominator(objective, sequences_of(mask, None))}
     if objective.entropy_coef is not None and objective.top_entropy is None:
         counts["entropy_denominator"] = entropy_denominator(objective, mask)
