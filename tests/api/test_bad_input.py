@@ -397,6 +397,17 @@ GROUPS: list[tuple[tuple[Any, Any], dict[str, Any], type[Exception], str]] = [
     ((zeros(8), 4.0), {}, TypeError, r"group_size is 4.0, expected a Python int"),
     ((zeros(8), "4"), {}, TypeError, r"group_size is '4', expected a Python int"),
     ((zeros(8), 4), {"scale": "std"}, ValueError, r"scale='std', expected 'group', 'batch', 'tokens' or 'none'"),
+    ((zeros(2), 2), {"scale": "tokens"}, ValueError, r"scale='tokens' needs lengths"),
+    (
+        (zeros(2), 2),
+        {"baseline": "rloo"},
+        ValueError,
+        r"baseline='rloo', expected one of 'mean', 'leave_one_out', 'by_length'",
+    ),
+    ((zeros(2), 2), {"baseline": "by_length"}, ValueError, r"baseline='by_length' needs lengths"),
+    ((zeros(2), 2), {"lengths": zeros(2, dtype=np.int32)}, ValueError, r"baseline='mean' does not take lengths"),
+    ((zeros(2), 2), {"baseline": "by_length", "lengths": np.ones(3, int)}, ValueError, r"lengths has shape"),
+    ((zeros(2), 1), {"baseline": "second_best"}, ValueError, r"baseline='second_best' needs groups of at least 2"),
 ]
 
 

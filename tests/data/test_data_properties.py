@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import logitless
+from interpreted import by_numpy
 from logitless import next_tokens, pack, unpack
 
 PROMPT = np.array([[0, 5, 6, 7], [0, 5, 6, 7], [0, 0, 0, 8]])
@@ -94,3 +97,38 @@ def test_the_last_position_predicts_nothing(segments: Any) -> None:
     """Not even where the first token counts, to which a shift by one comes back."""
     targets, mask = next_tokens(np.array([[5, 6, 7, 8]]), segment_ids=None if segments is None else np.array(segments))
     assert targets.tolist() == [[6, 7, 8, 0]] and mask.tolist() == [[True, True, True, False]]
+
+
+def test_every_counted_position_predicts_the_token_after_it() -> None:
+    rng = np.random.default_rng(0)
+    ids, live = rng.integers(0, 50, (3, 9)), rng.integers(0, 2, (3, 9))
+    targets, mask = next_tokens(ids, live)
+    np.testing.assert_array_equal(targets[:, :8], ids[:, 1:])
+    np.testing.assert_array_equal(mask[:, :8], live[:, 1:] != 0)
+    assert not mask[:, 8].any()
+
+
+def test_a_loss_with_it_is_that_of_the_sampled_tokens() -> None:
+    """By hand, from full log-softmaxes of a model's own logits."""
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 7, (2, 5))
+    logits = jnp.asarray(rng.standard_normal((2, 5, 7)), jnp.float32)
+    completion = np.array([[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]])
+    targets, mask = next_tokens(ids, completion)
+    logp = by_numpy(lambda x: logitless.logprobs(x, targets, mask=mask).logp, logits)
+    plain = np.asarray(jax.nn.log_softmax(logits))
+    expected = sum(plain[b, t - 1, ids[b, t]] for b in range(2) for t in range(5) if completion[b, t])
+    np.testing.assert_allclose(logp.sum(), expected, rtol=1e-6)
+
+
+def test_segments_do_not_predict_each_other() -> None:
+    ids, segments = np.arange(6)[None], np.array([[0, 0, 0, 1, 1, 1]])
+    _, mask = next_tokens(ids, segment_ids=segments)
+    assert mask.astype(int).tolist() == [[1, 1, 0, 1, 1, 0]]
+
+
+def test_what_is_no_batch_of_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"next_tokens: ids has shape \(3,\), expected integer ids \[B, T\]"):
+        next_tokens(np.zeros((3,), np.int32))
+    with pytest.raises(TypeError, match="next_tokens: ids has dtype float32, expected an integer dtype"):
+        next_tokens(np.zeros((2, 3), np.float32))

@@ -41,8 +41,13 @@ def test_gather(dtype: Any, rows: int, count: int, some: bool) -> None:
     assert_same_bits(kernels.gather(x, at, pltpu.InterpretParams(), keep), expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("count", [256, 300])
+@pytest.mark.parametrize(
+    "dtype, count",
+    [
+        *((jnp.bfloat16, 256), (jnp.bfloat16, 300), (jnp.float32, 300)),
+        pytest.param(jnp.float32, 256, marks=pytest.mark.slow),  # in place as in bfloat16
+    ],
+)
 def test_made_of_rows(dtype: Any, count: int) -> None:
     """Numbers, and what stands beside the rows, reach each row; in place (whole tiles) and not; in another dtype."""
     x, at = _case(dtype, 64, count)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.test_util
 import numpy as np
 import pytest
 
@@ -151,8 +150,15 @@ def test_collapsed_policies_keep_their_relative_precision(backend: str) -> None:
     np.testing.assert_allclose(f64(dh), dh_truth, rtol=2e-5, atol=1e-37)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
-@pytest.mark.parametrize("way", ["reference", "in forward", "later", "sparse"])
+@pytest.mark.parametrize(
+    "way, dtype",
+    [
+        *(("reference", jnp.float16), ("in forward", jnp.float16), ("later", jnp.bfloat16), ("sparse", jnp.bfloat16)),
+        # No way knows which of the two dtypes it rounds to.
+        *(pytest.param(way, jnp.bfloat16, marks=pytest.mark.slow) for way in ("reference", "in forward")),
+        *(pytest.param(way, jnp.float16, marks=pytest.mark.slow) for way in ("later", "sparse")),
+    ],
+)
 def test_the_gradient_of_the_bias_is_summed_before_dlogits_are_rounded(way: str, dtype: Any) -> None:
     """To float32's digits, whatever the dtype of the hidden states: here dlogits are about 1e-6, where float16 has one
     or two of its digits left, and every column's sum is of 240 of one sign. Eight columns have all of the mass, so that
@@ -377,20 +383,6 @@ def test_many_tokens() -> None:
 def test_real_vocabularies(vocab: int, dtype: str) -> None:
     """Columns are taken in tiles, with a tail, and dW with them."""
     check(head_case(11, (5,), 8, vocab, DTYPES[dtype]), chunk=2, backends=("chunked",))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_check_grads(backend: str) -> None:
-    case = head_case(12, (6,), 5, 11, spread=1.0)
-    h, w = case.parameters()
-    bias = jnp.linspace(-0.5, 0.5, 11)
-    mask = jnp.array([1, 0, 1, 1, 1, 1])
-
-    def f(h: jax.Array, w: jax.Array, b: jax.Array) -> Any:
-        options = {"mask": mask, "temperature": 1.3, "softcap": 6.0, "scale": 0.7, "chunk_size": 2}
-        return three(flat_calls.linear_logprobs(h, w, jnp.asarray(case.targets), bias=b, backend=backend, **options))
-
-    jax.test_util.check_grads(jax.jit(f), (h, w, bias), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
 # -- the ways through a loss ------------------------------------------------------------------------------------------

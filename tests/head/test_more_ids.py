@@ -13,6 +13,7 @@ import pytest
 
 import flat_calls
 import logitless as L
+from interpreted import by_numpy
 from logitless import oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.lab.plan.chips import as_if_on, chip_of
@@ -84,8 +85,8 @@ def test_values_and_gradients_at_ids(backend: str, family: str, options: str) ->
         s = flat_calls.logprobs(x, y, ids=ids, backend=backend, **chosen)
         return s.selected.logp, s.lse, s.selected.mass, s.selected.log_rest
 
-    made, (dx,) = with_gradient(ours, jnp.asarray(x), g=g)
-    base, (dbase,) = with_gradient(lambda x: plain_selected(x, ids, chosen), jnp.asarray(x), g=g)
+    made, (dx,) = with_gradient(ours, x, g=g, compiled=backend == "chunked")
+    base, (dbase,) = with_gradient(lambda x: plain_selected(x, ids, chosen), x, g=g, compiled=False)
     own = {k: v for k, v in truth_of(chosen).items() if k != "temperature"}
     rows, t = oracle.logits_rows(x, **own), chosen.get("temperature")
     truth = oracle.selected_logprobs(rows, ids, temperature=t)
@@ -108,7 +109,7 @@ def test_a_collapsed_row_keeps_its_digits_at_ids_too(family: str) -> None:
         s = flat_calls.logprobs(x, other, ids=ids, backend="chunked")
         return s.selected.logp, s.selected.log_rest
 
-    (logp, rest), (dx,) = with_gradient(ours, jnp.asarray(x), g=(g, np.zeros(N, np.float32)))
+    (logp, rest), (dx,) = with_gradient(ours, x, g=(g, np.zeros(N, np.float32)), compiled=False)
     rows = oracle.logits_rows(x)
     truth = oracle.selected_logprobs(rows, ids)
     np.testing.assert_allclose(logp[:, 0], truth.logp[:, 0], rtol=3e-5)
@@ -125,14 +126,10 @@ def test_the_rest_has_a_gradient_beyond_the_range_of_float32() -> None:
     x[0, 2] = 120.0
 
     def rest(x: Any) -> Any:
-        return jnp.sum(
-            L.logprobs(
-                x, jnp.array([4]), ids=jnp.array([[2, 0]]), options=L.Options(backend="chunked")
-            ).selected.log_rest
-        )
+        return jnp.sum(flat_calls.logprobs(x, [4], ids=np.array([[2, 0]]), backend="chunked").selected.log_rest)
 
     want = oracle.selected_logprobs_vjp(oracle.logits_rows(x), [[2, 0]], None, None, None, [1.0]).inputs
-    np.testing.assert_allclose(jax.grad(rest)(jnp.asarray(x)), want, rtol=1e-6, atol=1e-30)
+    np.testing.assert_allclose(by_numpy(jax.grad(rest), x), want, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -159,8 +156,8 @@ def test_a_softmax_over_a_support(backend: str, family: str, options: str) -> No
         entropy = -jnp.sum(jnp.exp(lp) * jnp.where(jnp.isfinite(lp), lp, 0.0), axis=-1)
         return jnp.take_along_axis(lp, y[:, None], axis=1)[:, 0], entropy, jax.nn.logsumexp(z, axis=-1)
 
-    made, (dx,) = with_gradient(ours, jnp.asarray(x), g=g)
-    base, (dbase,) = with_gradient(plain, jnp.asarray(x), g=g)
+    made, (dx,) = with_gradient(ours, x, g=g, compiled=backend == "chunked")
+    base, (dbase,) = with_gradient(plain, x, g=g, compiled=False)
     own = {k: v for k, v in truth_of(chosen).items() if k != "temperature"}
     rows, t = oracle.logits_rows(x, **own), chosen.get("temperature")
     truth = oracle.support_token_stats(rows, y, support, temperature=t)
@@ -214,8 +211,8 @@ def test_from_hidden_states_with_mask_and_nan_in_dead_tokens(backend: str, dtype
         out = plain_selected(x, ids, {})[:3]
         return tuple(jnp.where(mask.reshape(-1, *(1,) * (o.ndim - 1)), o, 0.0) for o in out)
 
-    made, grads = with_gradient(ours, h, w, g=g)
-    base, plain_grads = with_gradient(plain, h, w, g=g)
+    made, grads = with_gradient(ours, h, w, g=g, compiled=backend == "chunked")
+    base, plain_grads = with_gradient(plain, h, w, g=g, compiled=False)
     rows = oracle.linear_rows(f64(h), f64(w))
     truth = oracle.selected_logprobs(rows, ids, mask=mask)
     for name, a, b in zip(("logp", "lse", "mass"), made, base, strict=True):
@@ -242,9 +239,9 @@ def test_an_id_given_twice_has_its_value_twice_and_its_mass_once(backend: str) -
         return f
 
     m = rng.standard_normal(N).astype(np.float32)
-    (logp, mass), grads = with_gradient(at(twice), h, w, g=(g, m))
+    (logp, mass), grads = with_gradient(at(twice), h, w, g=(g, m), compiled=False)
     folded = np.stack([g[:, 0] + g[:, 5], g[:, 1] + g[:, 2], g[:, 3], g[:, 4]], axis=1)
-    (own, own_mass), own_grads = with_gradient(at(once), h, w, g=(folded, m))
+    (own, own_mass), own_grads = with_gradient(at(once), h, w, g=(folded, m), compiled=False)
     np.testing.assert_allclose(logp, np.asarray(own)[:, [0, 1, 1, 2, 3, 0]], rtol=1e-6)
     np.testing.assert_allclose(mass, own_mass, rtol=1e-6)
     for a, b in zip(grads, own_grads, strict=True):
@@ -262,15 +259,19 @@ def test_the_other_statistics_are_those_of_the_call_without_ids() -> None:
         s = flat_calls.linear_logprobs(h, w, y, backend="chunked", chunk_size=5, **more)
         return (s.logp, s.entropy, s.lse), s
 
-    made, pull, stats = jax.vjp(lambda h, w: f(h, w, ids=ids), h, w, has_aux=True)
-    own, own_pull, own_stats = jax.vjp(f, h, w, has_aux=True)
-    for a, b in zip((*made, *pull(g)), (*own, *own_pull(g)), strict=True):
+    def pulled(h: Any, w: Any, **more: Any) -> Any:
+        made, pull, stats = jax.vjp(lambda h, w: f(h, w, **more), h, w, has_aux=True)
+        return (*made, *pull(g)), stats
+
+    made, stats = by_numpy(lambda h, w: pulled(h, w, ids=ids), h, w)
+    own, own_stats = by_numpy(pulled, h, w)
+    for a, b in zip(made, own, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     for name in ("max_logit", "log_sum_p2", "is_top1", "max_logp"):
         np.testing.assert_allclose(getattr(stats, name), getattr(own_stats, name), rtol=1e-5, err_msg=name)
     at = ids == y[:, None]
     np.testing.assert_allclose(np.asarray(stats.selected.logp)[at], np.asarray(own_stats.logp)[at.any(1)], rtol=1e-5)
-    without = L.linear_logprobs(h, w, ids=ids, options=L.Options(backend="chunked"))
+    without = by_numpy(lambda h: flat_calls.linear_logprobs(h, w, ids=ids, backend="chunked"), h)
     np.testing.assert_allclose(without.selected.logp, stats.selected.logp, rtol=1e-5, atol=1e-6)
 
 
@@ -279,11 +280,11 @@ def test_ids_that_name_no_column_make_their_token_nan(backend: str) -> None:
     h, w, y = states(6)
     ids = some_ids(np.random.default_rng(6), y, V)
     ids[0, 0], ids[1, 1] = V, -100
-    s = flat_calls.linear_logprobs(h, w, y, ids=ids, backend=backend)
+    s = by_numpy(lambda h: flat_calls.linear_logprobs(h, w, y, ids=ids, backend=backend), h)
     bad = np.isnan(np.stack([s.lse, s.selected.mass, *np.asarray(s.selected.logp).T]))
     assert bad[:, :2].all() and not bad[:, 2:].any()
     mask = np.arange(N) > 1
-    clean = flat_calls.linear_logprobs(h, w, y, ids=ids, mask=mask, backend=backend)
+    clean = by_numpy(lambda h: flat_calls.linear_logprobs(h, w, y, ids=ids, mask=mask, backend=backend), h)
     assert np.isfinite(clean.selected.logp).all()
     with pytest.raises(ValueError, match=rf"ids has {V} at \(0, 0\), expected ids in \[0, {V}\) and -1"):
         flat_calls.linear_logprobs(h, w, y, ids=ids, backend=backend, validate=True)
@@ -294,12 +295,13 @@ def test_a_target_outside_its_support_is_nan_and_found(backend: str) -> None:
     h, w, y = states(7)
     support = np.stack([y, (y + 1) % V], axis=1)
     support[3, 0] = (y[3] + 2) % V
-    s = flat_calls.linear_logprobs(h, w, y, support=support, backend=backend)
+    s = by_numpy(lambda h: flat_calls.linear_logprobs(h, w, y, support=support, backend=backend), h)
     assert np.isnan(s.logp[3]) and np.isnan(s.entropy[3]) and np.isfinite(np.delete(np.asarray(s.logp), 3)).all()
     with pytest.raises(ValueError, match=rf"the target {y[3]} at \(3,\) is not in its support"):
         flat_calls.linear_logprobs(h, w, y, support=support, backend=backend, validate=True)
     mask = np.arange(N) != 3
-    flat_calls.linear_logprobs(h, w, y, support=support, mask=mask, backend=backend, validate=True)
+    given = dict(support=support, mask=mask, backend=backend, validate=True)
+    jax.eval_shape(lambda h: flat_calls.linear_logprobs(h, w, y, **given), h)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -323,8 +325,7 @@ def test_a_loss_over_supports_is_the_loss_of_their_statistics(backend: str) -> N
         s = L.linear_logprobs(h, w, y, support=support, mask=mask, options=L.Options(backend=backend))
         return L.policy_loss(s, **given)[0]
 
-    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(h, w)
-    want, own = jax.value_and_grad(by_statistics, argnums=(0, 1))(h, w)
+    (value, grads), (want, own) = (by_numpy(jax.value_and_grad(f, (0, 1)), h, w) for f in (loss, by_statistics))
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for x, z in zip(grads, own, strict=True):
         np.testing.assert_allclose(x, z, rtol=1e-4, atol=1e-6)

@@ -43,7 +43,8 @@ def step(sparse: Any, kind: str, h: Any, head: Any, th: Any, tw: Any, mask: Any 
             h[None], head, th[None], tw, mask=mask, distillation=d, options=options, **more
         )
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h, head)
+    f = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    return jax.jit(f)(h, head) if "sharding" in more else by_numpy(f, h, head)
 
 
 def error(got: Any, want: Any) -> float:
@@ -154,7 +155,7 @@ def test_the_head_can_have_everything() -> None:
     def frozen(sparse: Any) -> Any:
         d, o = L.Distillation(), L.Options(sparse_backward=sparse, chunk_size=64)
         f = lambda h: L.linear_distillation_loss(h[None], student, th[None], teacher, distillation=d, options=o)[0]  # noqa: E731
-        return jax.jit(jax.grad(f))(h)
+        return by_numpy(jax.grad(f), h)
 
     assert error(frozen(2.0**-8), frozen("off")) < 2**-7
 
@@ -174,7 +175,7 @@ def test_policy_and_exact_kl_together() -> None:
                 h[None], w, y, advantages=a, ref_hidden=th[None], ref_lm_head=states()[1], objective=o, options=options
             )
 
-        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(h, w)
+        return by_numpy(jax.grad(loss, (0, 1), has_aux=True), h, w)
 
     (got, metrics), (want, _) = grads(2.0**-10), grads("off")
     assert L.metric_values(metrics)["left_out_mass_max"] <= 2**-10
@@ -206,15 +207,15 @@ def test_over_devices_and_where_it_is_exact() -> None:
 def test_around_the_row_kernels_of_hopper() -> None:
     """``mosaic_gpu`` makes dlogits by its kernels for two distributions, interpreted here; the columns are the same."""
     h, w, th = (jnp.asarray(x, jnp.bfloat16) for x in states())
-    h, teacher, th = h[:64], w, th[:64]
+    h, teacher, th = h[:16], w, th[:16]
 
     def grads(backend: str) -> Any:
-        options = L.Options(backend=backend, interpret=backend != "chunked", sparse_backward="auto", chunk_size=64)
+        options = L.Options(backend=backend, interpret=backend != "chunked", sparse_backward="auto", chunk_size=16)
 
         def loss(h: Any, w: Any) -> Any:
             return L.linear_distillation_loss(h[None], w, th[None], teacher, options=options)
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h, w)
+        return by_numpy(jax.value_and_grad(loss, (0, 1), has_aux=True), h, w)
 
     ((value, _), want), ((same, metrics), got) = grads("chunked"), grads("mosaic_gpu")
     assert abs(value - same) < 1e-6 and 0 < L.metric_values(metrics)["left_out_mass_max"] <= 2**-8

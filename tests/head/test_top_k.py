@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import logitless as L
+from interpreted import by_numpy
 from logitless import oracle
 from logitless.core.problem import Call, Given, Problem
 from logitless.core.stats import LogitTransform
@@ -44,16 +45,20 @@ def test_against_float64(backend: str, k: int, spread: float, head: str) -> None
     h, w = states(spread)
     mask, t = np.arange(N) % 4 != 1, np.linspace(0.5, 2.0, N, dtype="f4")
     clean, h = h.copy(), np.where(mask[:, None], h, np.nan).astype(np.float32)
-    top = L.linear_top_k(h, L.Head(w, **HEADS[head]), k, mask=mask, temperature=t, options=options(backend))
+    head_ = L.Head(w, **HEADS[head])
+    top = by_numpy(lambda h: L.linear_top_k(h, head_, k, mask=mask, temperature=t, options=options(backend)), h)
     truth = oracle.top_k(oracle.linear_rows(h, w, **truth_of(HEADS[head])), k, temperature=t, mask=mask)
-    z = transformed(jnp.asarray(clean) @ w.T, dict(HEADS[head], temperature=t))
-    lp = jax.nn.log_softmax(z)
-    logp, ids = jax.lax.top_k(lp, k)
-    inside = jnp.zeros(z.shape, bool).at[jnp.arange(N)[:, None], ids].set(True)
-    rest = jax.nn.logsumexp(jnp.where(inside, -jnp.inf, lp), axis=1)
-    plain = {"logp": logp, "lse": jax.nn.logsumexp(z, axis=1), "log_rest": rest}
-    for name, base in plain.items():
-        masked = jnp.where(mask.reshape(-1, *(1,) * (base.ndim - 1)), base, 0.0)
+
+    def dense(h: Any) -> dict[str, Any]:
+        z = transformed(h @ w.T, dict(HEADS[head], temperature=t))
+        lp = jax.nn.log_softmax(z)
+        logp, ids = jax.lax.top_k(lp, k)
+        inside = jnp.zeros(z.shape, bool).at[jnp.arange(N)[:, None], ids].set(True)
+        rest = jax.nn.logsumexp(jnp.where(inside, -jnp.inf, lp), axis=1)
+        return {"logp": logp, "lse": jax.nn.logsumexp(z, axis=1), "log_rest": rest}
+
+    for name, base in by_numpy(dense, clean).items():
+        masked = np.where(mask.reshape(-1, *(1,) * (base.ndim - 1)), base, 0.0)
         # Behind a softcap of 30 at a temperature of 0.5 a rounding of the tanh is worth 60 of a number's.
         assert_contract(name, getattr(top, name), masked, getattr(truth, name), floor_ulp=4 if head == "plain" else 30)
     if spread > 1 and head == "plain":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import logitless as L
+from interpreted import by_numpy
 from logitless import oracle
 from numerics import assert_contract, f64
 
@@ -97,7 +98,9 @@ def test_loss_gradients_and_metrics(backend: str, kind: str, outside: str, sprea
     def loss(h: Any, w: Any) -> Any:
         return L.linear_distillation_loss(h, w, **given)
 
-    (value, metrics), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(h, w)
+    f = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    compiled = backend == "chunked" and outside == "tail" and spread > 2  # where rounding counts most
+    (value, metrics), grads = jax.jit(f)(h, w) if compiled else by_numpy(f, h, w)
     mix, share = KINDS[kind] or 0.5, 0.7 / mask.sum()
     teacher = L.TopK(top.ids, np.where(mask[..., None], top.logp, -1.0), None, top.log_rest)  # type: ignore[arg-type]
 
@@ -105,7 +108,7 @@ def test_loss_gradients_and_metrics(backend: str, kind: str, outside: str, sprea
         x = plain(h, w, teacher, kind, mix, outside)
         return share * jnp.sum(jnp.where(mask, x, 0.0))
 
-    base, plain_grads = jax.value_and_grad(dense, argnums=(0, 1))(clean, w)
+    base, plain_grads = by_numpy(jax.value_and_grad(dense, argnums=(0, 1)), clean, w)
     rows, logp = oracle.linear_rows(clean, w), teacher.logp
     how: dict[str, Any] = dict(divergence=kind, mix=mix, outside=outside, mask=mask, teacher_log_rest=top.log_rest)
     truth = oracle.sparse_divergence(rows, top.ids, logp, **how)
@@ -125,9 +128,12 @@ def test_loss_gradients_and_metrics(backend: str, kind: str, outside: str, sprea
 def test_a_student_that_equals_its_teacher_has_no_distance(kind: str) -> None:
     """Nor a gradient, where the whole rest is known: the tail is that of ``linear_top_k``."""
     h, w, _ = case()
-    top = L.linear_top_k(h, w, K)
     d = L.Distillation(divergence=kind, mix=KINDS[kind])
-    value, gradient = jax.value_and_grad(lambda h: L.linear_distillation_loss(h, w, teacher=top, distillation=d)[0])(h)
+
+    def loss(h: Any, top: L.TopK) -> Any:
+        return L.linear_distillation_loss(h, w, teacher=top, distillation=d)[0]
+
+    value, gradient = by_numpy(jax.value_and_grad(loss), h, by_numpy(lambda h: L.linear_top_k(h, w, K), h))
     assert 0 <= value < 1e-12 and np.abs(gradient).max() < 1e-6
 
 
@@ -144,16 +150,17 @@ def test_the_tail_is_kept_to_its_last_digits() -> None:
 
     how: dict[str, Any] = dict(divergence="reverse_kl", teacher_log_rest=rest)
     rows = oracle.linear_rows(h, w)
-    np.testing.assert_allclose(loss(h), oracle.sparse_divergence(rows, ids, logp, **how).divergence.sum(), rtol=1e-4)
+    value, gradient = by_numpy(jax.value_and_grad(loss), h)
+    np.testing.assert_allclose(value, oracle.sparse_divergence(rows, ids, logp, **how).divergence.sum(), rtol=1e-4)
     want = oracle.sparse_divergence_vjp(rows, ids, logp, np.ones((1, 1)), **how).inputs
-    np.testing.assert_allclose(jax.grad(loss)(h), want, rtol=1e-3)
+    np.testing.assert_allclose(gradient, want, rtol=1e-3)
 
 
 def test_a_hard_part_and_a_temperature() -> None:
     h, w, top = case()
     y = np.random.default_rng(3).integers(0, V, (B, T)).astype(np.int32)
     d = L.Distillation(divergence="forward_kl", temperature=2.0, temperature_squared=True, hard_weight=0.25)
-    value, metrics = L.linear_distillation_loss(h, w, targets=y, teacher=top, distillation=d)
+    value, metrics = by_numpy(lambda h: L.linear_distillation_loss(h, w, targets=y, teacher=top, distillation=d), h)
     rows = oracle.linear_rows(h, w)
     soft = oracle.sparse_divergence(rows, top.ids, top.logp, temperature=2.0).divergence.mean()
     hard = -oracle.linear_token_stats(h, w, y).logp.mean()
@@ -179,5 +186,5 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ids[0, 0, 0] = V
     with pytest.raises(ValueError, match=rf"teacher\.ids has {V} at \(0, 0, 0\)"):
         L.linear_distillation_loss(h, w, teacher=L.TopK(ids, top.logp), options=L.Options(validate=True))
-    assert np.isnan(L.linear_distillation_loss(h, w, teacher=L.TopK(ids, top.logp))[0])
+    assert np.isnan(by_numpy(lambda h: L.linear_distillation_loss(h, w, teacher=L.TopK(ids, top.logp))[0], h))
     assert "by recompute: the divergence is of" in L.explain(L.linear_distillation_loss, h, w, teacher=top).way

@@ -16,6 +16,7 @@ import pytest
 
 import flat_calls
 import logitless
+from interpreted import by_numpy
 from logitless import Objective, oracle
 from numerics import cotangents, f64, three
 
@@ -76,7 +77,7 @@ def test_second_derivatives_of_statistics(temperature: Any, mode: str) -> None:
         stats = three(flat_calls.logprobs(x, jnp.asarray(y), temperature=temperature, backend="reference"))
         return sum(jnp.sum(s * c) for s, c in zip(stats, g, strict=True))
 
-    got = jax.jit(lambda x, v: MODES[mode](total, x, v))(x, v)
+    got = by_numpy(lambda x, v: MODES[mode](total, x, v), x, v)
     truth = along(lambda x: oracle.token_stats_vjp(x, y, *g, temperature=temperature), x, v)
     np.testing.assert_allclose(f64(got), truth, rtol=1e-4, atol=2e-6)
 
@@ -89,7 +90,7 @@ def test_second_derivatives_of_the_entropy_by_the_chunked_backend() -> None:
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(flat_calls.logprobs(x, jnp.asarray(y), temperature=0.7, backend="chunked").entropy * g)
 
-    got = jax.jit(lambda x, v: MODES["grad of grad"](total, x, v))(x, v)
+    got = by_numpy(lambda x, v: MODES["grad of grad"](total, x, v), x, v)
     t, zero = np.float32(0.7), np.zeros(4)
     truth = along(lambda x: oracle.token_stats_vjp(x, y, zero, g, temperature=t), x, v)
     np.testing.assert_allclose(f64(got), truth, rtol=1e-4, atol=2e-6)
@@ -101,7 +102,7 @@ def test_second_derivative_by_the_temperature() -> None:
     def total(t: jax.Array) -> jax.Array:
         return jnp.sum(flat_calls.logprobs(x, jnp.asarray(y), temperature=t, backend="reference").entropy)
 
-    first, second = (jax.jit(d)(jnp.float32(0.75)) for d in (jax.grad(total), jax.grad(jax.grad(total))))
+    first, second = (by_numpy(d, np.float32(0.75)) for d in (jax.grad(total), jax.grad(jax.grad(total))))
     below, at, above = (oracle.token_stats(x, y, temperature=0.75 + d).entropy.sum() for d in (-1e-4, 0, 1e-4))
     np.testing.assert_allclose(first, (above - below) / 2e-4, rtol=1e-4)
     np.testing.assert_allclose(second, (above - 2 * at + below) / 1e-8, rtol=1e-4)
@@ -117,7 +118,7 @@ def test_second_derivatives_of_a_loss_with_an_entropy_bonus(mode: str) -> None:
     def loss(x: jax.Array) -> jax.Array:
         return flat_calls.grpo_loss(x, jnp.asarray(y), backend="reference", **given)[0]
 
-    got = jax.jit(lambda x, v: MODES[mode](loss, x, v))(x, v)
+    got = by_numpy(lambda x, v: MODES[mode](loss, x, v), x, v)
     np.testing.assert_allclose(
         f64(got), along(lambda x: oracle.grpo_loss(x, y, **given)[1], x, v), rtol=1e-4, atol=1e-6
     )
@@ -143,5 +144,5 @@ def test_second_derivatives_of_the_head(mode: str) -> None:
         return np.concatenate([np.ravel(d) for d in found[:2]])
 
     x, v = (np.concatenate([a.ravel(), b.ravel()]) for a, b in ((h, w), (dh, dw)))
-    got = jax.jit(lambda x, v: MODES[mode](total, x, v))(x, v)
+    got = by_numpy(lambda x, v: MODES[mode](total, x, v), x, v)
     np.testing.assert_allclose(f64(got), along(gradient, x, v), rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreted import by_numpy
 from logitless.core.problem import Call, Given, Problem
 from logitless.core.stats import STAT_FIELDS, LogitTransform, factor, finish, merge
 from logitless.logits import chunked
@@ -22,15 +23,13 @@ def test_two_parts_are_the_whole(place: str, chunk: int, temperature: Any, monke
     x, y = rng.normal(size=(5, 9)).astype(np.float32) * 3, rng.integers(0, 9, 5)
     transform = LogitTransform(temperature=None if temperature is None else jnp.float32(temperature))
 
-    def sums(first: int, last: int) -> Any:
+    def sums(x: Any, first: int, last: int) -> Any:
         call = Call("test", last - first, chunk=chunk)
-        return chunked.token_sums(
-            Problem(Given(jnp.asarray(x[:, first:last])), jnp.asarray(y - first), transform, call=call)
-        )
+        return chunked.token_sums(Problem(Given(x[:, first:last]), jnp.asarray(y - first), transform, call=call))
 
     k = factor(transform)
     for cut in (1, 4, 8):
-        stats = finish(merge(sums(0, cut), sums(cut, 9), k), True, transform)
+        stats = by_numpy(lambda x, c=cut: finish(merge(sums(x, 0, c), sums(x, c, 9), k), True, transform), x)
         z = x.astype(np.float64) / (temperature or 1.0)
         logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
         want = {

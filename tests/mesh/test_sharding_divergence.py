@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import logitless as L
+from interpreted import by_numpy
 from matmuls import matmul_flops
 from test_sharding import COLUMNS, DH, HIDDEN, LAYOUTS, SHAPE, VOCAB, Layout, assert_same, batch, collectives, run
 
@@ -94,7 +95,7 @@ def split(a: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @functools.cache
 def loss_on_one_device(name: str) -> Any:
-    return jax.device_get(jax.jit(by_student(lambda a: loss(a, LOSSES[name])))(*split(arrays())))
+    return by_numpy(by_student(lambda a: loss(a, LOSSES[name])), *split(arrays()))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,17 @@ def statistics(a: dict[str, Any], kind: str, sharding: L.Sharding | None = None)
     return sum(jnp.sum(w * x) for w, x in zip(g, list(named.values())[:4], strict=True)), named
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALL_CUTS = "data x sequence x tensor, fsdp over data"
+
+
 @pytest.mark.parametrize(
-    "layout, peak", [("vocabulary-parallel", 22.0), ("data x sequence x tensor, fsdp over data", 0.0)]
+    "layout, peak, kind",
+    [
+        *(("vocabulary-parallel", 22.0, kind) for kind in KINDS),
+        (ALL_CUTS, 0.0, "jsd"),
+        # A KL over that layout is the loss's above.
+        *(pytest.param(ALL_CUTS, 0.0, kind, marks=pytest.mark.slow) for kind in ("reverse_kl", "forward_kl")),
+    ],
 )
 def test_statistics_and_every_cotangent(layout: str, peak: float, kind: str) -> None:
     """The sums of both heads over all shards, also where one shard's column dominates rows of both sides."""
@@ -139,7 +148,7 @@ def test_statistics_and_every_cotangent(layout: str, peak: float, kind: str) -> 
     a = arrays(peak)
     f = by_student(lambda a: statistics(a, kind, where.sharding()))
     got, _ = run(f, *split(placed(a, where)))
-    assert_same(got, jax.device_get(jax.jit(by_student(lambda a: statistics(a, kind)))(*split(a))))
+    assert_same(got, by_numpy(by_student(lambda a: statistics(a, kind)), *split(a)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +166,7 @@ def test_from_logits(kind: str) -> None:
 
     sharding = L.Sharding(where.mesh(), tokens=where.tokens, vocab="tensor")
     got, _ = run(jax.value_and_grad(functools.partial(f, sharding=sharding), has_aux=True), x)
-    assert_same(got, jax.device_get(jax.value_and_grad(f, has_aux=True)(x)))
+    assert_same(got, by_numpy(jax.value_and_grad(f, has_aux=True), x))
 
 
 @pytest.mark.parametrize("level, layout", [("token", "fsdp on the vocabulary"), ("sequence", "data x tensor")])
@@ -175,7 +184,7 @@ def test_full_kl_to_a_reference(level: str, layout: str) -> None:
         )  # fmt: skip
 
     got, _ = run(by_student(lambda a: f(a, where.sharding())), *split(placed(a, where)))
-    assert_same(got, jax.device_get(jax.jit(by_student(f))(*split(a))))
+    assert_same(got, by_numpy(by_student(f), *split(a)))
 
 
 @pytest.mark.parametrize("layout", ["one device", "data and sequence, head replicated", "vocabulary-parallel"])

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import flat_calls
-import logitless
+from interpreted import in_numpy
 from logitless import Objective, oracle
 from logitless.objectives import policy_terms
-from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch, token_stats
+from loss_cases import AGGREGATIONS, POLICY_LEVELS, evaluate, metrics_of, objective_of, random_batch
 
 NAN = np.float32(np.nan)
 
@@ -49,7 +49,7 @@ def test_a_nan_in_a_live_token_is_a_nan_in_the_loss(policy: str, level: str) -> 
         own["advantages"] = inputs["advantages"].copy()
         own["advantages"][b, t] = -2.0 if i % 2 else 0.0
         bad_logp[b, t] = bad_entropy[b, t] = NAN
-        loss, _ = logitless.policy_loss(token_stats(bad_logp, bad_entropy), objective=o, **own)
+        loss = evaluate(o, bad_logp, bad_entropy, **own).loss
         truth, dlogp, _ = oracle.policy_loss_grad(bad_logp, bad_entropy, objective=o, **own)
         assert np.isnan(float(loss)), o
         assert np.isnan(truth) and np.isnan(dlogp[b, t]), o
@@ -63,12 +63,11 @@ def test_a_nan_in_an_input_of_a_live_token_is_a_nan_in_the_loss(name: str) -> No
     live, dead = (tuple(np.argwhere(inputs["mask"] == x)[0]) for x in (True, False))
     for fields in ({}, {"correction": "token", "correction_mode": "mask"}, {"level": "sequence", "top_entropy": 0.25}):
         o = Objective(beta=0.1, **fields)
-        clean = logitless.policy_loss(token_stats(logp, entropy), objective=o, **inputs)[0]
+        clean = evaluate(o, logp, entropy, **inputs).loss
         for where, expected in ((live, np.nan), (dead, float(clean))):
             own = {**inputs, name: inputs[name].copy()}
             own[name][where] = NAN
-            loss, _ = logitless.policy_loss(token_stats(logp, entropy), objective=o, **own)
-            np.testing.assert_array_equal(float(loss), expected)
+            np.testing.assert_array_equal(evaluate(o, logp, entropy, **own).loss, expected)
             assert np.isnan(oracle.policy_loss(logp, entropy, objective=o, **own)) == np.isnan(expected)
 
 
@@ -129,7 +128,7 @@ LEVELS: dict[str, Objective] = {
 }
 
 
-@jax.jit
+@in_numpy
 def every_loss(logits: Any, hidden: Any, head: Any, targets: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Both calls on both backends at both levels, in one program; with the gradients of the uncoupled ones."""
     out: dict[str, Any] = {}

@@ -45,7 +45,6 @@ WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
     "tunix, gspo-token": (Objective.preset("tunix", level="sequence_token"),
         f"level='sequence_token', kl='k1', {ROWS}{CLAMPED}sequence_log_ratio_max=10.0, beta=0.04"),
     "mllm-jax": (Objective.preset("mllm-jax"), "aggregation='dapo', clip_metrics='liger', temperature_on='logp'"),
-    "from_trl": (Objective.from_trl(), "aggregation='dapo'"),
     "from_trl, sapo": (Objective.from_trl(loss_type="sapo"), "policy='sapo'"),
     "from_trl, vespo": (Objective.from_trl(loss_type="vespo"), "policy='vespo', aggregation='dapo'"),
     "from_trl, vllm": (
@@ -53,8 +52,6 @@ WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
         "aggregation='dapo', kl_bias_correction=True, correction='sequence', correction_mode='mask', beta=0.3, "
         "correction_max=3.0, top_entropy=0.2, entropy_coef=0.1, temperature=0.7",
     ),
-    "from_liger": (Objective.from_liger(), "aggregation='dapo', clip_metrics='liger', beta=0.04"),
-    "from_verl": (Objective.from_verl(), f"aggregation='bnpo', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0"),
     "from_verl, corrected": (
         Objective.from_verl(rollout_correction={}, temperature=0.7, entropy_coeff=0.1),
         f"aggregation='bnpo', correction='sequence', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0, entropy_coef=0.1, "
@@ -65,7 +62,6 @@ WRITTEN_OUT: dict[str, tuple[Objective, str]] = {
         f"aggregation='bnpo', {ROWS}dual_clip=3.0, log_ratio_clamp=20.0, beta=0.001, "
         "kl_log_ratio_clamp=20.0, kl_clamp=10.0",
     ),
-    "from_tunix": (Objective.from_tunix(), f"kl='k1', {ROWS}{CLAMPED}beta=0.04"),
 }  # fmt: skip
 
 

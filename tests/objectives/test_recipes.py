@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import logitless
+from interpreted import by_numpy
 from logitless import Objective, explain, linear_distillation_loss, linear_grpo_loss, linear_logprobs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
@@ -192,10 +193,9 @@ def test_value_and_gradients(name: str) -> None:
     recipe, dense, names = CASES[name]
     arrays = [ARRAYS[n] for n in names]
     with jax.enable_x64(True):
-        truth, gradients = jax.value_and_grad(dense, argnums=(0, 1))(*map(jnp.asarray, arrays))
-        truth, gradients = float(truth), [np.asarray(g) for g in gradients]
-    single = [jnp.asarray(x, jnp.float32) for x in arrays]
-    value, found = jax.jit(jax.value_and_grad(recipe, argnums=(0, 1)))(*single)
+        truth, gradients = by_numpy(jax.value_and_grad(dense, argnums=(0, 1)), *arrays)
+    value, found = by_numpy(jax.value_and_grad(recipe, argnums=(0, 1)), *(x.astype(np.float32) for x in arrays))
+    assert truth.dtype == np.float64 and value.dtype == np.float32
     assert abs(float(value) - truth) <= TOLERANCE * max(1.0, abs(truth))
     for mine, true in zip(found, gradients, strict=True):
         assert np.abs(true).max() > 1e-4
@@ -243,9 +243,9 @@ def test_a_wrong_shift_is_seen_under_context_parallelism() -> None:
         arrays = {"advantages": ROW32, "mask": mask, "objective": Objective.grpo(entropy_coef=0.1)}
         return linear_grpo_loss(h, head, targets, **arrays)[0]
 
-    natural, gradient = jax.value_and_grad(loss)(hidden, *logitless.next_tokens(ids, live))
-    found, own = jax.value_and_grad(loss)(hidden[:, order], *R.in_order(ids, live, order))
+    natural, gradient = by_numpy(jax.value_and_grad(loss), hidden, *logitless.next_tokens(ids, live))
+    found, own = by_numpy(jax.value_and_grad(loss), hidden[:, order], *R.in_order(ids, live, order))
     np.testing.assert_allclose(found, natural, rtol=1e-6)
     np.testing.assert_allclose(own, gradient[:, order], atol=1e-7)
-    wrong = loss(hidden[:, order], *logitless.next_tokens(ids[:, order], live[:, order]))
+    wrong = by_numpy(loss, hidden[:, order], *logitless.next_tokens(ids[:, order], live[:, order]))
     assert abs(float(wrong) - float(natural)) > 1e-2

@@ -14,7 +14,7 @@ import flat_calls
 import logitless
 from interpreted import by_numpy
 from logitless import Objective, oracle
-from loss_cases import without_metrics
+from loss_cases import every_pair, without_metrics
 
 B, T, H, V = 3, 5, 6, 17
 OBJECTIVES = {
@@ -52,9 +52,7 @@ def batch() -> dict[str, Any]:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("level", list(CALLS))
-@pytest.mark.parametrize("way", list(OBJECTIVES))
-@pytest.mark.parametrize("kind", ["a number", "traced", "per token"])
+@pytest.mark.parametrize("kind, way, level", every_pair(["a number", "traced", "per token"], OBJECTIVES, CALLS))
 def test_on_policy_the_ratio_is_one_to_the_bit(level: str, way: str, kind: str) -> None:
     """``old_logp`` is that of ``logprobs(..., objective=o)``, compiled apart."""
     d, (loss_name, stats_name) = batch(), CALLS[level]

@@ -15,7 +15,6 @@ import pytest
 
 from logitless.objectives.objective import Objective
 from logitless.oracle import (
-    group_advantages,
     grpo_loss,
     linear_grpo_loss,
     linear_token_stats,
@@ -672,22 +671,3 @@ def test_jax_numbers_in_the_objective_are_accepted() -> None:
     got, want = (grpo_loss(logits, [[0, 1]], objective=x, advantages=[1.0], ref_logp=ref) for x in (o, plain))
     assert got[0] == want[0]
     np.testing.assert_array_equal(got[1], want[1])
-
-
-# -- advantages -----------------------------------------------------------------------------------------------------
-
-
-def test_group_advantages_by_hand() -> None:
-    rewards = [1.0, 3.0, 0.1, 0.1]
-    std = math.sqrt(2.0)
-    np.testing.assert_allclose(group_advantages(rewards, 2)[:2], np.array([-1.0, 1.0]) / (std + 1e-4), rtol=1e-14)
-    np.testing.assert_array_equal(group_advantages([0.1] * 6, 3), 0.0)
-    np.testing.assert_allclose(group_advantages(rewards, 2, scale="none"), [-1.0, 1.0, 0.0, 0.0])
-    batch_std = math.sqrt(((1 - 1.05) ** 2 + (3 - 1.05) ** 2 + 2 * (0.1 - 1.05) ** 2) / 3)
-    np.testing.assert_allclose(
-        group_advantages(rewards, 2, scale="batch", eps=1e-6), np.array([-1.0, 1.0, 0, 0]) / (batch_std + 1e-6)
-    )
-    np.testing.assert_allclose(group_advantages([3.0, -1.0], 1), np.array([3.0, -1.0]) / 1.0001)
-    assert group_advantages(np.zeros((2, 4)), 4).shape == (2, 4)
-    with pytest.raises(ValueError, match="groups of 3"):
-        group_advantages(rewards, 3)

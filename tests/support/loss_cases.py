@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -138,6 +139,14 @@ def evaluate(objective: Objective, logp: Any, entropy: Any, **inputs: Any) -> Ev
 def half(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Every other case by default, every value of a parameter among them; the others only repeat: ``slow``."""
     return [pytest.param(*case, marks=pytest.mark.slow if i % 2 else ()) for i, case in enumerate(cases)]
+
+
+def every_pair(*values: Iterable[Any]) -> list[Any]:
+    """The product of three choices or more, in which half of the cases have every pair of values; the others only
+    repeat: ``slow``."""
+    product = itertools.product(*map(enumerate, values))
+    cases = (zip(*case, strict=True) for case in product)
+    return [pytest.param(*case, marks=pytest.mark.slow if sum(at) % 2 else ()) for at, case in cases]
 
 
 SIDE_BY_SIDE = 4

@@ -23,6 +23,7 @@ import pytest
 from jax import Array
 
 import flat_calls
+from interpreted import in_numpy
 from logitless import oracle
 from logitless.core.problem import Call, Given, HeadArrays, Linear, Problem
 from logitless.core.stats import LogitTransform, TokenStats
@@ -184,15 +185,14 @@ def cotangents(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.nda
     return tuple(rng.standard_normal(shape).astype(np.float32) for _ in range(3))
 
 
-def with_gradient(f: Callable[..., Any], *primals: Any, g: Any) -> tuple[Any, Any]:
-    """``(f(*primals), pullback of g)``, in one compiled function."""
+def with_gradient(f: Callable[..., Any], *primals: Any, g: Any, compiled: bool = True) -> tuple[Any, Any]:
+    """``(f(*primals), pullback of g)``, in one compiled or interpreted function."""
 
-    @jax.jit
     def run(g: Any, *primals: Any) -> tuple[Any, Any]:
         out, pull = jax.vjp(f, *primals)
         return out, pull(g)
 
-    return run(jax.tree.map(jnp.asarray, g), *primals)
+    return (jax.jit if compiled else in_numpy)(run)(jax.tree.map(jnp.asarray, g), *primals)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
