@@ -349,7 +349,10 @@ HOPPER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(mosaic_gpu_reason() is not None, reason=str(mosaic_gpu_reason()))
-@pytest.mark.parametrize("options", HOPPER)
+@pytest.mark.parametrize(  # the others change plain JAX around the kernel
+    "options",
+    ["transformed", "rounded", *(pytest.param(o, marks=pytest.mark.slow) for o in ("plain", "softcap", "lora"))],
+)
 def test_on_hopper_the_row_kernel_sums_what_is_outside_the_ids(options: str) -> None:
     """Rows of which the ids have almost all of the mass and rows of which they have none, against float64; with a
     gradient the values are the same to the bit."""
@@ -376,12 +379,13 @@ def test_on_hopper_the_row_kernel_sums_what_is_outside_the_ids(options: str) -> 
     with unittest.mock.patch.object(row_kernel, "token_stats", wraps=row_kernel.token_stats) as launched:
         all_fields = jax.jit(functools.partial(stats, "mosaic_gpu"))(h, w)
     assert launched.called == (options != "softcap")
-    for a, b in zip(jax.tree.leaves(all_fields), jax.tree.leaves(stats("reference", h, w)), strict=True):
+    reference = by_numpy(functools.partial(stats, "reference"), h, w)
+    for a, b in zip(jax.tree.leaves(all_fields), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(f64(a), f64(b), rtol=near, atol=near)
     own_fields = all_fields.selected
     alone = own_fields.logp, all_fields.lse, own_fields.mass, own_fields.log_rest
     made, grads = with_gradient(jax.jit(kernel), h, w, g=g)
-    base, base_grads = with_gradient(functools.partial(ours, "reference"), h, w, g=g)
+    base, base_grads = with_gradient(functools.partial(ours, "reference"), h, w, g=g, compiled=False)
     for a, b in zip(alone, made, strict=True):
         np.testing.assert_array_equal(a, b)
     if options in ("rounded", "lora"):  # which the oracle does not have
