@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from logitless import Objective
 from logitless.core.problem import HeadArrays
 from logitless.core.row_passes import live_sweep
 from logitless.head.sparse import gather
-from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, chunk_report
+from logitless.head.sparse.active_columns import Columns, Rule, chunk_report
 from loss_cases import token_stats
-from sparse_cases import CHUNK, TOLERANCE, calibrated, loss_inputs
+from sparse_cases import CHUNK, TOLERANCE, calibrated, gradients_and_report, loss_inputs
 
 OBJECTIVES = {"in forward": Objective(aggregation="dapo"), "later": Objective(level="sequence")}
 
@@ -131,15 +131,10 @@ def test_rows_without_a_gradient_leave_nothing_out() -> None:
     rest = loss_inputs(case)
     rest["mask"][:, ::3], rest["advantages"][1::2] = False, 0
     moving = rest["mask"] & (rest["advantages"] != 0)
-
-    def loss(h: jax.Array, w: jax.Array) -> Any:
-        options = dict(backend="chunked", chunk_size=CHUNK, sparse_backward=TOLERANCE)
-        return flat_calls.linear_grpo_loss(h, w, jnp.asarray(case.targets), **options, **rest)
-
-    own = SparseReport.metrics
-    with mock.patch.object(SparseReport, "metrics", lambda r, vocab: own(r, vocab) | {"report": r}):
-        metrics = by_numpy(jax.grad(loss, (0, 1), has_aux=True), *case.parameters())[1]
-    left_out = metrics["report"].left_out.reshape(moving.shape)
+    options = dict(objective=Objective(), backend="chunked", chunk_size=CHUNK, sparse_backward=TOLERANCE)
+    f = functools.partial(gradients_and_report, **options)
+    _, metrics, report, _ = by_numpy(f, *case.parameters(), case.targets, rest)
+    left_out = report.left_out.reshape(moving.shape)
     assert left_out[moving].max() > 0
     np.testing.assert_array_equal(left_out[~moving], 0)
     mass, rows = metrics["left_out_mass"].sum, metrics["left_out_mass"].count

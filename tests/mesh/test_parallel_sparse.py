@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,9 @@ from interpreted import by_numpy
 from logitless import Objective, Sharding, explain, linear_grpo_loss, metric_values, oracle
 from logitless.core.options import Options
 from logitless.head.sparse import active_columns
-from logitless.head.sparse.active_columns import SparseReport
 from logitless.lab.bench import realistic
 from numerics import HeadCase, assert_same_bits, cotangents, f64, head_truth, three
-from sparse_cases import assert_as_good
+from sparse_cases import assert_as_good, gradients_and_report
 from test_sharding import Layout, collectives, run
 
 SHAPE, HIDDEN, VOCAB, CHUNK = (8, 16), 32, 4096, 16
@@ -105,22 +103,8 @@ def program(
 ) -> Program:
     options: dict[str, Any] = {"chunk_size": CHUNK, "sparse_backward": mode, "backend": "chunked"}
     options["sharding"] = Sharding(layout.mesh(), tokens=layout.tokens, head=_head_spec(layout, hv))
-    real_metrics = SparseReport.metrics
-
-    def f(h: Any, w: Any, y: Any, rest: Any) -> Any:
-        def loss(h: Any, w: Any) -> Any:
-            return flat_calls.linear_grpo_loss(
-                h, w, y, objective=objective, head_layout="hv" if hv else "vh", **rest, **options
-            )
-
-        (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(h, w)
-        return value, metrics, metrics.pop("report", None), grads
-
-    def metrics_and_report(report: Any, vocab: int) -> Any:
-        return {**real_metrics(report, vocab), "report": report}
-
-    with mock.patch.object(SparseReport, "metrics", metrics_and_report):
-        lowered = jax.jit(f).lower(*_arguments(case, rest, layout, hv))
+    f = functools.partial(gradients_and_report, objective=objective, head_layout="hv" if hv else "vh", **options)
+    lowered = jax.jit(f).lower(*_arguments(case, rest, layout, hv))
     compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     return Program(compiled, compiled.as_text(), layout, hv)
 

@@ -35,6 +35,11 @@ STATISTICS, DH, DW = (4 * math.prod(n) for n in (SHAPE, (*SHAPE, HIDDEN), (VOCAB
 """Bytes of one float32 statistic of all tokens, of dH and of dW."""
 
 
+def mesh_of(axes: dict[str, int], explicit: bool = False) -> Mesh:
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh and what lies where (``head`` in the order [V, H]), and the large collectives of loss and gradients."""
@@ -46,8 +51,7 @@ class Layout:
     explicit: bool = False
 
     def mesh(self) -> Mesh:
-        kind = AxisType.Explicit if self.explicit else AxisType.Auto
-        return jax.make_mesh(tuple(self.axes.values()), tuple(self.axes), axis_types=(kind,) * len(self.axes))
+        return mesh_of(self.axes, self.explicit)
 
     def sharding(self) -> Sharding:
         return Sharding(self.mesh(), tokens=self.tokens, head=self.head)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flat_calls
@@ -19,13 +19,9 @@ from interpreted import by_numpy
 from logitless import Objective, Sharding
 from logitless.mesh import head_pieces as parts
 from test_sharding import OBJECTIVES, SEQUENCE, SHAPE, TOKEN, alone, assert_same, batch, collectives, loss, run
+from test_sharding import mesh_of as mesh
 
 MESH: dict[str, int] = {"data": 2, "seq": 2, "tensor": 2}
-
-
-def mesh(axes: dict[str, int], explicit: bool = False) -> Any:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def head_results(data: dict[str, Any], objective: Objective, **options: Any) -> Any:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flat_calls
 import logitless
 from logitless import Sharding
 from loss_cases import without_metrics
+from test_sharding import mesh_of
 
 pytestmark = pytest.mark.quick
 
@@ -22,8 +23,7 @@ H, W, Y = jnp.ones((4, 6, 8)), jnp.ones((20, 8)), jnp.zeros((4, 6), jnp.int32)
 
 
 def mesh(explicit: bool = False, **axes: int) -> Any:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    return mesh_of(axes, explicit)
 
 
 BAD = {
