@@ -15,10 +15,10 @@ from interpreted import by_numpy
 from logitless import oracle
 from logitless.core.compat import mosaic_gpu_reason
 from logitless.core.divergences import Divergence
+from logitless.core.peaked_sums import LOW, PeakedSums, joined, merged
 from logitless.core.problem import Call, Given, Problem, Teacher
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.logits.mosaic_gpu import pair_rows
-from logitless.logits.mosaic_gpu.peaked_sums import LOW, PeakedSums, joined, merged
 from numerics import f64
 
 N, V, VOCAB = 4, 1344, 1340

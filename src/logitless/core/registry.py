@@ -30,20 +30,23 @@ class Candidate:
     around: str | None = None  # module and class of the exact backend within a sparse backward
     form: str | None = None  # what a call misses that another candidate of this name serves
     ids: bool = False  # kernels that serve more than one id for each token: ids=, not support=
+    teacher_on: str | None = None  # serves calls with a teacher alone, on this platform
 
 
 def _exact(level: Level) -> tuple[Candidate, ...]:
     stored = Candidate("mosaic_gpu", "head.mosaic_gpu.stored_dx:StoredDx", form="stored dx of all tokens", ids=True)
+    slabs = Candidate("chunked", "head.column_slabs:ColumnSlabs", form="slabs of columns", teacher_on="tpu")
     return (
         Candidate("pallas_tpu", f"{level}.pallas_tpu.backend:PallasTpu"),
         *([stored] if level == "head" else []),
         Candidate("mosaic_gpu", f"{level}.mosaic_gpu.backend:MosaicGpu", ids=level == "head"),
+        *([slabs] if level == "head" else []),
         Candidate("chunked", f"{level}.chunked:Chunked"),
         Candidate("reference", f"{level}.reference:Reference"),
     )
 
 
-_TPU, _, _GPU, _CHUNKED, _ = _exact("head")
+_TPU, _, _GPU, _SLABS, _CHUNKED, _ = _exact("head")
 
 CANDIDATES: dict[tuple[Level, bool], tuple[Candidate, ...]] = {
     ("logits", False): _exact("logits"),
@@ -55,6 +58,7 @@ CANDIDATES: dict[tuple[Level, bool], tuple[Candidate, ...]] = {
         Candidate("mosaic_gpu", "head.sparse.backend:Sparse", _GPU.where),
         *(c for c in _exact("head") if c.name == "mosaic_gpu"),
         Candidate("chunked", "head.sparse.backend:Sparse", _CHUNKED.where),
+        _SLABS,
         _CHUNKED,
     ),
 }

@@ -250,6 +250,8 @@ def _first_that_supports(p: Problem[Source], level: Level, split: Split) -> _Fou
     for c in candidates:
         if c.name != named and (named is not None or RUNS_ON.get(c.name, here) != here):
             continue
+        if c.teacher_on is not None and (p.teacher is None or c.teacher_on != here):
+            continue
         why = _refusal(c, p, split, here)
         if why is None:
             break
@@ -278,6 +280,6 @@ def _refusal(c: Candidate, p: Problem[Source], split: Split, here: str) -> str |
         why = registry.load(c).supports(p, split)
     except ImportError as error:
         return f"{who} cannot be loaded ({error}); pip install 'logitless[{needs}]'"
-    if why is None or c.around is not None:
+    if why is None or c.around is not None or c.form is not None:
         return why
     return f"{who} cannot serve this call: {why.rstrip('.')}"

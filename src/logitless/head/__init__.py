@@ -5,6 +5,7 @@ M is one matmul over all tokens that count, K the active columns of a sparse bac
     backend      file                    matmuls (in forward / later)   beside inputs and outputs
     reference    reference.py            3 M                            [N, V] logits and dlogits
     chunked      chunked.py              3 M / 4 M                      [C, V] logits, dlogits; dW in float32
+    slabs        column_slabs.py         - / 6 M, both heads            [C, S] logits of S columns; [N, H] float32
     mosaic_gpu   mosaic_gpu/backend.py   3 M / 4 M, statistics 1 M      [C, V] logits; dx [N, V] or dW in float32
     pallas_tpu   pallas_tpu/backend.py   - / 4 M, 5 M with entropy      no logits; [N, H] float32
     sparse       sparse/backend.py       M + 2 K/V M / M + 3 K/V M      plus a slab of K columns

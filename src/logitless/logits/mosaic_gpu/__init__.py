@@ -8,6 +8,5 @@ scalars    the maths of a row's statistics inside a kernel
 
 For two distributions, a student's and its teacher's:
 
-pair_rows     the two kernels: statistics of both, the student's dlogits
-peaked_sums   what a sweep over both carries, and the statistics made of it
+pair_rows  the two kernels: statistics of both, the student's dlogits
 """

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from logitless.core.compat import Ref, gpu_interpreter, gpu_load
 from logitless.core.divergences import HALF, is_dominated
+from logitless.core.peaked_sums import LOW, PeakedSums, difference, joined, merged, statistics_of
 from logitless.core.problem import Given, Problem, Source
 from logitless.core.row_passes import swept_columns, teacher_logits
 from logitless.core.shapes import PyTree
@@ -43,16 +44,6 @@ from logitless.core.stats import (
     valid_targets,
 )
 from logitless.logits.mosaic_gpu.layout import Destination, select
-from logitless.logits.mosaic_gpu.peaked_sums import (
-    LOW,
-    PeakedSums,
-    difference,
-    equal_as_one,
-    joined,
-    merged,
-    pair_stats,
-    stats_of,
-)
 
 Refs = Sequence[Ref]
 _COLUMNS = 1024
@@ -267,10 +258,7 @@ def statistics(x: Array, p: Problem[Source]) -> TokenStats:
     ids = jnp.arange(parts, dtype=jnp.int32)
     student = merged(PeakedSums(*found[: len(_FIELDS)]), k, k_o, ids)
     teacher = merged(PeakedSums(*found[len(_FIELDS) :]), k_o, k, ids)
-    teacher = equal_as_one(student, teacher)
-    stats = stats_of(student, own, valid, p.transform)
-    of_teacher = stats_of(teacher, teacher.peak, jnp.ones_like(valid), p.teacher.transform)
-    return pair_stats(p.teacher.divergence, student, teacher, stats, of_teacher, p)
+    return statistics_of(student, teacher, own, valid, p)
 
 
 # -- dlogits ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.divergences import HALF, Divergence, PairSums, finish_pair, is_dominated
+from logitless.core.problem import Problem, Source
 from logitless.core.pytree import register
 from logitless.core.stats import LogitTransform, TokenStats, divided, times
 
@@ -134,6 +135,15 @@ def stats_of(a: PeakedSums, own: Array, valid: Array, transform: LogitTransform)
         max_logp=known(-log_total),
         peak=known(a.peak),
     )
+
+
+def statistics_of(student: PeakedSums, teacher: PeakedSums, own: Array, valid: Array, p: Problem[Source]) -> TokenStats:
+    """Statistics of rows ``[N]`` and of the pair, from the sums over all columns; ``own`` as in :func:`stats_of`."""
+    assert p.teacher is not None
+    teacher = equal_as_one(student, teacher)
+    stats = stats_of(student, own, valid, p.transform)
+    of_teacher = stats_of(teacher, teacher.peak, jnp.ones_like(valid), p.teacher.transform)
+    return pair_stats(p.teacher.divergence, student, teacher, stats, of_teacher, p)
 
 
 def _rest_of(a: PeakedSums) -> Array:
