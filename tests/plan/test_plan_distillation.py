@@ -89,3 +89,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["plan", *sizes, "--divergence", "jsd"]) == 2
     assert "--divergence is from a teacher" in capsys.readouterr().err
     assert cli.main(["plan", *sizes, "--teacher", "64", "--sequence-level"]) == 2
+
+
+def test_slabs_of_columns_on_a_tpu() -> None:
+    """Both KLs on a v6e: the estimate is near what libtpu says (benchmarks/results/tpu_distill.json)."""
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_distill.json").read_text())
+    common = dict(chip="v6e", compile=False, options=L.Options(head_grad_dtype="param"))
+    p = plan(L.linear_distillation_loss, HIDDEN, HEAD, HIDDEN, HEAD, **common)
+    assert p.matmuls == 6 and p.flops == 12 * N * V * H and "slabs" in p.route.way
+    beside = record["programs"]["slabs, default"]["beside_bytes"]
+    assert beside / 1.6 < p.temporaries < 2 * beside
+    jsd = L.Distillation(divergence="jsd")
+    rows = plan(L.linear_distillation_loss, HIDDEN, HEAD, HIDDEN, HEAD, distillation=jsd, **common)
+    assert rows.temporaries > 3 * p.temporaries

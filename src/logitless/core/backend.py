@@ -85,6 +85,8 @@ class Cost:
     """Statistics without a gradient never hold logits."""
     sweep: int = 0
     """Tokens for which each matmul reads the head once; 0: all."""
+    columns: int = 0
+    """Of a slab whose logits are in memory; 0: whole rows."""
     stored: Stored = "logits"
     exact_if_flat: bool = False
     """Of a sparse backward without logits: where the policy is flat, the exact backend serves the call."""

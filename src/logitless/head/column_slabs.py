@@ -4,11 +4,12 @@ columns.
 With M one ``N x H x V`` matmul over the N tokens that count:
 
     statistics   per slab: x = h W_S^T and t = th T_S^T (2 M), sums of both (``core/peaked_sums.py``), merged over slabs
-    gradients    per slab: x and t again (2 M), dx in place of both, dW_S = dx^T h (M), dH += dx W_S (M)
+    gradients    per slab: x and t again (2 M), dx, dW_S = dx^T h (M), dH += dx W_S (M)
 
 ``head/chunked.py`` holds whole rows instead, and takes four matmuls for these six. But it adds every chunk's dW to the
-whole of dW, ``4 H V`` bytes or more a chunk: a slab of dW is written once, in its final dtype. On a v6e at T=8192,
-H=4096, V=151936 (benchmarks/tpu_distill.py, the compiler's estimates) slabs take less time in a fifth of the memory.
+whole of dW, ``4 H V`` bytes or more a chunk: here a slab of dW is written once, in its final dtype. On a v6e at T=8192,
+H=4096, V=151936 slabs take 124 ms and 0.28 GB, chunks of 1,024 rows 127 ms and 1.56 GB, of 256 rows 247 ms and 0.32 GB
+(the compiler's estimates, benchmarks/tpu_distill.py).
 
 Both KLs follow from sums that merge in any order. The mixture of a JSD needs both logsumexps first: ``chunked``.
 
@@ -30,7 +31,7 @@ from jax import Array, lax
 from logitless.core.backend import Cost, PlainJax, Split, Way
 from logitless.core.chunk_size import equal_part
 from logitless.core.peaked_sums import LOW, PeakedSums, difference, merged, statistics_of
-from logitless.core.problem import Given, Gradients, HeadArrays, HeadGrads, Linear, Loss, Problem, Wanted
+from logitless.core.problem import Given, Gradients, HeadArrays, HeadGrads, Linear, Loss, Problem, Source, Wanted
 from logitless.core.pytree import register
 from logitless.core.row_passes import Front, column_ids, dx, front, over_columns, teacher_logits
 from logitless.core.stats import (
@@ -103,7 +104,12 @@ class _Tokens:
         q = dataclasses.replace(p, live=None).rows(filled)
         if order.count is not None:
             counts = jnp.arange(q.n)[:, None] < order.count
-            q = q.over_sources(lambda s: Linear(jnp.where(counts, s.hidden, jnp.zeros((), s.dtype)), s.head))
+
+            def cleared(s: Source) -> Source:
+                assert isinstance(s, Linear)
+                return Linear(jnp.where(counts, s.hidden, jnp.zeros((), s.dtype)), s.head)
+
+            q = q.over_sources(cleared)
         return _Tokens(q, order, p.n, chunk)
 
     def take(self, x: Array) -> Array:
@@ -284,7 +290,8 @@ class ColumnSlabs(PlainJax):
 
     def supports(self, p: Problem[Linear], split: Split) -> str | None:
         """Why whole rows of a chunk serve a call instead."""
-        assert p.teacher is not None
+        if p.teacher is None:
+            return "there is no teacher"
         if p.teacher.divergence == "jsd":
             return "JSD needs both logsumexps first"
         if p.more_ids is not None:
@@ -304,7 +311,8 @@ class ColumnSlabs(PlainJax):
         words = f"statistics of both heads over slabs of {slab} columns, then gradients over the same slabs"
         matmuls = "6 (5 with a frozen head, 2 without a gradient) per live token; 2 where the cotangent is zero"
         moved = f"dW written once, a slab at a time; {bytes_of(p, chunk, slab):,} B beside inputs and outputs"
-        return Cost(words, matmuls, moved, {"chunk": chunk, "slab": slab, "layout": p.head.layout}, (6, 5, 2))
+        tiles: dict[str, object] = {"chunk": chunk, "slab": slab, "layout": p.head.layout}
+        return Cost(words, matmuls, moved, tiles, (6, 5, 2), sweep=chunk, columns=slab)
 
     def statistics(self, p: Problem[Linear], loss: Loss | None = None) -> tuple[TokenStats, None]:
         return _statistics(p.counting(loss)), None

@@ -155,7 +155,7 @@ def fused(s: Sizes, route: Route, shares: Shares | None) -> Work:
         matmuls = min(matmuls, sparse) if shares.active_columns <= 0.25 else matmuls
     no_logits = on_tpu or screened or (cost.fused_statistics and not s.wants)
     sweeps = -(-s.live // (cost.sweep or s.tokens))  # each matmul reads the head once for a tile of tokens
-    once = no_logits or cost.stored == "dx"  # dW is written once
+    once = no_logits or cost.stored == "dx" or bool(cost.columns)  # dW is written once
     moved = round(matmuls * (sweeps * s.head + s.live * s.width * s.item)) + 2 * s.dw * (1 if once else sweeps)
     if not no_logits:  # logits written and read, dlogits written and read by each matmul
         again = 2 if later and s.wants and not route.static.kept else 1
@@ -190,6 +190,10 @@ def _of_chunks(s: Sizes, route: Route) -> int:
         return s.hidden * s.masked + 8 * MIB
     if cost.stored == "bits" and not cost.exact_if_flat:
         return s.tokens * s.vocab // 8 + s.hidden
+    if cost.columns:  # x, t and dx of a slab, dH, and where tokens are in several chunks a slab of dW
+        dw = 4 * cost.columns * s.width * (cost.sweep < s.tokens)
+        slab = cost.sweep * cost.columns * (2 * s.logit + s.item * bool(s.wants))
+        return slab + (4 * s.tokens * s.width + dw) * bool(s.wants) + 2 * s.hidden * s.masked
     chunk, kept = cost.sweep, route.static.kept * s.vocab * s.logit if s.wants else 0
     logits = chunk * s.vocab * s.logit * s.sources
     if cost.stored == "dx" and s.wants:
