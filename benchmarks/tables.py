@@ -36,6 +36,7 @@ SUITES = {
     "h200": "H200: the suite",
     "gpu-head": "H200: fused head",
     "gpu-sparse": "H200: sparse backward",
+    "gpu-distill": "H200: distillation",
     "gpu-logits": "H200: given logits",
     "gpu-distill": "H200: distillation",
     "cpu": "CPU: the suite",
@@ -49,8 +50,6 @@ the same logits dtype, with a 95 % interval; "none" marks an interval within 0.9
 wider interval around one. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the
 compiler's plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call
 with the options of its case. A file's `note` names the commits and calls where its cases come from several."""
-EARLIER = "the form before"
-"""In the name of a case that a file keeps for comparison: measured with an earlier version, and not on the page."""
 
 
 def mib(n: float) -> str:
@@ -79,8 +78,7 @@ def file_of(suite: str) -> str:
 
 def suite_records(suite: str) -> list[dict[str, Any]]:
     """The cases of a suite that are shown; none where there is no file."""
-    result = harness.read(file_of(suite))
-    return [r for r in result.get("records", ()) if EARLIER not in r.get("name", "")]
+    return harness.read(file_of(suite)).get("records", [])
 
 
 def suite_tables() -> list[str]:

@@ -93,7 +93,7 @@ def show_gates(record: dict[str, Any], numbers: bool = False) -> None:
     """Print the gates of a gradcheck, with numbers if asked."""
     print(f"{record['config/name']}: {record['device']}, jax {record['jax']}")
     for key, value in record.items():
-        if numbers and isinstance(value, float):
+        if numbers and isinstance(value, float) and not key.startswith("config/"):
             print(f"  {key:32s} {value:.6g}")
     for key, gate in record["gates"].items():
         print(f"  {'PASS' if gate['ok'] else 'FAIL'} {key:36s} {gate['value']:.3g} (<= {gate['limit']:g})")
