@@ -36,7 +36,6 @@ SUITES = {
     "h200": "H200: the suite",
     "gpu-head": "H200: fused head",
     "gpu-sparse": "H200: sparse backward",
-    "gpu-distill": "H200: distillation",
     "gpu-logits": "H200: given logits",
     "gpu-distill": "H200: distillation",
     "cpu": "CPU: the suite",
