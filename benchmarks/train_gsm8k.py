@@ -41,8 +41,8 @@ from logitless.data.group_advantages import group_advantages
 from logitless.lab.tools import timing
 from logitless.train import recorded
 from logitless.train.architectures import preset
+from logitless.train.collect import random_rollouts
 from logitless.train.config import TrainConfig, load, save
-from logitless.train.random_rollouts import random_rollouts
 from logitless.train.rollout import Sampling, generate
 from logitless.train.run_records import Rollouts
 from logitless.train.task import build_task

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-from conftest import CHILD_ENVIRONMENT, COMPILED
+from conftest import CHILD_ENVIRONMENT
 from hub_folder import save_safetensors
-from logitless.train.config import load
+from logitless.train import loop, turns
+from logitless.train.compiled_functions import Program
+from logitless.train.config import TrainConfig, load
+from logitless.train.folder import _flat
 from logitless.train.model import ModelConfig, Params, init
-from logitless.train.task import build_task
+from logitless.train.task import Task, build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Policy, State
 
@@ -66,11 +71,36 @@ def micro_settings(folder: Path) -> list[str]:
     ]
 
 
-def trainer_of(settings: list[str]) -> tuple[Trainer, State, Policy]:
+_KEPT: dict[str, dict[str, Any]] = {}
+_NO_PART_OF_A_PROGRAM = (
+    "name", "run_dir", "seed", "samples", "checkpoint", "eval.every", "ab", "wandb", "warm_start", "reward",
+    "rollout.record", "rollout.replay", "train.steps", "train.max_skipped",
+)  # fmt: skip
+
+
+class Kept(Trainer):
+    """A trainer with the programs of the first one whose settings compile to the same: most of a short run's time."""
+
+    def __init__(self, config: TrainConfig, task: Task):
+        super().__init__(config, task)
+        assert config.train.schedule == "constant"  # else the steps are a part of the update
+        settings = _flat(dataclasses.asdict(config)).items()
+        key = repr([item for item in settings if not item[0].startswith(_NO_PART_OF_A_PROGRAM)])
+        vars(self).update(_KEPT.setdefault(key, {k: v for k, v in vars(self).items() if isinstance(v, Program)}))
+
+
+@pytest.fixture
+def kept_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process keep their programs for other runs in it."""
+    for module in (loop, turns):
+        monkeypatch.setattr(module, "Trainer", Kept)
+
+
+def trainer_of(settings: list[str], make: type[Trainer] = Kept) -> tuple[Trainer, State, Policy]:
     """A trainer with its state and frozen part at step 0."""
     config = load(None, settings)
     task = build_task(config)
-    trainer = Trainer(config, task)
+    trainer = make(config, task)
     return trainer, *trainer.initial(task.load_params())
 
 
@@ -80,14 +110,8 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return micro_settings(tmp_path_factory.mktemp("micro"))
 
 
-@pytest.fixture(scope="session")
-def compile_cache() -> Path:
-    """The folder of compiled programs: runs of the same shape, here and in processes of their own, compile once."""
-    return COMPILED
-
-
-def logitless(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def logitless(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    env = {**os.environ, **CHILD_ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": str(cache), **environment}
+    env = {**os.environ, **CHILD_ENVIRONMENT, **environment}
     command = [sys.executable, "-m", "logitless", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)

@@ -22,7 +22,7 @@ from logitless.lab.tools import progress
 from logitless.lab.tpu import command as tpu_command
 from logitless.train import ab, loop
 from logitless.train.config import load
-from train_micro import compile_cache, micro  # noqa: F401
+from train_micro import micro  # noqa: F401
 
 BAR = "\u2501"
 

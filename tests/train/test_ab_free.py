@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,10 @@ import pytest
 
 from logitless.lab import cli
 from logitless.train import ab
+from logitless.train.ab import _show, _steps_expected
 from logitless.train.ab_plan import plan_of
-from logitless.train.compare import agreement, block_means, free_runs, over_seeds
+from logitless.train.ab_text import curve, table
+from logitless.train.compare import agreement, block_means, disagreeing, free_runs, over_seeds
 from logitless.train.config import ConfigError, load
 
 
@@ -162,5 +167,116 @@ def test_the_runs_of_an_ab() -> None:
     assert len({a.warm_start.cache for a in seeds.free.values()}) == 3
     with pytest.raises(ConfigError, match="'control' is a name"):
         plan_of(load(None, ["ab.arms={control: {backend: naive}, b: {backend: chunked}}"]))
-    with pytest.raises(ConfigError, match="choose one of them"):
-        load(None, ["ab.control=true", "ab.seeds=2"])
+
+
+@pytest.mark.parametrize(
+    "overrides, steps",
+    [
+        (["train.steps=9"], 9),
+        (["train.steps=9", "ab.replay_steps=4"], 9),
+        (["train.steps=9", "rollout.replay=x"], 9),
+        (["train.steps=9", "rollout.replay=x", "ab.replay_steps=4"], 4),
+        (["train.steps=9", "rollout.replay=x", "ab.replay_steps=12"], 9),
+    ],
+)
+def test_steps_that_an_arm_is_expected_to_take(overrides: list[str], steps: int) -> None:
+    assert _steps_expected(load(None, overrides)) == steps
+
+
+def test_arms_that_disagree_are_named() -> None:
+    def of(*verdicts: bool | None) -> dict[str, Any]:
+        names = [f"arm{i}" for i in range(len(verdicts))]
+        agreement = {n: {"agree": v} for n, v in zip(names, verdicts, strict=True)}
+        return {"arms": dict.fromkeys(["baseline", *names]), "agreement": agreement}
+
+    assert disagreeing(of(True, False, None)) == ["arm1"]
+    two = {"arms": dict.fromkeys(["baseline", "kernel"]), "agreement": {"agree": False}}
+    assert disagreeing(two) == ["kernel"]
+
+
+def test_a_kl_of_nothing_has_next_to_no_tolerance() -> None:
+    """A share of next to nothing would be none at all; a share of one would hide everything."""
+
+    def run(kl: float) -> list[dict[str, Any]]:
+        return [{"train/loss": 0.0, "train/kl": kl} for _ in range(4)]
+
+    c = load(None, ["ab.kl_tolerance=0.5", "ab.control=true"])
+    limits = [free_runs(c, run(kl), run(kl), run(kl))["kl_limit"] for kl in (0.0, 1e-6, 2.0, -2.0)]
+    assert limits == [5e-5, 5e-5, 1.0, 1.0]
+
+
+def test_a_curve_that_no_seed_has_measured_is_not_judged() -> None:
+    pairs = [([{"train/loss": 0.0, "train/reward": i}],) * 2 for i in (0.25, 0.5)]
+    found = over_seeds(load(None, ["ab.seeds=2"]), pairs)
+    assert found["reward_agree"] and not any(key.startswith("kl") for key in found)
+
+
+def test_the_line_of_the_arms_that_run(tmp_path: Path) -> None:
+    """The slowest says what is left; one without a step says its last words."""
+    arms = {name: load(None, [f"run_dir={tmp_path / name}", "train.steps=10"]) for name in ("a", "b", "c", "d")}
+    for name, done, pace in (("a", 4, 2.0), ("b", 8, 60.0)):
+        (tmp_path / name).mkdir()
+        record = {"train/loss": 0.5, "train/reward": 0.25, "time/train/step_avg_last10_s": pace}
+        (tmp_path / name / "metrics.jsonl").write_text((json.dumps(record) + "\n") * done + '{"train/loss": 3')
+    (tmp_path / "c.log").write_text("one\n loading \n\n")
+    at: list[tuple[int, str]] = []
+    progress: Any = SimpleNamespace(at=lambda done, text: at.append((done, text)))
+    a, b = (f"reward 0.250  loss 0.5000  {pace} s/step" for pace in ("2.00", "60.00"))
+    assert _show(arms, ["a", "b", "c", "d"], progress, 7) == f"{at[0][1]}  about 2 min left"
+    assert at == [(7, f"a 4/10  {a}, b 8/10  {b}, c: loading, d: starting")]
+    assert _show(arms, ["a"], progress, 0).endswith("about 12 s left")
+    assert _show(arms, ["d"], progress, 0) == "d: starting"
+
+
+def test_a_curve_is_the_mean_of_every_few_steps() -> None:
+    def metrics(scale: float, kl: float | None) -> list[dict[str, Any]]:
+        return [{"train/loss": 0.0, "train/reward": scale * i, "train/kl": kl} for i in range(5)]
+
+    result = {"arms": {"one": {"metrics": [{"step": 0}, *metrics(1.0, None)]}, "two": {"metrics": metrics(2.0, 0.25)}}}
+    assert curve(result, width=2).splitlines() == [
+        "sampled reward, mean of every 2 steps:",
+        "  one         0.500  2.500  4.000",
+        "  two         1.000  5.000  8.000",
+        "KL, mean of every 2 steps:",
+        "  two          0.2500   0.2500   0.2500",
+    ]
+
+
+def test_the_table_of_two_arms() -> None:
+    """A number that one arm alone has is a dash in the other; bytes are MiB; what neither has has no row."""
+    test = {"agree": None, "decided_by": "nothing", "test": "t", "first_difference": 3, "verdict": "v"}
+    summaries = {
+        "baseline": {
+            "loss_backend": "reference", "train/reward_first10": 0.25, "eval/last": 0.5, "train/kl_last10": 0.01,
+            "memory/update_temporaries_bytes": 3 * 2**20, "memory/device_peak_bytes": 2**30,
+            "time/update_s/last10": 0.5,
+        },
+        "kernel": {
+            "loss_backend": "chunked", "train/reward_first10": 0.5, "train/kl_last10": 0.02,
+            "memory/update_temporaries_bytes": 2**20, "memory/device_peak_bytes": 2**29, "time/update_s/last10": 0.25,
+        },
+    }  # fmt: skip
+    result = {
+        "name": "tiny",
+        "parallel": True,
+        "arms": {name: {"summary": summary} for name, summary in summaries.items()},
+        "agreement": test,
+    }
+    lines = table(result).splitlines()
+    assert [line.split() for line in lines[:7]] == [
+        ["tiny", "baseline", "(reference)", "kernel", "(chunked)", "ratio"],
+        ["sampled", "reward,", "first", "10", "steps", "0.250", "0.500", "2.000"],
+        ["held-out", "reward", "at", "the", "end", "0.500", "-"],
+        ["KL,", "last", "10", "steps", "0.0100", "0.0200", "2.000"],
+        ["update", "phase,", "last", "10", "(s)", "0.500", "0.250", "0.500"],
+        ["update's", "temporaries", "(MiB)", "3.0", "1.0", "0.333"],
+        ["device", "peak", "(MiB)", "1,024.0", "512.0", "0.500"],
+    ]
+    assert lines[0].index("(reference)") + len("(reference)") == lines[1].index("0.250") + len("0.250")
+    assert lines[7:] == [
+        "times: not compared, for the arms ran at the same time (ab.parallel)",
+        "kernel against baseline: test: t",
+        "  free runs: other tokens from step 3 on",
+        "kernel against baseline: v",
+        "NOT JUDGED: see above",
+    ]

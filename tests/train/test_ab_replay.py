@@ -23,9 +23,9 @@ from logitless.train.head_calls import make_head_loss
 from logitless.train.recorded import Trace
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
-from train_micro import compile_cache, micro, micro_params  # noqa: F401
+from train_micro import kept_programs, micro, micro_params  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 STEPS = 10
 SETTINGS = ["train.prompts_per_step=8", "rollout.record=1000", f"train.steps={STEPS}"]
@@ -112,7 +112,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(micro: list[str], compile_cache: Any) -> Lab:
+def lab(micro: list[str]) -> Lab:
     """With half of the programs: the second update of a step, off-policy, is another one."""
     return Lab(micro, epochs=1)
 

@@ -15,25 +15,15 @@ from hub_folder import save_safetensors
 from logitless.lab import cli
 from logitless.train import bounds, tokenizer
 from logitless.train.config import ConfigError, load
-from logitless.train.data import DataError, Problem, gsm8k
+from logitless.train.data import Problem
 from logitless.train.model import ModelError, init
 from logitless.train.reward import RewardError, load_reward, score
 from logitless.train.tokenizer import render
-from logitless.train.weights import load_safetensors
+from logitless.train.weights import load_model
 from train_micro import MICRO
 
 SUM = Problem("1+1=", "2")
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.parametrize(
-    "line", ["[" * 100_000, '{"question": ' + "9" * 5000 + "}", '{"question": 1e999999}', "\x00", '"text"']
-)
-def test_bad_lines_of_problems_are_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "train.jsonl"
-    file.write_text('{"question": "1+1?", "answer": "#### 2"}\n' + line + "\n")
-    with pytest.raises(DataError, match=r"train\.jsonl, line 2"):
-        gsm8k(file)
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "a: [1, 2\n", "? : :\n", "[" * 5000])
@@ -64,10 +54,10 @@ def test_a_malformed_index_of_weights_is_refused(tmp_path: Path, index: Any, mes
     (tmp_path / "outside.safetensors").write_bytes((tmp_path / "m" / "model.safetensors").read_bytes())
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=message):
-        load_safetensors(tmp_path / "m")
+        load_model(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelError, match=r"config\.json: not readable as JSON"):
-        load_safetensors(tmp_path / "m")
+        load_model(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +79,8 @@ def test_a_malformed_index_of_weights_is_refused(tmp_path: Path, index: Any, mes
 def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
     start = time.monotonic()
-    with pytest.raises(ModelError, match="the chat template"):
+    said = "refuses these messages: no" if "raise" in template else "cannot be rendered|is not rendered after 0.5 s"
+    with pytest.raises(ModelError, match=f"the chat template ({said})"):
         render(template, CHAT, True, {})
     assert time.monotonic() - start < 30
     assert render("{{ messages[0].content }}!", CHAT, True, {}) == "hi!"

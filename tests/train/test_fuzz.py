@@ -17,35 +17,20 @@ from hub_folder import save_safetensors
 from logitless.train import checkpoints, recorded
 from logitless.train.bounds import memory_limit, time_limit
 from logitless.train.checkpoints import CheckpointError
+from logitless.train.collect import random_rollouts
 from logitless.train.command import describe
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.data import DataError, gsm8k
 from logitless.train.folder import keep_records, read_records, read_summary
 from logitless.train.gguf import GGUF_NAMES
 from logitless.train.model import ModelError, init
-from logitless.train.random_rollouts import random_rollouts
 from logitless.train.run_records import run_numbers
 from logitless.train.tokenizer import load_tokenizer, render
 from logitless.train.weights import load_model
 from train_micro import MICRO
 
 GIB = 1 << 30
-PIECES = [
-    b"{",
-    b"[" * 50,
-    b'"',
-    b"\x00",
-    b"\xff",
-    b"-1",
-    b"9" * 30,
-    b"null",
-    b"../",
-    b"1e999",
-    b"{{",
-    b"%}",
-    b"*",
-    b"\n",
-]
+PIECES = [*b'{ " -1 null ../ 1e999 {{ %} *'.split(), b"[" * 50, b"9" * 30, b"\x00", b"\xff", b"\n"]
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -195,6 +180,7 @@ def fuzz(folder: Path, count: int) -> dict[str, int]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for i in range(count):
             bad = mutated(head, rng) + whole[len(head) :]
+            file.unlink()  # not written over: JAX may still read from the bytes that were mapped before
             file.write_bytes(bad)
             try:
                 with time_limit(30.0), memory_limit(GIB):

@@ -18,7 +18,7 @@ from logitless.train import ab, checkpoints, loop
 from logitless.train import command as train_cli
 from logitless.train import folder as folders
 from logitless.train.config import ConfigError, load
-from train_micro import compile_cache, logitless, micro  # noqa: F401
+from train_micro import logitless, micro  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,8 +236,8 @@ def test_a_full_disk_while_recording_is_exit_code_3_with_the_checkpoint_named(tm
             raise OSError(errno.ENOSPC, "No space left on device")
 
     said: list[str] = []
-    steps = loop.Run(load(None, ["eval.every=0"]), fake, tmp_path, Full(), said.append, 3)  # type: ignore[arg-type]
-    steps.last_saved = 2
+    steps = loop.Run(load(None, ["eval.every=0"]), fake, tmp_path, said.append, 3)  # type: ignore[arg-type]
+    steps.tracker, steps.last_saved = Full(), 2  # type: ignore[assignment]
     with pytest.raises(loop.TrainingFailed, match=r"step 1 could not be recorded \(No space left.*step 2 is whole"):
         steps.go(None, None, 0, progress.Progress(3, 0, said.append))  # type: ignore[arg-type]
 
@@ -260,16 +260,16 @@ def sevens(completion, problem):
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], compile_cache: Path, tmp_path: Path) -> None:
+def test_a_full_disk_in_a_real_run_loses_nothing(micro: list[str], tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     given = [*micro, f"reward.kind={tmp_path / 'full.py'}:sevens"]
-    whole = logitless(compile_cache, "train", *given, f"run_dir={tmp_path / 'whole'}")
+    whole = logitless("train", *given, f"run_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
     run = tmp_path / "run"
-    full = logitless(compile_cache, "train", *given, f"run_dir={run}", FULL="1")
+    full = logitless("train", *given, f"run_dir={run}", FULL="1")
     assert full.returncode == 3 and "Traceback" not in full.stderr
     assert "step 5 could not be recorded (No space left on device); the checkpoint of step 4 is whole" in full.stderr
-    again = logitless(compile_cache, "train", "--resume", str(run))
+    again = logitless("train", "--resume", str(run))
     assert again.returncode == 0 and "resumed after step 4" in again.stderr
 
     def rewards(folder: Path) -> list[Any]:

@@ -30,9 +30,9 @@ from logitless.train.model import ModelConfig, init
 from logitless.train.task import build_task
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_update
-from train_micro import compile_cache, micro  # noqa: F401
+from train_micro import kept_programs, micro  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "train"
 MODEL = ModelConfig(32, 16, 32, 1, 2, 1, 8, max_position=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from safetensors.numpy import load_file, save_file
 from logitless.lab import cli
 from logitless.train import checkpoints, folder, loop, trainer
 from logitless.train.config import load
-from train_micro import compile_cache, logitless, micro  # noqa: F401
+from train_micro import kept_programs, logitless, micro  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 TREE = {"w": jnp.arange(6.0).reshape(2, 3), "deep": {"n": jnp.int32(3), "b": jnp.ones((4,), jnp.bfloat16)}}
 
@@ -142,39 +145,43 @@ def _numbers(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_killed_and_resumed_is_the_same_run(
-    tmp_path: Path, micro: list[str], compile_cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, micro: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kill -9 in step 1 (nothing saved yet) and in step 5 (4 is saved), then SIGTERM in step 5: bit-identical."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    def train(folder: Path, *options: str, **environment: str) -> Any:
-        return logitless(compile_cache, "train", *options, *micro, f"run_dir={folder}", **environment)
-
-    assert cli.main(["train", *micro, f"run_dir={whole}"]) == 0
-    assert train(broken, KILL_AT=f"1:{int(signal.SIGKILL)}").returncode == -signal.SIGKILL
-    done = train(broken, "--resume", KILL_AT=f"5:{int(signal.SIGKILL)}")
-    assert done.returncode == -signal.SIGKILL and "no checkpoint" in done.stderr
+    """kill -9 in step 5 (4 is saved), SIGTERM in step 5, and nothing saved at all: each goes on to the same bits."""
+    whole, broken, unsaved = tmp_path / "whole", tmp_path / "broken", tmp_path / "unsaved"
+    killed = logitless("train", *micro, f"run_dir={broken}", KILL_AT=f"5:{int(signal.SIGKILL)}")
+    assert killed.returncode == -signal.SIGKILL
     assert checkpoints.steps_in(broken / "checkpoints") == [2, 4]
+    shutil.copytree(broken, unsaved)
+    shutil.rmtree(unsaved / "checkpoints")
 
-    done = train(broken, "--resume", KILL_AT=f"5:{int(signal.SIGTERM)}", FIRST_STEP="5")
-    assert done.returncode == 143 and "resumed after step 4" in done.stderr
-    assert "step 5 is saved" in done.stderr and "Traceback" not in done.stderr
+    def train(folder: Path, *options: str) -> tuple[int, str]:
+        """What nobody kills needs no process of its own."""
+        code = cli.main(["train", *options, *micro, f"run_dir={folder}"])
+        return code, capsys.readouterr().err
+
+    assert train(whole)[0] == 0
+    code, said = train(unsaved, "--resume")
+    assert code == 0 and "no checkpoint" in said
+    with monkeypatch.context() as patch:
+        patch.setenv("KILL_AT", f"5:{int(signal.SIGTERM)}")
+        patch.setenv("FIRST_STEP", "5")
+        code, said = train(broken, "--resume")
+    assert code == 143 and "resumed after step 4" in said
+    assert "step 5 is saved" in said and "Traceback" not in said
     assert checkpoints.steps_in(broken / "checkpoints") == [4, 5]
-
-    # What nobody kills needs no process of its own.
-    capsys.readouterr()
-    assert cli.main(["train", "--resume", *micro, f"run_dir={broken}"]) == 0
-    assert "resumed after step 5" in capsys.readouterr().err
+    code, said = train(broken, "--resume")
+    assert code == 0 and "resumed after step 5" in said
     numbers = _numbers(whole)
     assert [r["step"] for r in numbers] == [1, 2, 3, 4, 5, 6]
     assert len({r["train/loss"] for r in numbers}) > 3  # something happened
-    assert _numbers(broken) == numbers
+    assert _numbers(broken) == numbers == _numbers(unsaved)
     assert json.loads((broken / "summary.json").read_text())["steps"] == 6
 
     assert cli.main(["train", "--resume", str(broken)]) == 0
     assert "the run is complete" in capsys.readouterr().err
-    assert cli.main(["train", *micro, f"run_dir={whole}"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    code, said = train(whole)
+    assert code == 2 and "holds a run already" in said
 
 
 def _nan_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +198,6 @@ def _nan_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_steps_are_skipped_reported_and_end_the_run_when_they_persist(
     tmp_path: Path,
     micro: list[str],
-    compile_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -222,7 +228,6 @@ def test_nan_steps_are_skipped_reported_and_end_the_run_when_they_persist(
 def test_a_full_disk_ends_the_run_with_3(
     tmp_path: Path,
     micro: list[str],
-    compile_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -37,12 +37,6 @@ def test_a_batch_may_be_larger_than_the_dataset() -> None:
     assert sorted(p.prompt for p in batch(SIX[:2], 0, 1, 6)) == ["0", "0", "0", "1", "1", "1"]
 
 
-@pytest.mark.parametrize("dataset, step, size", [([], 0, 1), (SIX, -1, 1), (SIX, 0, 0)])
-def test_impossible_batches(dataset: list[Problem], step: int, size: int) -> None:
-    with pytest.raises(DataError, match="batch: "):
-        batch(dataset, 0, step, size)
-
-
 def test_sums_are_right_and_the_test_split_was_not_trained_on() -> None:
     train, test = (arithmetic(20, split, seed=1) for split in ("train", "test"))
     pairs = [{(min(p.meta["a"], p.meta["b"]), max(p.meta["a"], p.meta["b"])) for p in part} for part in (train, test)]
@@ -55,19 +49,6 @@ def test_sums_are_right_and_the_test_split_was_not_trained_on() -> None:
     chat = arithmetic(1000, form="chat", instruction="Number only.")
     assert len(chat) == 10_000
     assert chat[0].prompt == f"What is {chat[0].meta['a']} + {chat[0].meta['b']}?\nNumber only."
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"limit": 1}, "limit is 1, expected 2 to 2000"),
-        ({"limit": 9, "split": "dev"}, "split is 'dev', expected one of train, test"),
-        ({"limit": 9, "form": "poem"}, "form is 'poem'"),
-    ],
-)
-def test_impossible_sums(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        arithmetic(**arguments)
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
@@ -99,6 +80,11 @@ def test_gsm8k_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
         ({"question": " ", "answer": "#### 1"}, "line 2: expected an object with the text 'question'"),
         ({"question": "q", "answer": 4}, "line 2: expected an object with the text 'answer'"),
         ({"question": "q", "answer": "it is 4"}, "line 2: the answer has no number after ####"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ('{"question": ' + "9" * 5000 + "}", "line 2: not JSON"),
+        ('{"question": 1e999999}', "line 2: expected an object with the text 'question'"),
+        ("\x00", "line 2: not JSON"),
+        ('"text"', "line 2: expected an object"),
     ],
 )
 def test_bad_lines_are_named(line: Any, message: str, tmp_path: Path) -> None:
@@ -235,3 +221,16 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(RewardError, match=message):
             load_reward(spec)
+
+
+@pytest.mark.parametrize(
+    "value, taken", [("1e9", True), ("-1e9", True), ("2e9", False), ("-2e9", False), ("-inf", False)]
+)
+def test_a_reward_of_either_sign_is_bounded(value: str, taken: bool, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"def reward(completion, problem):\n    return float('{value}')\n")
+    reward = load_reward(f"{tmp_path / 'own.py'}:reward")
+    if taken:
+        assert reward("2", Problem("1+1=", "2")) == float(value)
+        return
+    with pytest.raises(RewardError, match="expected a finite number of at most"):
+        reward("2", Problem("1+1=", "2"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,10 +24,12 @@ from logitless.train.model import (
     hidden_states,
     init,
     lm_head,
+    model_pass,
     num_params,
     param_shapes,
     positions_of,
 )
+from train_micro import MICRO, micro_params
 
 CONFIG = ModelConfig(61, 32, 48, 3, 4, 2, 8, 1e4, 1e-6, tie_word_embeddings=False, attention_bias=True)
 LENGTH = 8
@@ -185,13 +188,6 @@ def test_lora_starts_as_the_model_and_merges_into_it() -> None:
     np.testing.assert_array_equal(merged["layers"]["k"], params()["layers"]["k"])
 
 
-def test_lora_refuses_what_it_cannot_adapt() -> None:
-    with pytest.raises(ModelError, match=r"targets are \['q_proj'\], expected some of q, k"):
-        init_lora(CONFIG, 2, jax.random.key(0), targets=["q_proj"])
-    with pytest.raises(ModelError, match="rank is 0"):
-        init_lora(CONFIG, 0, jax.random.key(0))
-
-
 @pytest.mark.parametrize(
     "name, count",
     [
@@ -216,22 +212,9 @@ def test_tiny_is_tiny_and_takes_the_callers_vocabulary() -> None:
     assert config_from_hf(config_to_hf(PRESETS["smollm2-135m"])) == PRESETS["smollm2-135m"]
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"tokens": jnp.zeros((2, 3))}, r"tokens is float32\[2, 3\], expected integers"),
-        ({"tokens": jnp.zeros(3, jnp.int32)}, r"expected integers \[B, T\]"),
-        ({"positions": jnp.zeros((2, 1), jnp.int32)}, r"positions is int32\[2, 1\], expected integers \[2, 3\]"),
-        ({"positions": jnp.zeros((2, 3))}, r"positions is float32\[2, 3\], expected integers"),
-        ({"valid": jnp.ones((2, 3))}, r"valid is float32\[2, 3\], expected bool"),
-        ({"attention": "flash"}, "attention is 'flash', expected one of auto, cudnn, xla"),
-    ],
-)
-def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    ids = jnp.zeros((2, 3), jnp.int32)
-    call = {"tokens": ids, "positions": ids, "valid": ids == 0, **change}
-    with pytest.raises(ValueError, match=message):
-        hidden_states(params(), CONFIG, **call)
+def test_a_form_of_attention_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match="attention is 'flash', expected one of auto, cudnn, xla"):
+        full(tokens(), attention="flash")
 
 
 @pytest.mark.parametrize(
@@ -247,3 +230,58 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> N
 def test_impossible_shapes_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("length, blocks", [(63, 0), (256, 0), (257, 0), (320, 2), (509, 0), (510, 2), (512, 2)])
+def test_long_rows_attend_in_blocks_of_queries(length: int, blocks: int) -> None:
+    """In the fewest equal ones of at most 256; in one where blocks would be shorter than 64."""
+    shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(attention.causal_attention)(shape, shape, shape)
+    assert [e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"] == [blocks] * bool(blocks)
+
+
+@pytest.mark.parametrize(
+    "dtype, width, version, served",
+    [
+        (jnp.bfloat16, 128, "cuda 13", True),
+        (jnp.float16, 64, "cuda 13", True),
+        (jnp.float32, 128, "cuda 13", False),
+        (jnp.bfloat16, 136, "cuda 13", False),
+        (jnp.bfloat16, 100, "cuda 13", False),
+        (jnp.bfloat16, 128, "rocm 7", False),
+    ],
+)
+def test_cudnn_serves_small_heads_of_16_bits(
+    dtype: Any, width: int, version: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = jax.ShapeDtypeStruct((1, 4, 2, width), dtype)
+    assert not attention._cudnn_serves(q)  # type: ignore[arg-type]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: SimpleNamespace(platform_version=version))
+    assert attention._cudnn_serves(q) == served  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_are_computed_again_where_that_is_asked_for(remat: bool) -> None:
+    ids = jnp.ones((1, 3), int)
+    parts = model_pass(MICRO, ids, jnp.arange(3)[None], ids > 0)
+    jaxpr = jax.make_jaxpr(lambda p: parts.hidden(p, None, remat))(micro_params(0))
+    assert ("remat" in str(jaxpr) or "checkpoint" in str(jaxpr)) == remat
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_cudnn_is_handed_packed_rows_of_an_even_length(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that also names what comes later: none of it is seen."""
+    rng = np.random.default_rng(length)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, n, 8)), jnp.float32) for n in (4, 2, 2))
+    mask = jnp.asarray(rng.random((2, length, length)) < 0.5) | jnp.eye(length, dtype=bool)
+    expected = attention.causal_attention(q, k, v, mask, "xla")
+    plain = jax.nn.dot_product_attention
+
+    def cudnn(q: jax.Array, *args: Any, implementation: str, is_causal: bool, mask: jax.Array) -> Any:
+        even = 2 * ((length + 1) // 2)
+        assert q.shape[1] == even and mask.shape == (2, 1, even, even) and is_causal and implementation == "cudnn"
+        return plain(q, *args, mask=mask, is_causal=True)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    np.testing.assert_allclose(attention.causal_attention(q, k, v, mask, "cudnn"), expected, atol=4e-6, rtol=0)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from interpreted import in_numpy
-from logitless.objectives.loss import metric_values
+from logitless.objectives.loss import Metric, metric_values
+from logitless.objectives.objective import Objective
 from logitless.train import train_mesh
 from logitless.train.config import load, objective_of
 from logitless.train.model import Params
 from logitless.train.packed import (
     _in_micro_batches,
     _micro_batch,
+    _nothing,
+    _of_the_whole,
     make_packed_score,
     make_packed_update,
     pack_batch,
@@ -26,9 +31,8 @@ from logitless.train.packed import (
 from logitless.train.task import build_task, pad_left
 from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, make_optimizer, make_score, make_update
-from train_micro import MICRO, compile_cache, micro, micro_params  # noqa: F401
+from train_micro import MICRO, micro, micro_params  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
 PARAMS = micro_params(1)
 P, C = 6, 7
 GROUPS, SIZE = 3, 4
@@ -339,3 +343,56 @@ def test_an_update_over_a_mesh_is_that_of_one_device(
 def test_off_is_a_word_on_the_command_line_too() -> None:
     """YAML makes False of it."""
     assert load(None, ["train.packing=off"]).train.packing == "off"
+
+
+def test_micro_batches_lie_in_rows_over_the_mesh() -> None:
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2, 1), train_mesh.AXES)
+    tree = {"slots": np.zeros((3, 4, 5)), "count": np.int32(2), "mask": np.zeros((4, 5))}
+    placed = train_mesh.place_micro_batches(tree, mesh)
+    specs = {k: x.sharding.spec for k, x in placed.items()}
+    assert specs == {"slots": PartitionSpec(None, ("data", "fsdp")), "count": PartitionSpec(), "mask": PartitionSpec()}
+    rows = train_mesh.place_rows({"a": np.zeros((8, 3)), "b": np.zeros((6, 3))}, mesh)
+    assert {k: x.sharding.spec for k, x in rows.items()} == {"a": train_mesh.ROWS, "b": PartitionSpec()}
+    alone = train_mesh.place_micro_batches(tree, None)
+    assert all(len(x.sharding.device_set) == 1 for x in alone.values())
+
+
+@pytest.mark.parametrize("name, axes", [("embed", ("tensor", "fsdp")), ("up", ("fsdp", "tensor")), ("q_bias", ())])
+def test_a_weight_s_layout(name: str, axes: tuple[str, ...]) -> None:
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 2, 2), train_mesh.AXES)
+    path = (jax.tree_util.DictKey(name),)
+    assert train_mesh.weight_spec(path, (6, 4), mesh) == PartitionSpec(*axes)
+    stacked = PartitionSpec(None, *axes) if axes else PartitionSpec()
+    assert train_mesh.weight_spec(path, (3, 6, 4), mesh) == stacked
+    assert train_mesh.weight_spec(path, (6, 5), mesh) == (PartitionSpec(axes[0], None) if axes else PartitionSpec())
+    assert train_mesh.weight_spec(path, (4,), mesh) == PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    "level, metrics, more", [("token", "trl", 3), ("sequence", "trl", 2), ("sequence", "liger", 3)]
+)
+def test_metrics_of_skipped_sequences_are_those_of_tokens_that_nothing_happened_to(
+    level: Any, metrics: Any, more: int
+) -> None:
+    """Two of four sequences were skipped: three tokens, unclipped, without a gradient."""
+    mask = jnp.array([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
+    rows: Any = SimpleNamespace(tokens=np.zeros((3, 1, 4)), segment_ids=jnp.array([[[1, 1, 2, 0]]] * 3))
+    learned = jnp.array([False, True, False, True])
+    batch: Any = SimpleNamespace(mask=mask, rows=rows, learned=learned, learning=jnp.int32(2))
+    names = ("clip_fraction", "zero_gradient_tokens", "clip_fraction_min", "clip_fraction_max", "entropy")
+    given = {k: Metric(jnp.float32(0.5), jnp.float32(2)) for k in names}
+    c = load(None, ["train.packing=sequences", "train.microbatch=64", "train.skip_rows=true"])
+    got = jax.tree.map(float, _of_the_whole(c, Objective(level=level, clip_metrics=metrics), batch, given))
+    assert got["zero_gradient_tokens"] == (3.5, 5.0) and got["entropy"] == (0.5, 2.0)
+    assert got["clip_fraction"] == (0.5, 2.0 + more)
+    assert got["clip_fraction_min"] == (0.0, 4.0) and got["clip_fraction_max"] == (0.5, 4.0)
+    assert got["live_token_share"] == (6.0, 12.0) and got["update_rows"] == (2.0, 4.0)
+    assert got["packed_fill"] == (6.0, 8.0)
+    reported = dataclasses.replace(c, train=dataclasses.replace(c.train, report_skipped=True))
+    same = jax.tree.map(float, _of_the_whole(reported, Objective(level=level), batch, given))
+    assert all(same[k] == (0.5, 2.0) for k in names)
+
+
+@pytest.mark.parametrize("name, extreme", [("x_min", np.inf), ("x_max", -np.inf), ("minimum", 0.0)])
+def test_a_metric_that_nothing_went_into(name: str, extreme: float) -> None:
+    assert _nothing(name).sum == extreme and _nothing(name).count == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,15 +16,20 @@ import pytest
 from logitless.objectives.loss import Metric
 from logitless.train import folder as folders
 from logitless.train import loop, trainer
+from logitless.train.collect import random_rollouts
 from logitless.train.compare import ratios
 from logitless.train.config import load
+from logitless.train.data import Problem
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
-from logitless.train.task import Prompts
+from logitless.train.task import Prompts, Task
+from logitless.train.tokenizer import CharTokenizer
+from logitless.train.trainer import Trainer
 from logitless.train.update import Batch, Policy, State, learning_rate, make_optimizer
-from train_micro import compile_cache, micro, trainer_of  # noqa: F401
+from logitless.train.warm_start import examples
+from train_micro import MICRO, kept_programs, micro, micro_params, trainer_of  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = pytest.mark.usefixtures("kept_programs")
 
 
 class FakeUpdate:
@@ -178,3 +185,69 @@ def test_a_longer_run_goes_on_after_its_checkpoint_with_its_count_of_skipped_ste
     bad.append(5)
     with pytest.raises(loop.TrainingFailed, match="2 steps in a row"):
         loop.run(load(None, [*settings, "train.steps=5"]), resume=True, say=print)
+
+
+def test_a_phase_s_times_add_up_without_what_was_compiled() -> None:
+    compiled = iter([0.0, 0.0, 1.0, 1.0, 1.0, 1001.0])
+    trainer: Any = SimpleNamespace(times={}, _compile_seconds=lambda: next(compiled))
+    for _ in range(2):
+        with Trainer.timed(trainer, "update"):
+            time.sleep(0.02)
+    assert 0.04 <= trainer.times["update"] < 0.5
+    with Trainer.timed(trainer, "update"):  # it compiled for a thousand seconds, which are another number
+        pass
+    assert trainer.times["update"] < -900
+
+
+def test_a_supervised_batch_has_right_and_wrong_sums() -> None:
+    """Wrong answers are sums that the limit allows: from 0 to twice the largest number."""
+    c = load(None, ["data.limit=6", "warm_start.wrong_fraction=0.25", "warm_start.batch=400"])
+    problems = [Problem("1+2=", "3"), Problem("2+2=", "4")]
+    task = Task(c, MICRO, None, CharTokenizer(), problems, [])  # type: ignore[arg-type]
+    batch = examples(c, task, 0)
+    answers = [int(task.tokenizer.decode(row)) for row in np.asarray(batch.completion)]  # type: ignore[union-attr]
+    rights = np.where(np.asarray(batch.prompt)[:, -4] == 1, 3, 4)
+    wrong = np.array(answers)[answers != rights]
+    assert 0.17 < len(wrong) / 400 < 0.33 and set(wrong) | {3, 4} == set(range(11))
+    assert (np.asarray(batch.mask).sum(axis=1) == [len(str(a)) + 1 for a in answers]).all()
+    ends = np.asarray(batch.completion)[np.arange(400), np.asarray(batch.mask).sum(axis=1) - 1]
+    assert (ends == task.tokenizer.eos_id).all()  # type: ignore[union-attr]
+    again, other = examples(c, task, 0), examples(c, task, 1)
+    assert (np.asarray(again.completion) == batch.completion).all()
+    assert (np.asarray(other.completion) != batch.completion).any()
+
+
+def test_random_rollouts_look_like_those_of_a_step() -> None:
+    c = load(
+        None, ["rollout.kind=random", "warm_start.steps=0", "rollout.max_completion_tokens=50", "train.group_size=4"]
+    )
+    got = random_rollouts(c, 100, 1)
+    lengths = np.asarray(got.completions.mask).sum(axis=1)
+    assert got.prompts.valid.all() and got.prompts.tokens.shape == (256, 6) and got.prompts.tokens.max() >= 90
+    assert lengths.min() >= 1 and lengths.max() <= 50 and 15 < np.median(lengths) < 26
+    assert (np.asarray(got.completions.tokens)[~np.asarray(got.completions.mask)] == 0).all()
+    short = random_rollouts(load(None, ["rollout.kind=random", "warm_start.steps=0"]), 100, 1).completions.mask
+    assert set(np.asarray(short).sum(axis=1)) == {1, 2, 3}
+    groups = got.rewards.reshape(-1, 4)
+    assert (groups[2::3] == 1).all() and 0.3 < groups[0::3].mean() < 0.7 and 0.3 < groups[1::3].mean() < 0.7
+    np.testing.assert_array_equal(got.prompts.tokens[0], got.prompts.tokens[3])
+    again, other = (random_rollouts(c, 100, step) for step in (1, 2))
+    np.testing.assert_array_equal(again.completions.tokens, got.completions.tokens)
+    np.testing.assert_array_equal(again.rewards, got.rewards)
+    assert np.any(other.completions.tokens != got.completions.tokens)
+
+
+def test_rewards_are_of_as_many_texts_as_problems() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        Task(load(None), None, None, None, [], []).rewards(["1", "2"], [Problem("1+1=", "2")])  # type: ignore[arg-type]
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
+    problems = [Problem("1+1=", "2"), Problem("1+1=", "2"), Problem("1+1=", "2")]
+    texts = ["#### 2", "2", "#### 3"]
+    task = Task(load(None, ["reward.weight=2.0", "reward.format_weight=0.5"]), None, None, None, [], [])  # type: ignore[arg-type]
+    total, parts = task.rewards(texts, problems)
+    assert total.tolist() == [2.5, 2.0, 0.5] and total.dtype == np.float32
+    assert parts == {"answer": pytest.approx(2 / 3), "format": pytest.approx(2 / 3)}
+    plain, only = Task(load(None), None, None, None, [], []).rewards(texts, problems)  # type: ignore[arg-type]
+    assert plain.tolist() == [1.0, 1.0, 0.0] and only == {"answer": pytest.approx(2 / 3)}

@@ -22,12 +22,12 @@ from interpreted import by_numpy
 from logitless.train import dequantise, gguf_file
 from logitless.train import gguf as gguf_module
 from logitless.train.config import ConfigError, load
-from logitless.train.gguf import GGUF_NAMES, load_gguf
+from logitless.train.gguf import GGUF_NAMES
 from logitless.train.hub import FetchError, local_source, missing
 from logitless.train.model import ModelConfig, ModelError, Params, hidden_states, lm_head, positions_of
 from logitless.train.task import build_task
 from logitless.train.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, render
-from logitless.train.weights import HF_NAMES, load_safetensors, model_shape
+from logitless.train.weights import HF_NAMES, load_model, open_model
 
 pytest.importorskip("safetensors", reason="the train extra is not installed")
 from safetensors.numpy import load_file, save_file
@@ -56,7 +56,7 @@ def assert_golden(config: ModelConfig, params: Params, name: str, tolerance: flo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_logits_are_those_of_transformers(name: str) -> None:
-    config, params = load_safetensors(DATA / name)
+    config, params = load_model(DATA / name)
     assert config.tie_word_embeddings == config.attention_bias == (name == "hf_qwen2")
     assert_golden(config, params, name)
 
@@ -64,29 +64,29 @@ def test_the_logits_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 30_000])
 def test_what_is_saved_is_what_was_loaded(name: str, shard_bytes: int, tmp_path: Path) -> None:
-    config, params = load_safetensors(DATA / name)
+    config, params = load_model(DATA / name)
     save_safetensors(tmp_path, config, params, shard_bytes=50_000)  # another number of files, which must go
     files = save_safetensors(tmp_path, config, params, shard_bytes=shard_bytes)
     assert (len(files) > 3) == (shard_bytes == 30_000)
     assert sorted(tmp_path.glob("*.safetensors")) == files and not list(tmp_path.glob("*.partial"))
-    again, loaded = load_safetensors(tmp_path)
+    again, loaded = load_model(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_bfloat16_goes_out_and_in_unchanged(tmp_path: Path) -> None:
-    config, params = load_safetensors(DATA / "hf_llama", jnp.bfloat16)
+    config, params = load_model(DATA / "hf_llama", jnp.bfloat16)
     assert params["layers"]["q"].dtype == jnp.bfloat16
     save_safetensors(tmp_path, config, params)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    jax.tree.map(np.testing.assert_array_equal, load_safetensors(tmp_path, jnp.bfloat16)[1], params)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, jnp.bfloat16)[1], params)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="needs torch; the recorded logits are checked either way")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    save_safetensors(tmp_path, *load_safetensors(DATA / name), shard_bytes=40_000)
+    save_safetensors(tmp_path, *load_model(DATA / name), shard_bytes=40_000)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
@@ -128,26 +128,26 @@ def edited(tmp_path: Path, name: str = "hf_qwen2", **config: Any) -> Path:
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        load_safetensors(edited(tmp_path, **config))
+        load_model(edited(tmp_path, **config))
 
 
 def test_broken_folders_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json: no such file"):
-        load_safetensors(tmp_path)
+        load_model(tmp_path)
     folder = edited(tmp_path, "hf_llama")
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(ModelError, match=f"{shard.name}: not readable as safetensors"):
-        load_safetensors(folder)
+        load_model(folder)
     shard.unlink()
     with pytest.raises(ModelError, match=f"names {shard.name}, which is not there"):
-        load_safetensors(folder)
+        load_model(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match=r"holds neither model.safetensors nor"):
-        load_safetensors(folder)
+        load_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config.json: not readable as JSON"):
-        load_safetensors(folder)
+        load_model(folder)
 
 
 def test_a_second_head_beside_a_tied_one_is_not_dropped_in_silence(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_second_head_beside_a_tied_one_is_not_dropped_in_silence(tmp_path: Pat
     tensors = load_file(folder / "model.safetensors")
     embed = tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embed}, folder / "model.safetensors")
-    assert_golden(*load_safetensors(folder), "hf_qwen2")
+    assert_golden(*load_model(folder), "hf_qwen2")
     save_file({**tensors, "lm_head.weight": embed + 1}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"'lm_head.weight' differs from it"):
-        load_safetensors(folder)
+        load_model(folder)
 
 
 def write_gguf(path: Path, name: str, *, kind: str = "F32", extra_head: float | None = None, **fields: Any) -> Path:
@@ -203,8 +203,8 @@ def write_gguf(path: Path, name: str, *, kind: str = "F32", extra_head: float | 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind, tolerance", [("F32", 2e-5), ("BF16", 0.1), ("Q8_0", 0.2)])
 def test_gguf_gives_the_same_logits(name: str, kind: str, tolerance: float, tmp_path: Path) -> None:
-    config, params = load_gguf(write_gguf(tmp_path / "model.gguf", name, kind=kind))
-    assert config == load_safetensors(DATA / name)[0]
+    config, params = load_model(write_gguf(tmp_path / "model.gguf", name, kind=kind))
+    assert config == load_model(DATA / name)[0]
     assert_golden(config, params, name, tolerance)
 
 
@@ -213,11 +213,12 @@ def test_a_gguf_has_the_numbers_of_its_own_package(name: str, kind: str, tmp_pat
     """Rounded once to the dtype, each in its place; also of a type that is not dequantised here."""
     path = write_gguf(tmp_path / "model.gguf", name, kind=kind)
     for dtype in (jnp.float32, jnp.bfloat16):
-        config, params = load_gguf(path, dtype)
+        config, params = load_model(path, dtype)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gguf_module, "known", lambda _: False)
-            by_package = load_gguf(path, dtype)
-        assert by_package[0] == config == model_shape(path)
+            by_package = load_model(path, dtype)
+        with open_model(path) as file:
+            assert by_package[0] == config == file.config
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
         jax.tree.map(np.testing.assert_array_equal, params, by_package[1])
 
@@ -239,7 +240,7 @@ def test_every_kind_of_blocks_is_dequantised_to_the_same_bits() -> None:
 
 def test_a_gguf_that_holds_the_tied_head_twice(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "hf_qwen2", extra_head=1.05)
-    config, params = load_gguf(path)
+    config, params = load_model(path)
     assert not config.tie_word_embeddings and not np.array_equal(params["embed"], params["lm_head"])
 
 
@@ -255,7 +256,7 @@ def test_a_gguf_that_holds_the_tied_head_twice(tmp_path: Path) -> None:
 )
 def test_a_gguf_that_does_not_fit_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        load_gguf(write_gguf(tmp_path / "model.gguf", "hf_qwen2", **fields))
+        load_model(write_gguf(tmp_path / "model.gguf", "hf_qwen2", **fields))
 
 
 @pytest.mark.parametrize("write", ["weights", "tokenizer"])
@@ -281,14 +282,21 @@ def test_a_gguf_is_read_as_its_own_package_reads_it(write: str, tmp_path: Path) 
 
 def test_what_is_no_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
-    with pytest.raises(ModelError, match="no such file"):
-        load_gguf(file)
+    with pytest.raises(FetchError, match="no model at"):
+        load_model(file)
     file.write_bytes(b"not a model at all" * 9)
     with pytest.raises(ModelError, match="not readable as GGUF"):
-        load_gguf(file)
+        load_model(file)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r"pip install 'logitless\[gguf\]'"):
-        load_gguf(file)
+        load_model(file)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    settings = {key: value for key, value in tokenizer._settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 TEXTS = [
@@ -334,7 +342,7 @@ def test_a_gguf_tokenizer_round_trips(pre: str, tmp_path: Path) -> None:
     assert len(tokenizer.encode("What")) == 1
     # Two blanks before a digit: one token where digits are split off first, two where the last blank leads.
     assert len(tokenizer.encode("  1")) == (2 if pre == "smollm" else 3)
-    tokenizer.save(tmp_path / "folder")
+    save_tokenizer(tokenizer, tmp_path / "folder")
     again = load_tokenizer(tmp_path / "folder")
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert again.encode_prompt("hi", chat=True) == tokenizer.encode_prompt("hi", chat=True)
@@ -384,20 +392,12 @@ def test_a_template_is_compiled_once() -> None:
     assert texts == ["a!", "b!", "c!"] and compiled == ["{{ messages[0].content }}!"]
 
 
-def test_templates_run_in_a_sandbox() -> None:
-    pytest.importorskip("jinja2")
-    with pytest.raises(ModelError, match="cannot be rendered"):
-        render("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], True, {})
-    with pytest.raises(ModelError, match="refuses these messages: no system"):
-        render("{{ raise_exception('no system') }}", [], True, {})
-
-
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no tokenizer.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ModelError, match=r"tokenizer.ggml.pre is 'gpt-4o', supported are"):
         Tokenizer.from_gguf(write_tokenizer_gguf(tmp_path / "t.gguf", "gpt-4o"))
-    Tokenizer.from_gguf(write_tokenizer_gguf(tmp_path / "q.gguf", "qwen2")).save(tmp_path)
+    save_tokenizer(Tokenizer.from_gguf(write_tokenizer_gguf(tmp_path / "q.gguf", "qwen2")), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(ModelError, match="eos_token is '</s>', which is not in the vocabulary"):
         load_tokenizer(tmp_path)

@@ -34,7 +34,7 @@ from typing import Any
 
 from logitless.lab.signals import Hold, Stop, held
 from logitless.lab.tools.compiled import folder_of_programs
-from logitless.lab.tools.progress import EVERY_S, Progress, duration, of_step
+from logitless.lab.tools.progress import EVERY_S, Progress, Say, duration, of_step
 from logitless.train import recorded
 from logitless.train import replay as replay_test
 from logitless.train.ab_plan import CONTROL, Plan, arms_of, plan_of
@@ -42,7 +42,7 @@ from logitless.train.ab_text import curve, table, verdict
 from logitless.train.compare import agreement, agreements, disagreeing, ratios, same_completions
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load, save
 from logitless.train.files import replace
-from logitless.train.folder import Say, check_same, finished, locked, read_records, read_summary, run_folder
+from logitless.train.folder import check_same, finished, locked, read_records, read_summary, run_folder
 from logitless.train.loop import say_to_stderr, steps_of
 
 __all__ = [
@@ -80,7 +80,7 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
             base = {} if config.ab.parallel else {name: rest.pop(name) for name in [next(iter(plan.arms))]}
             for arms in (base, plan.replays, rest) if base else (rest, plan.replays):  # the sharp test before the rest
                 replays = arms is plan.replays
-                told = _under(say, "replay") if replays else say
+                told = (lambda text: say(f"replay: {text}")) if replays else say
                 _run_arms(arms, resume, replays and config.ab.turns, told, progress)
         result: dict[str, Any] = {
             "kind": "ab",
@@ -94,10 +94,6 @@ def run(config: TrainConfig, *, resume: bool = False, say: Say = say_to_stderr) 
         result |= comparison(config, plan, result["arms"])
         replace(folder / "ab.json", json.dumps(result) + "\n")
     return result
-
-
-def _under(say: Say, heading: str) -> Say:
-    return lambda text: say(f"{heading}: {text}")
 
 
 def _outcome(arm: TrainConfig) -> dict[str, Any]:
@@ -151,14 +147,10 @@ def comparison(config: TrainConfig, plan: Plan, done: dict[str, Any]) -> dict[st
         out = {"ratios": by_arm["kernel"], "agreement": agree["kernel"]}
     if config.ab.replay and first in plan.replays:
         records = {name: read_records(Path(arm.run_dir) / "metrics.jsonl") for name, arm in plan.replays.items()}
-        peaks = {name: _peak(arm) for name, arm in plan.free.items()}
+        summaries = {name: read_summary(Path(arm.run_dir)) or {} for name, arm in plan.free.items()}
+        peaks = {name: summary.get("memory/device_peak_bytes") for name, summary in summaries.items()}
         out["same_completions"] = same_completions(config, done[first]["metrics"], first, records, peaks)
     return {**out, "replay": replays}
-
-
-def _peak(arm: TrainConfig) -> int | None:
-    """The device's peak in a run's process."""
-    return (read_summary(Path(arm.run_dir)) or {}).get("memory/device_peak_bytes")
 
 
 def _start(arms: dict[str, TrainConfig], resume: bool) -> subprocess.Popen[bytes]:

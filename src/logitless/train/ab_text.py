@@ -110,8 +110,9 @@ def _agreement_lines(a: dict[str, Any], heading: str) -> list[str]:
             if deviation is None:
                 lines.append(f"    {key:10s} not finite in one of the two, step {step}")
                 continue
+            near = "not finite" if control is None else f"{control:.1e}"
             lines.append(
-                f"    {key:10s} {deviation:.1e}, second baseline {_form(control)} (step {step}: "
+                f"    {key:10s} {deviation:.1e}, second baseline {near} (step {step}: "
                 f"{within(deviation <= limit)} {limit:.1e})"
             )
     split = a["first_difference"]
@@ -122,10 +123,6 @@ def _agreement_lines(a: dict[str, Any], heading: str) -> list[str]:
         if f"{name}_difference" in a:
             lines.append("    " + _curve_line(a, name))
     return lines
-
-
-def _form(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1e}"
 
 
 def _curve_line(a: dict[str, Any], name: str) -> str:

@@ -23,28 +23,14 @@ def causal_attention(
     q: Float[Array, "B T N hd"],
     k: Float[Array, "B T KV hd"],
     v: Float[Array, "B T KV hd"],
+    mask: Bool[Array, "B T T"] | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N hd"]:
-    """Each token over itself and all tokens before it."""
-    return _attended(q, k, v, None, implementation)
-
-
-def masked_attention(
-    q: Float[Array, "B T N hd"],
-    k: Float[Array, "B T KV hd"],
-    v: Float[Array, "B T KV hd"],
-    mask: Bool[Array, "B T T"],
-    implementation: str = "auto",
-) -> Float[Array, "B T N hd"]:
-    """Attention of each token to itself and to the earlier tokens in ``mask[b, t]`` (packed rows).
+    """Each token over itself and the tokens before it: all, or (packed rows) those in ``mask[b, t]``.
 
     cuDNN takes the mask as a bias in ``q``'s dtype. Causality is declared separately, so cuDNN skips the upper half of
     the scores.
     """
-    return _attended(q, k, v, mask, implementation)
-
-
-def _attended(q: Array, k: Array, v: Array, mask: Array | None, implementation: str) -> Array:
     length = q.shape[1]
     if not _takes_cudnn(q, implementation):
         before = jnp.tril(jnp.ones((1, length, length), bool))

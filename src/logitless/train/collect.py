@@ -1,4 +1,5 @@
-"""A step's completions with what they earned: drawn from the policy by the trainer, or by a sampler from outside.
+"""A step's completions with what they earned: drawn from the policy by the trainer, or by a sampler from outside; or
+random tokens in place of a task, for measuring time and memory (``rollout.kind: random``).
 
 Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): a group whose rewards are all equal teaches nothing. With
 ``rollout.redraw = n`` up to ``n`` further batches of problems are drawn, and their groups with a spread take the places
@@ -13,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from logitless.core.pytree import tree_of
+from logitless.train.config import TrainConfig
 from logitless.train.lora import merge
 from logitless.train.reward import overlong_penalty
 from logitless.train.rollout import Completions
 from logitless.train.run_records import Rollouts
 from logitless.train.sampler import sampled
+from logitless.train.task import Prompts
 from logitless.train.update import Policy, State, whole_policy
 
 if TYPE_CHECKING:
-    from logitless.train.task import Prompts
     from logitless.train.trainer import Trainer
 
 _ROLLOUT = 1  # what the seed's key is folded with
@@ -112,3 +115,24 @@ def _from_the_policy(t: Trainer, params: Any, lora: Any, prompts: Prompts, step:
     size = c.train.group_size
     at_once = (c.rollout.rows or c.train.prompts_per_step * size) // size
     return t.completions(t.rollout_program, params, lora, prompts, key, at_once, size)
+
+
+def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
+    """A step's completions, a function of seed and step alone.
+
+    Random rollouts with RL's statistics (``bench.shapes.rl_batch``): lognormal lengths, equal rewards in every third
+    group.
+    """
+    c, rng = config, np.random.default_rng((config.seed, step))
+    rows, width = c.train.prompts_per_step * c.train.group_size, c.rollout.max_completion_tokens
+    prompt = rng.integers(0, vocab, (rows // c.train.group_size, c.rollout.max_prompt_tokens), dtype=np.int32)
+    tokens = rng.integers(0, vocab, (rows, width), dtype=np.int32)
+    lengths = np.clip(rng.lognormal(np.log(width * 0.4), 0.6, (rows, 1)).astype(int), 1, width)
+    mask = np.arange(width) < lengths
+    prompts = Prompts(prompt, np.ones(prompt.shape, bool)).repeat(c.train.group_size)
+    k = c.rollout.top_k  # only to compile for: what is sampled has its own
+    support = np.full((*mask.shape, k), -1, np.int32) if k else None
+    completions = tree_of(Completions, np.where(mask, tokens, 0), mask, np.zeros(mask.shape, np.float32), support)
+    rewards = rng.integers(0, 2, rows).astype(np.float32)
+    rewards[np.arange(rows) // c.train.group_size % 3 == 2] = 1.0
+    return Rollouts(prompts, completions, rewards, {}, [])

@@ -38,17 +38,6 @@ def add_parsers(subparsers: Any) -> None:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """What is wrong with a user's input, and not with the program."""
-    from logitless.lab.tools.command_config import ConfigError
-    from logitless.train.data import DataError
-    from logitless.train.hub import FetchError
-    from logitless.train.model import ModelError
-    from logitless.train.reward import RewardError
-
-    return ConfigError, DataError, FetchError, ModelError, RewardError
-
-
 def _config(args: argparse.Namespace, saved: str) -> Any:
     """The configuration from the arguments; ``saved`` is the path of a run's own configuration."""
     from logitless.train.config import ConfigError, load
@@ -105,11 +94,11 @@ def report_errors(command: str, run: Callable[[], int], again: str = "continue w
     for name in ("optax", "omegaconf", "safetensors"):
         if importlib.util.find_spec(name) is None:
             return said(f"needs {name}: pip install 'logitless[train]'", exits.BAD_USAGE)
-    from logitless.train import ab, checkpoints, loop
+    from logitless.train import ab, checkpoints, config, data, hub, loop, model, reward
 
     try:
         return run()
-    except _user_errors() as error:
+    except (config.ConfigError, data.DataError, hub.FetchError, model.ModelError, reward.RewardError) as error:
         return said(error, exits.BAD_USAGE)
     except (checkpoints.CheckpointError, loop.TrainingFailed) as error:
         return said(error, exits.FAILED)

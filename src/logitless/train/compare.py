@@ -1,18 +1,12 @@
 """Whether the arms of an A/B agree, and which test says so.
 
 1. **Replay** (:mod:`logitless.train.replay`): the arms update on the same completions. Where it is on, it decides.
-2. **Free runs.** Each arm samples for itself; rounding flips a token sooner or later, and two runs of *one* loss are
-   two runs from there on. Curves of reward and KL are therefore compared with a known drift:
-
-   ``ab.control``   a second baseline, free too, that differs in rounding alone. The distance of an arm's curve from the
-                    baseline's, root mean square over ten block means, must be within ``ab.control_factor`` times the
-                    second baseline's. (5 is the 1 % point of a ratio of standard deviations of three independent
-                    stretches each: neighbouring blocks drift together, and ten of them are not ten samples.)
-   ``ab.seeds: n``  all arms with n seeds. The mean over seeds of an arm's mean difference must be within its confidence
-                    interval of zero (paired t-test at ``ab.confidence``).
-
-   Differences below ``ab.reward_tolerance``, or ``ab.kl_tolerance`` of the baseline's mean KL, do not count in either.
-3. Without a control the difference of free runs is reported and not judged: nothing then says how large is large.
+2. **Free runs.** Each arm samples for itself, and two runs of *one* loss drift apart too. ``ab.control`` holds an arm's
+   distance from the baseline, root mean square over ten block means of a curve, against ``ab.control_factor`` times
+   that of a second baseline. (5 is the 1 % point of a ratio of standard deviations of three independent stretches each:
+   neighbouring blocks drift together.) ``ab.seeds`` makes a paired t-test over seeds. Differences below
+   ``ab.reward_tolerance``, or ``ab.kl_tolerance`` of the baseline's mean KL, do not count in either.
+3. Without either the difference of free runs is reported and not judged.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from logitless.train.config import ConfigError, TrainConfig
@@ -84,9 +79,9 @@ def same_completions(
 def _against(config: TrainConfig, base: list[float], arm: list[float]) -> dict[str, Any]:
     """Mean of the arm's values; and its ratio to the baseline's, value by value, with an interval."""
     logs = [math.log(y / x) for x, y in zip(base, arm, strict=True) if x > 0 and y > 0]
-    out: dict[str, Any] = {"mean": _mean(arm) if arm else None, "ratio": None, "interval": None}
+    out: dict[str, Any] = {"mean": fmean(arm) if arm else None, "ratio": None, "interval": None}
     if logs:
-        out["ratio"] = math.exp(_mean(logs))
+        out["ratio"] = math.exp(fmean(logs))
     if len(logs) > 1:
         centre, _, half = _interval(logs, config.ab.confidence)
         out["interval"] = [math.exp(centre - half), math.exp(centre + half)]
@@ -97,7 +92,7 @@ def block_means(values: Sequence[float]) -> list[float]:
     """Means of up to ten consecutive blocks."""
     n = min(BLOCKS, len(values))
     edges = [round(i * len(values) / n) for i in range(n + 1)]
-    return [sum(values[i:j]) / (j - i) for i, j in itertools.pairwise(edges)]
+    return [fmean(values[i:j]) for i, j in itertools.pairwise(edges)]
 
 
 def _differences(a: Records, b: Records, key: str) -> list[float] | None:
@@ -115,10 +110,6 @@ def _distance(differences: list[float]) -> float:
     return math.sqrt(sum(m * m for m in means) / len(means))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def free_runs(config: TrainConfig, a: Records, b: Records, control: Records | None = None) -> dict[str, Any]:
     """Differences between two free runs, and whether a second baseline, if given, drifts as far."""
     out: dict[str, Any] = {}
@@ -126,7 +117,7 @@ def free_runs(config: TrainConfig, a: Records, b: Records, control: Records | No
         found = _differences(a, b, key)
         if found == []:
             continue
-        out[f"{name}_difference"] = None if found is None else _mean(found)
+        out[f"{name}_difference"] = None if found is None else fmean(found)
         out[f"{name}_distance"] = None if found is None else _distance(found)
         if control is not None:
             spread = _differences(a, control, key) or [0.0]
@@ -141,7 +132,7 @@ def _interval(values: Sequence[float], confidence: float) -> tuple[float, float,
     """Mean of the values, standard error, and half of the confidence interval (t-distribution)."""
     from scipy.special import stdtrit
 
-    n, centre = len(values), _mean(values)
+    n, centre = len(values), fmean(values)
     error = math.sqrt(sum((v - centre) ** 2 for v in values) / (n - 1) / n)
     return centre, error, float(stdtrit(n - 1, 0.5 + confidence / 2)) * error
 
@@ -154,7 +145,7 @@ def over_seeds(config: TrainConfig, pairs: Sequence[tuple[Records, Records]]) ->
         found = [_differences(a, b, key) for a, b in pairs]
         if all(f == [] for f in found):
             continue
-        means = [_mean(f) for f in found if f]
+        means = [fmean(f) for f in found if f]
         if len(means) < n:  # measured in one run and not in the other
             out[f"{name}_difference"], out[f"{name}_agree"] = None, False
             continue
@@ -170,7 +161,7 @@ def _tolerance(config: TrainConfig, name: str, baselines: Sequence[Records]) -> 
         return config.ab.reward_tolerance
     known = [r[CURVES[name]] for a in baselines for r in steps_of(a) if r.get(CURVES[name]) is not None]
     # Before the first update the KL is rounding; a share of next to nothing would be no tolerance.
-    return config.ab.kl_tolerance * max(abs(_mean(known)) if known else 0.0, 1e-4)
+    return config.ab.kl_tolerance * max(abs(fmean(known)) if known else 0.0, 1e-4)
 
 
 def agreement(

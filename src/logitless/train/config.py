@@ -16,7 +16,8 @@ from logitless.core.registry import KERNELS
 from logitless.lab.tools.command_config import ConfigError, number, one_of
 from logitless.lab.tools.command_config import load as load_schema
 from logitless.objectives.objective import Objective
-from logitless.objectives.presets import PRESETS
+from logitless.objectives.presets import PRESETS as OBJECTIVES
+from logitless.train.architectures import PRESETS
 from logitless.train.files import did_you_mean
 
 __all__ = ["NAIVE", "ConfigError", "TrainConfig", "as_yaml", "load", "loss_backend", "objective_of", "save"]
@@ -44,7 +45,7 @@ class Model:
     """Which model, in which precision."""
 
     weights: str = ""  # a hub folder, a .gguf file, a hub id, or a name of scripts/fetch.py; empty: random
-    architecture: str = "tiny"  # shape of random weights
+    architecture: str = one_of(*PRESETS, default="tiny")  # shape of random weights
     tokenizer: str = ""  # a folder with tokenizer.json, a .gguf, or "char"; empty: the one that belongs to the weights
     cache_dir: str = ""  # where scripts/fetch.py put weights and data; empty: ~/.cache/logitless
     master_dtype: str = one_of(*DTYPES)
@@ -60,7 +61,7 @@ class Data:
     kind: str = one_of("arithmetic", "gsm8k", "reasoning_gym")
     path: str = ""  # gsm8k: a JSONL file or a folder with train.jsonl and test.jsonl; empty: that of scripts/fetch.py
     task: str = ""  # reasoning_gym: the name of the task
-    limit: int = number(20, "[2, inf)")  # arithmetic: both numbers are below it
+    limit: int = number(20, "[2, 2000]")  # arithmetic: both numbers are below it
     form: str = one_of("bare", "chat")  # how a problem becomes a prompt: bare text, or a chat message
     system: str = ""  # system message of a chat; empty: the template's own
     instruction: str = ""  # text after the question of a chat message
@@ -142,7 +143,7 @@ class Train:
     adam_b1: float = number(0.9, "[0, 1)")
     adam_b2: float = number(0.999, "[0, 1)")
     adam_eps: float = number(1e-8, "(0, inf)")
-    preset: str = one_of("", *PRESETS)  # an objective preset
+    preset: str = one_of("", *OBJECTIVES)  # an objective preset
     objective: dict[str, Any] = dataclasses.field(default_factory=lambda: {"aggregation": "dapo"})
     kl_beta: float | None = number(None, "[0, inf)")  # pull towards the initial policy
     kl_report: bool = True  # measure the KL to the initial policy even without the pull

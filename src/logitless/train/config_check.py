@@ -19,6 +19,7 @@ from logitless.train.config import (
     warm_start_fits,
 )
 from logitless.train.files import did_you_mean
+from logitless.train.reward import RewardError, load_reward
 
 
 def check(c: TrainConfig) -> None:
@@ -146,8 +147,6 @@ def _check_task(c: TrainConfig) -> None:
         raise ConfigError("data.task: empty, expected the name of a reasoning-gym task")
     if c.data.path and c.data.kind != "gsm8k":
         raise ConfigError(f"data.path: belongs to data.kind gsm8k and would be ignored with {c.data.kind}")
-    from logitless.train.reward import RewardError, load_reward
-
     try:
         load_reward(c.reward.kind)
     except RewardError as error:
@@ -159,18 +158,12 @@ def _check_task(c: TrainConfig) -> None:
             f"warm_start.steps: {c.warm_start.steps}, but the supervised start is for random weights on the built-in "
             "arithmetic; leave it out, or set it to 0, with other weights or data"
         )
-    unknown = [name for name in c.model.lora.targets if name not in LORA_TARGETS]
-    if unknown:
-        raise ConfigError(f"model.lora.targets: {unknown[0]!r}, expected some of {', '.join(LORA_TARGETS)}")
-    if not c.model.weights:
-        from logitless.train.architectures import PRESETS
-
-        name = c.model.architecture
-        if name not in PRESETS:
-            hint = did_you_mean(name, PRESETS)
-            raise ConfigError(f"model.architecture: {name!r}, expected one of {', '.join(PRESETS)}.{hint}")
-        if not c.model.tokenizer and name != "tiny" and c.rollout.kind == "sample":
-            raise ConfigError("model.tokenizer: random weights bring no tokenizer; give a folder, a .gguf or 'char'")
+    targets = c.model.lora.targets
+    if not targets or not set(targets) <= set(LORA_TARGETS):
+        raise ConfigError(f"model.lora.targets: {targets}, expected some of {', '.join(LORA_TARGETS)}")
+    words = c.model.weights or c.model.tokenizer or c.model.architecture == "tiny" or c.rollout.kind != "sample"
+    if not words:
+        raise ConfigError("model.tokenizer: random weights bring no tokenizer; give a folder, a .gguf or 'char'")
 
 
 def _check_kernel_switch(c: TrainConfig) -> None:

@@ -34,7 +34,7 @@ from logitless.train.model import (
     Params,
     decoder_layer,
     fused_layer,
-    layer_in_dtype,
+    in_compute_dtype,
     rms_norm,
     rotary,
 )
@@ -65,7 +65,7 @@ def make_decoder(params: Params, lora: LoRA | None, config: ModelConfig, dtype: 
     """A decoder with the layers' weights split by layer, in ``dtype``."""
 
     def layer(tree: Any, i: int) -> Any:
-        return layer_in_dtype(jax.tree.map(lambda x: x[i], tree), dtype)
+        return in_compute_dtype(jax.tree.map(lambda x: x[i], tree), dtype)
 
     count = range(config.num_layers)
     return Decoder(

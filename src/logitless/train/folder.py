@@ -9,10 +9,11 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from logitless.lab.tools.progress import Say
 from logitless.train.config import ConfigError, TrainConfig, as_yaml, load
 from logitless.train.files import replace
 
@@ -24,8 +25,6 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 """Keys that may change between a run and its continuation."""
 LOCK = ".lock"
-
-Say = Callable[[str], None]
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -20,8 +19,8 @@ from logitless.train import gguf_file
 from logitless.train.dequantise import dequantise, known
 from logitless.train.files import package
 from logitless.train.gguf_file import GGUFFile, Tensor
-from logitless.train.model import ModelConfig, ModelError, Params
-from logitless.train.weights import TensorNames, assemble, check_tensors
+from logitless.train.model import ModelConfig, ModelError
+from logitless.train.weights import ModelFile, TensorNames
 
 GGUF_NAMES = TensorNames(
     top={"embed": "token_embd.weight", "norm": "output_norm.weight", "lm_head": "output.weight"},
@@ -46,35 +45,22 @@ _QWEN2_SPLIT = (
 )
 
 
-def load_gguf(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
-    """The model of a GGUF file (architectures qwen2 and llama), every tensor dequantised to ``dtype`` on the device.
+def gguf_model(path: Path) -> ModelFile:
+    """The model of a GGUF file (architectures qwen2 and llama); tensors are dequantised on the device when read.
 
     Files of tied models often hold the one matrix twice, quantised in two ways, and load as an untied model.
     """
     file = _read(path)
-    config = _config(path, file)
-    tensors = file.tensors
+    config, tensors = _config(path, file), file.tensors
     permuted = {}
     if _field(path, file, "general.architecture") == "llama":
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
         permuted = {GGUF_NAMES.of_layer(n, i): heads[n] for n in heads for i in range(config.num_layers)}
 
-    def read(name: str) -> Array:
+    def read(name: str, dtype: Any) -> Array:
         return _numbers(*_blocks(path, tensors[name]), permuted.get(name, 0), dtype)
 
-    return config, assemble(str(path), config, GGUF_NAMES, _shapes(tensors), read, dtype)
-
-
-def gguf_shape(path: str | Path) -> ModelConfig:
-    """The shape of the model that :func:`load_gguf` would return; its tensors are checked and not read."""
-    file = _read(path)
-    config = _config(path, file)
-    check_tensors(str(path), config, GGUF_NAMES, _shapes(file.tensors))
-    return config
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return ModelFile(str(path), config, GGUF_NAMES, {name: tensor.shape for name, tensor in tensors.items()}, read)
 
 
 def _blocks(path: str | Path, tensor: Tensor) -> tuple[np.ndarray, str]:
@@ -92,13 +78,9 @@ def _blocks(path: str | Path, tensor: Tensor) -> tuple[np.ndarray, str]:
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _numbers(data: Array, kind: str, permuted: int, dtype: Any) -> Array:
+    """Rows ``[out, in]``; where ``permuted`` heads are, from the order of neighbouring pairs to that of halves."""
     rows = (dequantise(kind, data) if kind else data).astype(dtype)
-    return unpermute(rows, permuted) if permuted else rows
-
-
-def unpermute(rows: Any, heads: int) -> Any:
-    """Rows ``[heads * hd, in]`` from the order of neighbouring pairs to that of halves."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+    return rows.reshape(permuted, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape) if permuted else rows
 
 
 def tokenizer_from_gguf(path: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -184,8 +166,6 @@ def _config(path: str | Path, file: GGUFFile) -> ModelConfig:
 
 def _read(path: str | Path) -> GGUFFile:
     package("gguf", ModelError("GGUF files need the gguf package: pip install 'logitless[gguf]'"))
-    if not Path(path).is_file():
-        raise ModelError(f"{path}: no such file.")
     try:
         return gguf_file.read(path)
     except ValueError as error:  # UnicodeDecodeError is one

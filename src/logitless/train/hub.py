@@ -99,17 +99,13 @@ def client(source: str) -> Any:
 
 
 def _get(source: str, *, here: bool) -> Path | None:
+    from logitless.train.weights import missing_shards
+
     match = _ID.fullmatch(source)
     assert match is not None
     where = dict(repo_id=match["repo"], revision=match["revision"], local_files_only=here)
     if match["file"]:
         return Path(client(source).hf_hub_download(filename=match["file"], **where))
     folder = Path(client(source).snapshot_download(allow_patterns=list(WANTED), **where))
-    return folder if _complete(folder) else None
-
-
-def _complete(folder: Path) -> bool:
-    """A cached snapshot may hold a tokenizer alone, or some of several shards."""
-    from logitless.train.weights import missing_shards
-
-    return (folder / "config.json").exists() and not missing_shards(folder)
+    # A cached snapshot may hold a tokenizer alone, or some of several shards.
+    return folder if (folder / "config.json").exists() and not missing_shards(folder) else None

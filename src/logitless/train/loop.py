@@ -26,14 +26,13 @@ from typing import Any
 
 from logitless.lab.signals import held
 from logitless.lab.tools import timing
-from logitless.lab.tools.progress import Progress, of_step
+from logitless.lab.tools.progress import Progress, Say, of_step
 from logitless.lab.tools.tracking import Tracker
 from logitless.train import checkpoints, hub, recorded
 from logitless.train.compiled_functions import device_peak_bytes
 from logitless.train.config import ConfigError, TrainConfig
 from logitless.train.files import replace
 from logitless.train.folder import (
-    Say,
     check_folder,
     keep_records,
     locked,
@@ -136,14 +135,7 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
     compile_s = time.perf_counter() - compiling
     for name in ("metrics.jsonl", "samples.jsonl"):
         keep_records(folder / name, start if start else -1, say)
-    tracker = Tracker(
-        folder / "metrics.jsonl",
-        mode=config.wandb_mode,
-        project=config.wandb_project,
-        name=config.name,
-        config=dataclasses.asdict(config),
-    )
-    loop = Run(config, trainer, folder, tracker, say, steps)
+    loop = Run(config, trainer, folder, say, steps)
     loop.skipped_in_a_row, loop.last_saved = skipped_in_a_row, start or None
     loop.go(state, frozen, start, progress)
     return loop.finish(parameters, compile_s, time.perf_counter() - begin)
@@ -152,9 +144,10 @@ def _run(config: TrainConfig, resume: bool, folder: Path, progress: Progress, sa
 class Run:
     """A run's steps in the current process, and the files written."""
 
-    def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, tracker: Tracker, say: Say, steps: int):
-        self.steps = steps
-        self.config, self.trainer, self.folder, self.tracker, self.say = config, trainer, folder, tracker, say
+    def __init__(self, config: TrainConfig, trainer: Trainer, folder: Path, say: Say, steps: int):
+        self.config, self.trainer, self.folder, self.say, self.steps = config, trainer, folder, say, steps
+        mode, project, settings = config.wandb_mode, config.wandb_project, dataclasses.asdict(config)
+        self.tracker = Tracker(folder / "metrics.jsonl", mode=mode, project=project, name=config.name, config=settings)
         self.recent: deque[float] = deque(maxlen=10)
         self.skipped_in_a_row = 0
         self.last_saved: int | None = None

@@ -15,7 +15,7 @@ from jax import Array
 
 from logitless.core.pytree import register, static
 from logitless.train.config import LORA_TARGETS
-from logitless.train.model import ModelConfig, ModelError, Params, layer_shapes
+from logitless.train.model import ModelConfig, Params, layer_shapes
 
 
 @register
@@ -36,11 +36,6 @@ def init_lora(
     dtype: Any = jnp.float32,
 ) -> LoRA:
     """``A`` normal with variance 1/in, ``B`` zero, ``scale = alpha / rank`` (``alpha`` is ``rank`` unless given)."""
-    if rank < 1:
-        raise ModelError(f"init_lora: rank is {rank}, expected at least 1.")
-    unknown = [name for name in targets if name not in LORA_TARGETS]
-    if unknown or not targets:
-        raise ModelError(f"init_lora: targets are {list(targets)}, expected some of {', '.join(LORA_TARGETS)}.")
     shapes = layer_shapes(config)
     layers = {}
     for name, name_key in zip(targets, jax.random.split(key, len(targets)), strict=True):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.core.shapes import Bool, Float, Int
-from logitless.train.attention import causal_attention, masked_attention
+from logitless.train.attention import causal_attention
 
 if TYPE_CHECKING:
     from logitless.train.lora import LoRA
@@ -217,31 +217,25 @@ def model_pass(
     mesh it must be said: left to choose, XLA's partitioner has been seen to give other gradients (data x fsdp x tensor,
     one row a device).
     """
-    _check(tokens, positions, valid)
     # A padding id means nothing and must not be able to hurt; a real one outside the vocabulary shows as NaN.
     tokens = jnp.where(valid, tokens, 0)
     front: Any = None
     if sees is None:
         front = jnp.argsort(~valid, axis=1, stable=True)
         tokens, positions, valid = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions, valid))
-    elif sees.shape != (*tokens.shape, tokens.shape[1]):
-        got, want = list(sees.shape), [*tokens.shape, tokens.shape[1]]
-        raise ModelError(f"hidden_states: sees is bool{got}, expected bool{want}.")
     rotation = rotary(config, positions)
 
     def laid_out(x: Array) -> Array:
         return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
 
     def layer(x: Array, weights: Params) -> tuple[Array, tuple[Array, Array]]:
-        base, adapters = (layer_in_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
+        base, adapters = (in_compute_dtype(weights[name], compute_dtype) for name in ("base", "lora"))
         cache: Any = None
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             nonlocal cache
             cache = k, v
-            if sees is not None:
-                return masked_attention(q, k, v, sees, implementation=attention)
-            return causal_attention(q, k, v, implementation=attention)
+            return causal_attention(q, k, v, sees, attention)
 
         return laid_out(decoder_layer(config, base, laid_out(x), rotation, attend, adapters, lora)), cache
 
@@ -261,9 +255,13 @@ def stacked_layers(params: Params, lora: LoRA | None) -> Params:
     return {"base": params["layers"], "lora": {} if lora is None else lora.layers}
 
 
-def layer_in_dtype(weights: Params, dtype: Any) -> Params:
-    """A layer's weights (or its adapters) cast; the norms stay as they are, for they are computed with in float32."""
-    return {k: v if k.endswith("norm") else jax.tree.map(lambda x: x.astype(dtype), v) for k, v in weights.items()}
+def in_compute_dtype(weights: Params, dtype: Any) -> Params:
+    """Weights (or adapters) cast; the norms stay as they are, for the model computes with them in float32."""
+
+    def cast(path: Any, x: Array) -> Array:
+        return x if str(path[-1].key).endswith("norm") else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, weights)
 
 
 def decoder_layer(
@@ -346,14 +344,3 @@ def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _check(tokens: Array, positions: Array, valid: Array) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ModelError(f"hidden_states: tokens is {tokens.dtype}{list(tokens.shape)}, expected integers [B, T].")
-    if positions.shape != tokens.shape or not jnp.issubdtype(positions.dtype, jnp.integer):
-        got = f"{positions.dtype}{list(positions.shape)}"
-        raise ModelError(f"hidden_states: positions is {got}, expected integers {list(tokens.shape)} like tokens.")
-    if valid.shape != tokens.shape or valid.dtype != jnp.bool_:
-        got = f"{valid.dtype}{list(valid.shape)}"
-        raise ModelError(f"hidden_states: valid is {got}, expected bool {list(tokens.shape)} like tokens.")

@@ -42,6 +42,7 @@ import numpy as np
 
 from logitless.train.config import ConfigError, Loss, TrainConfig
 from logitless.train.recorded import Trace
+from logitless.train.run_records import json_number
 
 QUANTITIES = ("loss", "grad_norm", "logp", "weights")
 ULPS = 8.0
@@ -180,18 +181,9 @@ def judge(
         "steps": len(baseline),
         "factor": config.ab.replay_factor,
         "first": min(overs, default=None),
-        "worst": {k: _finite(v) for k, v in worst.items()},
+        "worst": json_number(worst),
         "course": {
-            key: {"arm": [_number(d[key]) for d in of_arm], "control": [_number(d[key]) for d in of_control]}
+            key: json_number({"arm": [d[key] for d in of_arm], "control": [d[key] for d in of_control]})
             for key in QUANTITIES
         },
     }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if np.isfinite(value) else None
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: _number(v) for k, v in row.items()}

@@ -32,7 +32,7 @@ from logitless.core.shapes import Bool, Float, Int
 from logitless.core.top_k import largest
 from logitless.train.decode import STAGES, DecodeState, decode_step, make_decoder, run_stages, spread_cache
 from logitless.train.lora import LoRA
-from logitless.train.model import ModelConfig, Params, lm_head, model_pass, positions_of
+from logitless.train.model import ModelConfig, Params, in_compute_dtype, lm_head, model_pass, positions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +117,6 @@ def best_with_logp(z: Float[Array, "B V"], score: Float[Array, "B V"]) -> tuple[
     total = jnp.sum(jnp.exp(z - largest[:, None]), axis=-1)
     own = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
     return token, (own - largest) - jnp.log(total)
-
-
-def in_compute_dtype(params: Params, dtype: Any) -> Params:
-    """Weights cast once for many steps; the norms stay as they are, for the model computes with them in float32."""
-
-    def cast(path: Any, x: Array) -> Array:
-        return x if str(path[-1].key).endswith("norm") else x.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def generate(

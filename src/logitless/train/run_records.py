@@ -62,7 +62,7 @@ def step_record(
         "rollout/truncated": float((~ended(tokens, mask, eos_ids)).mean()),
         "rollout/tokens_crc32": zlib.crc32(np.ascontiguousarray(tokens).tobytes()),
     }
-    return {k: json_number(v) for k, v in record.items()}
+    return json_number(record)
 
 
 def run_numbers(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +102,9 @@ def ended(tokens: np.ndarray, mask: np.ndarray, eos_ids: tuple[int, ...]) -> np.
 
 
 def json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """``value``, and what is in it, with ``None`` for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {k: json_number(v) for k, v in value.items()}
     if isinstance(value, list):
         return [json_number(v) for v in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

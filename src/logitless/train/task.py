@@ -20,7 +20,7 @@ from logitless.train.model import ModelConfig, Params
 from logitless.train.reward import format_reward, load_reward, score
 from logitless.train.rollout import Completions
 from logitless.train.tokenizer import TextTokenizer, load_tokenizer
-from logitless.train.weights import load_model, model_shape
+from logitless.train.weights import load_model, open_model
 
 _INIT = 0  # what the seed's key is folded with
 
@@ -117,7 +117,8 @@ def _model(config: TrainConfig, tokenizer: TextTokenizer | None) -> tuple[ModelC
     dtype = jnp.dtype(m.master_dtype)
     if m.weights:
         # Not read before they are asked for, and nobody keeps them here: what is trained is a run's largest part.
-        shape = model_shape(m.weights, m.cache_dir or None)
+        with open_model(m.weights, m.cache_dir or None) as file:
+            shape = file.config
         load: Callable[[], Params] = lambda: load_model(m.weights, dtype, m.cache_dir or None)[1]  # noqa: E731
     else:
         own = tokenizer.vocab_size if tokenizer is not None and m.architecture == "tiny" else None

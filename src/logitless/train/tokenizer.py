@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.train.bounds import TooLong, memory_limit, time_limit
-from logitless.train.files import in_a_line, package, replaced
+from logitless.train.files import in_a_line, package
 from logitless.train.model import ModelError
 
 NO_TOKENIZERS = ModelError("tokenizers need the tokenizers package: pip install 'logitless[train]'")
@@ -41,7 +41,10 @@ class Tokenizer:
         for token_id in (*self.stop_ids, self.pad_id):
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise ModelError(f"{source}: token id {token_id!r}, expected 0 to {self.vocab_size - 1}.")
-        self.chat_template: str | None = _default_template(settings.get("chat_template"))
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = next((one["template"] for one in template if one.get("name") == "default"), None)
+        self.chat_template: str | None = template
         if not isinstance(self.chat_template, str | None):
             raise ModelError(f"{source}: the chat template is {self.chat_template!r}, expected a text.")
 
@@ -72,15 +75,6 @@ class Tokenizer:
         from logitless.train.gguf import tokenizer_from_gguf
 
         return cls(*tokenizer_from_gguf(path), str(path))
-
-    def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json``, to complete a folder with weights."""
-        folder = Path(folder)
-        with replaced(folder / "tokenizer.json") as beside:
-            self._backend.save(str(beside))
-        kept = {key: value for key, value in self._settings.items() if value is not None}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **kept}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it are recognised, none is added."""
@@ -197,13 +191,6 @@ def _compiled(template: str) -> Any:
     environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(template)
-
-
-def _default_template(template: Any) -> str | None:
-    """A template's text; some folders keep several by name."""
-    if isinstance(template, list):
-        return next((one["template"] for one in template if one.get("name") == "default"), None)
-    return template
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -22,16 +22,15 @@ from logitless.core.options import Head
 from logitless.core.pytree import tree_of
 from logitless.data.group_advantages import group_advantages
 from logitless.train import train_mesh
-from logitless.train.collect import collect
+from logitless.train.collect import collect, random_rollouts
 from logitless.train.compiled_functions import Program
 from logitless.train.config import NAIVE, ConfigError, TrainConfig, loss_backend, objective_of
 from logitless.train.head_calls import head_options
 from logitless.train.lora import init_lora
-from logitless.train.model import param_shapes
+from logitless.train.model import in_compute_dtype, param_shapes
 from logitless.train.packed import PackedBatch, make_packed_score, make_packed_update, pack_batch, slots_of
-from logitless.train.random_rollouts import random_rollouts
 from logitless.train.recorded import load_rollouts, sample_weights
-from logitless.train.rollout import Completions, Sampling, generate, in_compute_dtype
+from logitless.train.rollout import Completions, Sampling, generate
 from logitless.train.run_records import Rollouts, step_record
 from logitless.train.sampler import load_sampler
 from logitless.train.task import Prompts, Task
@@ -85,6 +84,8 @@ class Trainer:
         self.rollout_program = Program("rollout", partial(make, sampling=self.sampling))
         self.eval_program = Program("eval", partial(make, sampling=greedy))
         self.sampler = load_sampler(config) if r.sampler and not r.replay else None
+        if r.replay:
+            self._recorded(1)  # what cannot be replayed is said before anything compiles
         updates = config.train.inner_epochs * config.train.minibatches
         self._needs_old = updates > 1
         self._needs_ref = self.objective.beta is not None or config.train.kl_report
@@ -214,11 +215,14 @@ class Trainer:
             with self.timed("rollout"):
                 return random_rollouts(c, self.task.model.vocab_size, step)
         if c.rollout.replay:
-            widths = c.rollout.max_prompt_tokens, c.rollout.max_completion_tokens
             with self.timed("rollout"):
-                wanted = c.train.prompts_per_step * c.train.group_size
-                return load_rollouts(Path(c.rollout.replay), step, wanted, widths, self.task.model.vocab_size)
+                return self._recorded(step)
         return collect(self, state, frozen, step)
+
+    def _recorded(self, step: int) -> Rollouts:
+        c, r = self.config, self.config.rollout
+        rows, widths = c.train.prompts_per_step * c.train.group_size, (r.max_prompt_tokens, r.max_completion_tokens)
+        return load_rollouts(Path(r.replay), step, rows, widths, self.task.model.vocab_size)
 
     def step(self, state: State, frozen: Policy, step: int) -> tuple[State, dict[str, Any], Rollouts]:
         """Step number ``step`` (from 1): the new state, its record, and the completions behind it."""

@@ -8,6 +8,7 @@ the weights and moments of all arms at once. No state is saved: a replay that wa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -15,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from logitless.lab import exits
-from logitless.lab.tools.progress import Progress
-from logitless.lab.tools.tracking import Tracker
+from logitless.lab.tools.progress import Progress, Say
 from logitless.train.config import TrainConfig, load
-from logitless.train.folder import Say, locked, open_folder, run_folder
+from logitless.train.folder import locked, open_folder, run_folder
 from logitless.train.loop import Run, say_to_stderr, steps_of
 from logitless.train.model import num_params
 from logitless.train.task import build_task
@@ -49,10 +49,7 @@ def replay(arms: Sequence[TrainConfig], say: Say = say_to_stderr) -> None:
         compile_s, runs = time.perf_counter() - begin, []
         for config, trainer, folder in zip(arms, trainers, folders, strict=True):
             open_folder(config, folder)
-            tracker = Tracker(
-                folder / "metrics.jsonl", mode="disabled", project=config.wandb_project, name=config.name, config={}
-            )
-            runs.append(Run(config, trainer, folder, tracker, say, steps))
+            runs.append(Run(dataclasses.replace(config, wandb_mode="disabled"), trainer, folder, say, steps))
         for step in range(1, steps + 1):
             for i in ((step + k) % len(arms) for k in range(len(arms))):
                 state, frozen = states[i]

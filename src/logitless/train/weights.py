@@ -1,9 +1,9 @@
 """Weights: hub folders (``config.json`` and safetensors, in one or several files), and GGUF by name.
 
 Files name one tensor per layer and map, ``[out, in]``; the model stacks the layers and applies ``x @ w`` with
-``[in, out]``. :class:`TensorNames` says how a format names things; :func:`assemble` does the rest, for all formats:
-each tensor is read, checked and written into its place on the device, so that the peak is the model plus a tensor for
-each thread.
+``[in, out]``. :class:`TensorNames` says how a format names things; :class:`ModelFile` does the rest, for all formats:
+each tensor is read and written into its place on the device, so that the peak is the model plus a tensor for each
+thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -77,95 +77,86 @@ def _put_layer(stack: Array, i: Array, tensor: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stack, tensor.T.astype(stack.dtype), i, 0)
 
 
-def assemble(
-    source: str,
-    config: ModelConfig,
-    names: TensorNames,
-    available: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Any],
-    dtype: Any = jnp.float32,
-) -> Params:
-    """The parameter tree from arrays that ``read`` returns by their names in the file ``source``, whose shapes are
-    ``available``."""
-    check_tensors(source, config, names, available)
-    shapes = param_shapes(config)
-    params: Params = {
-        name: jnp.asarray(read(names.top[name]), dtype).reshape(shape)
-        for name, shape in shapes.items()
-        if name != "layers"
-    }
-    head = names.top["lm_head"]
-    if config.tie_word_embeddings and head in available and not np.array_equal(read(head), read(names.top["embed"])):
-        # Some files carry the tied head as well; one that is not the embedding must not be dropped in silence.
-        raise ModelError(f"{source}: the configuration ties the head to the embedding, but {head!r} differs from it.")
+@dataclasses.dataclass(frozen=True)
+class ModelFile:
+    """An open file (or folder of files) of weights; its tensors have the names of its format."""
 
-    def stacked(name: str) -> Array:
-        shape = shapes["layers"][name]
-        stack = jnp.zeros(shape, dtype)
-        for i in range(config.num_layers):
-            tensor = jnp.asarray(read(names.of_layer(name, i)))
-            stack = _put_layer(stack, np.int32(i), tensor.reshape(shape[:0:-1]))
-        return stack
+    source: str
+    config: ModelConfig
+    names: TensorNames
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every tensor in the file."""
+    read: Callable[[str, Any], Any]
+    """A tensor by its name, in or to be cast to a dtype."""
 
-    with ThreadPoolExecutor(threads()) as pool:
-        params["layers"] = dict(zip(shapes["layers"], pool.map(stacked, shapes["layers"]), strict=True))
-    return params
+    def check(self) -> None:
+        """Refuse a file without the model's tensors in their shapes (``[out, in]``), or with others."""
+        config, names = self.config, self.names
+        wanted = {names.top[name]: shape for name, shape in param_shapes(config).items() if name != "layers"}
+        for name, shape in layer_shapes(config).items():
+            wanted |= {names.of_layer(name, i): shape[::-1] for i in range(config.num_layers)}
+        # A file may hold a tied head, and buffers that older exports wrote.
+        ignored = {names.prefix.format(i=i) + "self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
+        ignored |= {names.top["lm_head"]} if config.tie_word_embeddings else set()
+        missing = [name for name in wanted if name not in self.shapes]
+        unknown = sorted(set(self.shapes) - set(wanted) - ignored)
+        for found, what in ((missing, "missing from it"), (unknown, "that this architecture has no place for")):
+            if found:
+                more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+                raise ModelError(f"{self.source}: tensors {what}: {', '.join(found[:3])}{more}.")
+        for name, shape in wanted.items():
+            if (given := self.shapes[name]) != shape:
+                raise ModelError(
+                    f"{self.source}: tensor {name!r} has shape {given}, the configuration asks for {shape}."
+                )
+
+    def params(self, dtype: Any) -> Params:
+        """The parameter tree on the device."""
+        config, names = self.config, self.names
+        shapes = param_shapes(config)
+        params: Params = {
+            name: jnp.asarray(self.read(names.top[name], dtype), dtype).reshape(shape)
+            for name, shape in shapes.items()
+            if name != "layers"
+        }
+        head, embed = names.top["lm_head"], names.top["embed"]
+        held_twice = config.tie_word_embeddings and head in self.shapes
+        if held_twice and not np.array_equal(self.read(head, dtype), self.read(embed, dtype)):
+            text = f"the configuration ties the head to the embedding, but {head!r} differs from it."
+            raise ModelError(f"{self.source}: {text}")
+
+        def stacked(name: str) -> Array:
+            shape = shapes["layers"][name]
+            stack = jnp.zeros(shape, dtype)
+            for i in range(config.num_layers):
+                tensor = jnp.asarray(self.read(names.of_layer(name, i), dtype))
+                stack = _put_layer(stack, np.int32(i), tensor.reshape(shape[:0:-1]))
+            return stack
+
+        with ThreadPoolExecutor(threads()) as pool:
+            params["layers"] = dict(zip(shapes["layers"], pool.map(stacked, shapes["layers"]), strict=True))
+        return params
 
 
-def check_tensors(
-    source: str, config: ModelConfig, names: TensorNames, available: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Whether the file has the model's tensors, in their shapes (``[out, in]``), and no others."""
-    shapes = param_shapes(config)
-    wanted = {names.top[name]: shape for name, shape in shapes.items() if name != "layers"}
-    for name, shape in layer_shapes(config).items():
-        wanted |= {names.of_layer(name, i): shape[::-1] for i in range(config.num_layers)}
-    _check_names(source, wanted, available, ignored=_ignored(config, names))
-    for name, shape in wanted.items():
-        if available[name] != shape:
-            raise ModelError(
-                f"{source}: tensor {name!r} has shape {available[name]}, the configuration asks for {shape}."
-            )
+@contextlib.contextmanager
+def open_model(source: str | Path, cache_dir: str | Path | None = None) -> Iterator[ModelFile]:
+    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py fetched."""
+    from logitless.train.gguf import gguf_model
+    from logitless.train.hub import local_source
 
-
-def load_safetensors(folder: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, Params]:
-    """The model of a hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
-    folder = Path(folder)
-    config = config_from_hf(read_json(folder / "config.json"))
-    with _open_shards(folder) as tensors:
-        read = lambda name: tensors[name].get_tensor(name)  # noqa: E731
-        return config, assemble(str(folder), config, HF_NAMES, _shapes(tensors), read, dtype)
-
-
-def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
+    path = local_source(source, cache_dir)
+    with untrusted(path), contextlib.ExitStack() as stack:
+        file = gguf_model(path) if path.suffix == ".gguf" else stack.enter_context(_open_folder(path))
+        file.check()
+        yield file
 
 
 def load_model(
     source: str | Path, dtype: Any = jnp.float32, cache_dir: str | Path | None = None
 ) -> tuple[ModelConfig, Params]:
-    """The model at ``source``: a hub folder, a ``.gguf`` file, a hub id, or a name that scripts/fetch.py fetched."""
-    from logitless.train.gguf import load_gguf
-    from logitless.train.hub import local_source
-
-    path = local_source(source, cache_dir)
-    with untrusted(path):
-        return load_gguf(path, dtype) if path.suffix == ".gguf" else load_safetensors(path, dtype)
-
-
-def model_shape(source: str | Path, cache_dir: str | Path | None = None) -> ModelConfig:
-    """The shape of the model at ``source``, whose tensors are seen to be there but not read."""
-    from logitless.train.gguf import gguf_shape
-    from logitless.train.hub import local_source
-
-    path = local_source(source, cache_dir)
-    with untrusted(path):
-        if path.suffix == ".gguf":
-            return gguf_shape(path)
-        config = config_from_hf(read_json(path / "config.json"))
-        with _open_shards(path) as tensors:
-            check_tensors(str(path), config, HF_NAMES, _shapes(tensors))
-        return config
+    """Shape and weights of the model at ``source``."""
+    with open_model(source, cache_dir) as file:
+        return file.config, file.params(dtype)
 
 
 @contextlib.contextmanager
@@ -179,21 +170,6 @@ def untrusted(path: Path) -> Iterator[None]:
         raise ModelError(f"{path}: not readable as a model: {in_a_line(error)}") from error
 
 
-def _ignored(config: ModelConfig, names: TensorNames) -> set[str]:
-    """Tensors a file may hold and the model does not need: a tied head, and buffers that older exports wrote."""
-    buffers = {names.prefix.format(i=i) + "self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)}
-    return buffers | ({names.top["lm_head"]} if config.tie_word_embeddings else set())
-
-
-def _check_names(source: str, wanted: Collection[str], available: Collection[str], ignored: set[str]) -> None:
-    missing = [name for name in wanted if name not in available]
-    unknown = sorted(set(available) - set(wanted) - ignored)
-    for names, what in ((missing, "missing from it"), (unknown, "that this architecture has no place for")):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"{source}: tensors {what}: {', '.join(names[:3])}{more}.")
-
-
 def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Weight files expected in the folder, and each tensor's file if an index names it."""
     index = folder / _INDEX
@@ -202,9 +178,11 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 @contextlib.contextmanager
-def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
-    """Each tensor's name with the open file that holds it."""
-    safe_open = _safetensors().safe_open
+def _open_folder(folder: Path) -> Iterator[ModelFile]:
+    """A hub folder: ``config.json`` with ``model.safetensors``, or its shards and their index."""
+    config = config_from_hf(read_json(folder / "config.json"))
+    advice = "safetensors files need the safetensors package: pip install 'logitless[train]'"
+    safe_open = package("safetensors.numpy", ModelError(advice)).safe_open
     names, where = _shards(folder)
     if where is None and not (folder / _SINGLE).exists():
         raise ModelError(f"{folder}: holds neither {_SINGLE} nor {_INDEX}.")
@@ -221,7 +199,9 @@ def _open_shards(folder: Path) -> Iterator[dict[str, Any]]:
         for tensor, file in (where or {}).items():
             if tensor not in files[file].keys():  # noqa: SIM118 (not a dictionary)
                 raise ModelError(f"{folder}: {_INDEX} says that {file} holds {tensor!r}; it does not.")
-        yield {tensor: files[file] for tensor, file in (held if where is None else where).items()}
+        tensors = {tensor: files[file] for tensor, file in (held if where is None else where).items()}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
+        yield ModelFile(str(folder), config, HF_NAMES, shapes, lambda name, _: tensors[name].get_tensor(name))
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -238,11 +218,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if Path(file).name != file or file in ("", ".", ".."):
             raise ModelError(f"{index}: {name!r} is in {file!r}, which is not a file of this folder.")
     return found
-
-
-def _safetensors() -> Any:
-    advice = "safetensors files need the safetensors package: pip install 'logitless[train]'"
-    return package("safetensors.numpy", ModelError(advice))
 
 
 def read_json(path: Path) -> dict[str, Any]:
