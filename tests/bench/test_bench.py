@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "rounds=2", "warmup=1", "dtype=float32"]
 
 
-def test_runs_records_and_compares(
+def test_runs_and_records(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_this_process(monkeypatch)
@@ -45,8 +45,6 @@ def test_runs_records_and_compares(
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[2] == pytest.approx(norms[1], rel=1e-4)
     assert len(norms[0]) == 2 and min(norms[0]) > 1e-4
     assert " of strong" in capsys.readouterr().out
-    assert cli.main(["bench", "compare", str(out), str(out)]) == 0
-    assert capsys.readouterr().out.count("1.000") >= 3
 
 
 @pytest.mark.slow  # 8 seconds of processes; what they report is tested without
@@ -257,8 +255,6 @@ def test_a_suite_writes_one_file_and_survives_a_case_without_memory(
     assert checks == ["gradcheck", "a check"]  # the same kernel is verified once
     progress = capsys.readouterr()
     assert "case 2/4: no room" in progress.err and "4 cases in" in progress.out and "PASS loss" in progress.out
-    assert cli.main(["bench", "compare", str(out), str(out)]) == 0
-    assert "out of memory -> out of memory" in capsys.readouterr().out
 
 
 def test_a_check_of_a_suite_that_fails_fails_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
