@@ -15,7 +15,7 @@ import pytest
 
 import flat_calls
 from interpreted import by_numpy, in_numpy
-from logitless import grpo_loss, linear_grpo_loss, linear_logprobs, logprobs
+from logitless import linear_logprobs, logprobs
 from logitless.core.options import Head, Options
 from logitless.objectives.objective import Objective
 from numerics import f64, head_case, ordinary
@@ -211,24 +211,3 @@ def test_a_sparse_tolerance_is_a_constant() -> None:
 
     with pytest.raises(ValueError, match="gradient with respect to sparse_backward"):
         jax.grad(f)(jnp.asarray(0.1))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_numbers_do_not_recompile(level: str) -> None:
-    params, batch = group(level, *inputs(level), 0)
-    call = grpo_loss if level == "logits" else linear_grpo_loss
-    first = (params,) if level == "logits" else params
-
-    traced = []
-
-    @jax.jit
-    def f(o: Objective, mask: jax.Array) -> jax.Array:
-        traced.append(o)
-        return call(*first, objective=o, **{**batch, "mask": mask})[0]  # type: ignore[operator]
-
-    rng = np.random.default_rng(2)
-    values = {
-        float(f(Objective(eps_low=e, temperature=t, entropy_coef=0.1 * e), jnp.asarray(rng.random((B, T)) < e)))
-        for e, t in ((0.1, 1.0), (0.2, 0.7), (0.9, 1.3))
-    }
-    assert len(values) == 3 and len(traced) == 1

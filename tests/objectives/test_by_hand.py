@@ -323,21 +323,6 @@ def test_the_oracle_adds_up_its_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) 
 # -- cotangents of the public calls ---------------------------------------------------------------------------------
 
 
-def test_an_lse_cotangent_alone_moves_the_logits_and_the_head() -> None:
-    """d lse / d logits is the softmax; tokens without a cotangent of logp or entropy are not skipped."""
-    rng = np.random.default_rng(1)
-    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
-    targets = rng.integers(0, 7, (2, 3))
-    logits = jnp.einsum("bth,vh->btv", hidden, head)
-    p = jax.nn.softmax(logits)
-    for b in ("reference", "chunked"):
-        of_logits = jax.grad(lambda x, b=b: jnp.sum(flat_calls.logprobs(x, targets, backend=b).lse))
-        np.testing.assert_allclose(by_numpy(of_logits, logits), p, rtol=1e-5, atol=1e-7)
-        of_head = jax.grad(lambda w, b=b: jnp.sum(flat_calls.linear_logprobs(hidden, w, targets, backend=b).lse))
-        dhead = by_numpy(of_head, head)
-        np.testing.assert_allclose(dhead, jnp.einsum("btv,bth->vh", p, hidden), rtol=1e-4, atol=1e-6)
-
-
 def test_an_entropy_bonus_alone_moves_the_head() -> None:
     """Without an advantage or a KL: a sweep that skips what cannot move must not skip these tokens."""
     rng = np.random.default_rng(5)
@@ -349,22 +334,6 @@ def test_an_entropy_bonus_alone_moves_the_head() -> None:
     ]
     assert np.abs(gradients[0]).max() > 1e-3
     np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
-
-
-def test_the_gradient_of_three_times_a_loss_is_three_times_its_gradient() -> None:
-    """Grad in forward takes the gradient of a unit cotangent; the one that arrives is applied after it."""
-    rng = np.random.default_rng(2)
-    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 3, 4), (7, 4)))
-    rest = dict(targets=rng.integers(0, 7, (2, 3)), advantages=jnp.float32([1.0, -0.5]), backend="chunked")
-    logits = jnp.einsum("bth,vh->btv", hidden, head)
-    for call, primals in ((flat_calls.grpo_loss, (logits,)), (flat_calls.linear_grpo_loss, (hidden, head))):
-        by_all = tuple(range(len(primals)))
-        once, thrice = (
-            by_numpy(jax.grad(lambda *a, k=k, call=call: k * call(*a, **rest)[0], by_all), *primals) for k in (1.0, 3.0)
-        )
-        for one, three in zip(once, thrice, strict=True):
-            assert np.abs(one).max() > 1e-3
-            np.testing.assert_allclose(three, 3.0 * one, rtol=1e-6)
 
 
 # -- precision ------------------------------------------------------------------------------------------------------

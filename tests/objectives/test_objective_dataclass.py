@@ -157,6 +157,7 @@ BAD_VALUES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"delta": -1}, ValueError, r"delta=-1.0, expected a number >= 0"),
     ({"dual_clip": 1.0}, ValueError, r"dual_clip=1.0, expected a constant above 1"),
     ({"tau_pos": 0.0}, ValueError, r"tau_pos=0.0, expected a number > 0"),
+    ({"tau_neg": 0.0}, ValueError, r"tau_neg=0.0, expected a number > 0"),
     ({"temperature": 0}, ValueError, r"temperature=0.0, expected a number > 0"),
     ({"top_entropy": 0.0}, ValueError, r"top_entropy=0.0, expected a fraction in \(0, 1\]"),
     ({"top_entropy": 1.5}, ValueError, r"top_entropy=1.5, expected a fraction in \(0, 1\]"),

@@ -88,25 +88,14 @@ def test_zero_is_a_bound_and_less_is_none(name: str) -> None:
         Objective(**{name: -0.5})
 
 
-@pytest.mark.parametrize("name", ["tau_pos", "tau_neg", "temperature", "max_length"])
-def test_zero_is_no_divisor(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Objective: {name}=0.0, expected a number > 0"):
-        Objective(**{name: 0, **({"aggregation": "dr_grpo"} if name == "max_length" else {})})
-    Objective(**{name: 0.5, **({"aggregation": "dr_grpo"} if name == "max_length" else {})})
-
-
 def test_bounds_of_a_dual_clip_a_quantile_and_a_correction() -> None:
-    for refused in (dict(dual_clip=1.0), dict(top_entropy=0.0), dict(top_entropy=1.5), dict(eps_low=np.nan)):
-        with pytest.raises(ValueError, match=f"Objective: {next(iter(refused))}"):
-            Objective(**refused)
+    """What is refused is in ``test_refused_by_name``."""
     Objective(dual_clip=1.5, top_entropy=1.0)
     Objective(correction="token", correction_min=2.0, correction_max=2.0)
     with pytest.raises(ValueError, match=r"correction_min=2.5 lies above correction_max=2.0"):
         Objective(correction="token", correction_min=2.5, correction_max=2.0)
     for bound in (dict(correction_min=0.5, correction_max=None), dict(correction_max=2.0)):
         Objective(correction="token", correction_mode="mask", **bound)
-    with pytest.raises(ValueError, match="correction_mode='mask' has no effect without correction_min or"):
-        Objective(correction="token", correction_mode="mask", correction_max=None)
 
 
 @pytest.mark.parametrize("fields", [dict(aggregation="bnpo"), dict(), dict(count_rows="non_empty")])

@@ -229,15 +229,6 @@ def test_correction_on_policy_uses_the_current_logp(correction: str) -> None:
         check(objective_of("vespo", correction=correction), seed=5, layout="packed", old_logp=None)
 
 
-def test_nan_rollout_has_weight_one() -> None:
-    logp, entropy, inputs = random_batch(6)
-    live = np.argwhere(inputs["mask"])[:3]
-    inputs["rollout_logp"][tuple(live.T)] = np.nan
-    for correction in ("token", "sequence", "geometric"):
-        o = objective_of("clip", correction=correction, correction_max=3.0)
-        agrees(evaluate(o, logp, entropy, **inputs), o, logp, entropy, **inputs)
-
-
 @pytest.mark.parametrize(
     ("policy", "level", "sampler"),
     half((*pl, s) for i, pl in enumerate(POLICY_LEVELS) for s in ("rollout", "old")[:: 1 if i % 2 else -1]),
@@ -580,7 +571,7 @@ EVERY_NUMBER = Objective(
     level="sequence", aggregation="dr_grpo", log_ratio_clamp=20.0, sequence_log_ratio_max=10.0, kl_bias_correction=True,
     correction="token", delta=2.5, dual_clip=3.0, beta=0.04, kl_log_ratio_clamp=20.0, kl_clamp=10.0,
     correction_min=0.5, correction_max=2.0, off_policy_threshold=0.3, top_entropy=0.5, entropy_coef=0.01,
-    max_length=8.0, temperature=0.9,
+    max_length=8.0, temperature=0.9, sequence_error_max=3.0, count_rows="non_empty",
 )  # fmt: skip
 NUMBERS = [f.name for f in dataclasses.fields(Objective) if not f.metadata.get("static")]
 
@@ -653,18 +644,18 @@ def test_changing_a_number_of_a_full_loss_does_not_recompile(call: str) -> None:
     arrays = {"advantages": np.float32([1.0, -1.0]), "ref_logp": np.zeros((2, 3), np.float32)}
 
     @jax.jit
-    def loss(objective: Objective) -> jax.Array:
+    def loss(objective: Objective, mask: jax.Array) -> jax.Array:
         nonlocal count
         count += 1
         args = (logits,) if call == "grpo_loss" else (hidden, head)
-        return getattr(flat_calls, call)(*args, targets, **arrays, objective=objective)[0]
+        return getattr(flat_calls, call)(*args, targets, **arrays, mask=mask, objective=objective)[0]
 
     values = {
-        float(loss(Objective(beta=beta, temperature=temperature, eps_high=eps)))
-        for beta, temperature, eps in itertools.product((0.04, 1), (0.9, 1.0, 2), (0.2, 0.3))
+        float(loss(Objective(beta=beta, temperature=temperature, eps_high=eps), np.arange(6).reshape(2, 3) < live))
+        for beta, temperature, (eps, live) in itertools.product((0.04, 1), (0.9, 1.0, 2), ((0.2, 4), (0.3, 5)))
     }
     assert count == 1
-    assert len(values) == 6  # beta and temperature matter, a clip on-policy does not
+    assert len(values) == 12  # beta, temperature and the live tokens matter
 
 
 def test_a_batch_of_objectives_under_vmap() -> None:
