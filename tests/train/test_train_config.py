@@ -117,7 +117,7 @@ train.loss.backend=naive rollout.temperature=0.5 | rollout.temperature: 0.5, but
 train.loss.backend=naive train.objective.entropy_coef=0.1 | train.objective.entropy_coef: train
 train.loss.backend=naive train.objective.top_entropy=0.5 | train.objective.top_entropy: train
 train.microbatch=64 train.objective.top_entropy=0.5 | train.objective.top_entropy takes a quantile
-train.microbatch=64 train.objective={{aggregation:bnpo,sequence_error_max:2.0}} | train.objective.sequence_error_max takes seq
+train.microbatch=64 train.objective={{aggregation:bnpo,sequence_error_max:2.0}} | sequence_error_max takes sequences out
 train.loss.backend=reference train.loss.sparse_backward=auto | train.loss.sparse_backward: 'auto', but
 train.loss.backend=naive train.loss.sparse_backward=auto | backend naive is a dense baseline
 kernel.enabled=false train.loss.sparse_backward=auto | backend reference is a dense baseline
