@@ -24,9 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 TINY = ["tokens=16", "rows=2", "hidden=16", "vocab=64", "repeats=2", "rounds=2", "warmup=1", "dtype=float32"]
 
 
-def test_runs_and_records(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_and_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_this_process(monkeypatch)
     out = tmp_path / "a.jsonl"
     assert cli.main(["bench", "--config", str(CONFIGS / "cpu_head_small.yaml"), f"out={out}", *TINY]) == 0
