@@ -46,10 +46,9 @@ import harness
 from logitless.core.problem import Call, HeadArrays, Linear, Problem, Wanted
 from logitless.core.stats import LogitTransform, StatCotangents, TokenStats
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.active_rows import PART, Ready
 from logitless.head.pallas_tpu.column_choice import FEW, SAMPLE, Active, column_rule, sampled
-from logitless.head.pallas_tpu.hard_rows import hard_sweep
-from logitless.head.pallas_tpu.sparse_backward import CHUNK, GROUP, HARD_TOKENS, over_slabs
+from logitless.head.pallas_tpu.hard_rows import PART, Ready, hard_sweep
+from logitless.head.pallas_tpu.sparse import CHUNK, GROUP, HARD_TOKENS, over_slabs
 from logitless.head.pallas_tpu.tiles import Tiles, choose
 from logitless.head.sparse.gather import Known
 from logitless.lab.bench import realistic

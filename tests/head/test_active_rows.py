@@ -11,8 +11,7 @@ import pytest
 
 from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.pallas_tpu import kernels
-from logitless.head.pallas_tpu.active_rows import Ready, blank_rows, parts_of, room_for
-from logitless.head.pallas_tpu.hard_rows import hard_sweep
+from logitless.head.pallas_tpu.hard_rows import Ready, blank_rows, hard_sweep, parts_of, room_for
 from logitless.head.pallas_tpu.tiles import MIB, Tiles
 from numerics import f64, head_case, head_problem
 

@@ -26,7 +26,7 @@ from interpreted import in_numpy
 from logitless import Objective, Sharding, metric_values, oracle
 from logitless.core.stats import LogitTransform
 from logitless.head.pallas_tpu import column_choice, kernels
-from logitless.head.pallas_tpu import sparse_backward as slabs
+from logitless.head.pallas_tpu import sparse as slabs
 from logitless.head.pallas_tpu import tiles as tiling
 from logitless.head.pallas_tpu.column_choice import column_rule
 from logitless.head.pallas_tpu.tiles import MIB, Tiles

@@ -9,9 +9,7 @@ lora             LoRA on the head: narrow matmuls next to the wide matmuls
 gather_rows      rows from a [V, H] head or from hidden states, by a copy per row
 gather_columns   W[:, y] of an [H, V] head
 tiles, operands  static choices of a kernel, and kernel inputs
-sparse           a sparse backward around the exact backend: served calls
+sparse           a sparse backward around the exact backend: served calls, gradients over the active columns
 column_choice    active columns, from column maxima
-sparse_backward  gradients over the active columns for all tokens, and for the hard rows
-hard_rows        the dW sweep: merges rows for active columns, and makes dH for hard rows
-active_rows      rows of dW for active columns, stored by the hard rows' sweep
+hard_rows        the dW sweep: puts ready rows of active columns in place, and makes dH for hard rows
 """

@@ -8,7 +8,7 @@
     the cheapest threshold is taken: it costs columns for all rows, and rows with u_tj above the tolerance
 
 A bound that is too low makes the active set larger, never wrong; what a set leaves out is computed for every row
-(``sparse_backward.py``). Before the sweep the 128 rows tell whether it is worth it at all (:func:`exact_is_cheaper`).
+(``sparse.py``). Before the sweep the 128 rows tell whether it is worth it at all (:func:`exact_is_cheaper`).
 
 The sampled columns stand in blocks evenly spaced over the vocabulary, each for V / SAMPLE columns: all columns would be
 one more pass over the head (0.8 ms of a v6e at V = 151936, H = 4096). On 8192 tokens of ``bench.realistic`` the share
