@@ -85,15 +85,9 @@ def live_cotangents(p: Problem[Given], g: StatCotangents) -> StatCotangents:
 
 
 def dlogits(p: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
-    """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents."""
-
-    def chunk(part: Problem[Given], stats: TokenStats, g: StatCotangents) -> Array:
-        return id_passes.dx(part.logits, part, stats, g, part.logits.dtype)
-
-    g = live_cotangents(p, g)
-    if p.call.chunk == 0:  # a single loop over everything, without temporaries
-        return chunk(p, stats, g)
-    return _over_chunks(chunk, p, jnp.zeros_like(p.logits), stats, g)
+    """Cotangent of ``logits [N, V]`` in their dtype, from the statistics and their cotangents: a single loop over
+    everything, without temporaries."""
+    return id_passes.dx(p.logits, p, stats, live_cotangents(p, g), p.logits.dtype)
 
 
 def cotangents_of(program: TokenProgram, columns: tuple[Array, ...], stats: TokenStats) -> StatCotangents:
