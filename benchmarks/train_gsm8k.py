@@ -24,6 +24,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -166,6 +167,7 @@ def _tried(args: argparse.Namespace, size: int) -> dict[str, Any]:
     """Two steps with rows of ``size`` completion tokens, or ``size`` rows in one gradient, in a process of its own."""
     folder = args.work / f"largest-{args.arm}-{args.what}-{size}"
     c = _sized(args, args.arm, args.what, size, folder)
+    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     save(c, folder.with_suffix(".yaml"))
     command = [sys.executable, "-m", "logitless", "train", "--config", str(folder.with_suffix(".yaml"))]
