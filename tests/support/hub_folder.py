@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from logitless.train.architectures import _KEYS
@@ -56,3 +57,13 @@ def save_safetensors(folder: str | Path, config: ModelConfig, params: Params, sh
         save_file(shard, folder / file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config_to_hf(config), "torch_dtype": str(params["embed"].dtype)}))
     return [folder / file for file in files]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of four words, with the shortest of chat templates."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
+    words = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[("a", "b")]))
+    built.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from hub_folder import save_safetensors
+from hub_folder import save_safetensors, save_tokenizer
 from logitless.lab import cli
 from logitless.train import bounds, tokenizer
 from logitless.train.config import ConfigError, load
@@ -86,19 +86,9 @@ def test_a_template_has_bounds(template: str, monkeypatch: pytest.MonkeyPatch) -
     assert render("{{ messages[0].content }}!", CHAT, True, {}) == "hi!"
 
 
-WORDS = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
-
-
-def write_tokenizer(folder: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="the train extra is not installed")
-    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=WORDS, merges=[("a", "b")])).save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
 @pytest.mark.parametrize(("given", "stop"), [(None, (0,)), (2, (0, 2)), ([0, 2, 3, 2], (0, 2, 3))])
 def test_all_end_tokens_of_a_folder_end_a_completion(tmp_path: Path, given: Any, stop: tuple[int, ...]) -> None:
-    write_tokenizer(tmp_path)
+    save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     assert tokenizer.load_tokenizer(tmp_path).stop_ids == stop
 
@@ -120,7 +110,7 @@ def test_all_end_tokens_of_a_folder_end_a_completion(tmp_path: Path, given: Any,
     ],
 )
 def test_strangers_tokenizers_are_refused(tmp_path: Path, file: str, change: dict[str, Any]) -> None:
-    write_tokenizer(tmp_path)
+    save_tokenizer(tmp_path)
 
     def use() -> list[int]:
         return tokenizer.load_tokenizer(tmp_path).encode_prompt("ab", chat=True)

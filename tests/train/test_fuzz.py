@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from hub_folder import save_safetensors
+from hub_folder import save_safetensors, save_tokenizer
 from logitless.train import checkpoints, recorded
 from logitless.train.bounds import memory_limit, time_limit
 from logitless.train.checkpoints import CheckpointError
@@ -42,17 +42,6 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         new = rng.choice([rng.choice(PIECES), bytes(rng.randrange(256) for _ in range(rng.randint(1, 8))), b""])
         out[at : at + width] = rng.choice([new, new, bytes(out[at : at + width]) * 2])
     return bytes(out)
-
-
-def write_tokenizer(folder: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "a": 1, "b": 2, "ab": 3}
-    folder.mkdir(exist_ok=True)
-    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[("a", "b")]))
-    built.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "chat_template": "{{ messages[0].content }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
 
 
 def write_gguf(path: Path, params: Any) -> None:
@@ -144,7 +133,9 @@ def targets(folder: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
     write_gguf(folder / "model.gguf", params)
     save_safetensors(folder / "one", MICRO, params)
     save_safetensors(folder / "shards", MICRO, params, shard_bytes=2000)
-    write_tokenizer(folder / "words")
+    (folder / "words").mkdir()
+    save_tokenizer(folder / "words")
+    (folder / "words" / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
     problems, config, template = folder / "problems.jsonl", folder / "config.yaml", folder / "template.jinja"
     problems.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?", "answer": "#### 4"}\n')
     config.write_text(as_yaml(TrainConfig()))

@@ -120,7 +120,7 @@ def _from_the_policy(t: Trainer, params: Any, lora: Any, prompts: Prompts, step:
 def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
     """A step's completions, a function of seed and step alone.
 
-    Random rollouts with RL's statistics (``bench.shapes.rl_batch``): lognormal lengths, equal rewards in every third
+    Random rollouts with RL's statistics (``lab.tools.shapes.rl_batch``): lognormal lengths, equal rewards in every third
     group.
     """
     c, rng = config, np.random.default_rng((config.seed, step))

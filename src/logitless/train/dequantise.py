@@ -2,9 +2,10 @@
 
     x = d q            Q4_0, Q5_0, Q8_0                      d, m: a float16 of the block
     x = d q + m        Q4_1, Q5_1
-    x = (d s) q        Q3_K, Q6_K                            s, t: small integers of 16 or 32 numbers of the block
-    x = (d s) q - m t  Q2_K, Q4_K, Q5_K
+    x = (d s) q        Q6_K                                  s, t: small integers of 16 or 32 numbers of the block
+    x = (d s) q - m t  Q4_K, Q5_K
 
+Files of other kinds (Q2_K, Q3_K, IQ...) are dequantised by the ``gguf`` package, on the host (gguf.py).
 All products are exact in float32 (11 bits of d, at most 7 of s, 5 of q), so that each number is rounded once, in the
 sum, and is the ``gguf`` package's to the bit, whatever a compiler contracts or reorders.
 """
@@ -47,17 +48,6 @@ def _five_bits(high: UInt8[Array, "N 4"], q: UInt8[Array, "N 16"]) -> Array:
 def _scaled(scale: Float[Array, "N G"], q: Array) -> Float[Array, "N G W"]:
     """A scale for each group of neighbouring numbers."""
     return scale[:, :, None] * q.astype(jnp.float32).reshape(*scale.shape, -1)
-
-
-def _q2_k(s: Array, q: Array, d: Array, m: Array) -> Array:
-    numbers = _scaled(d * (s & 15).astype(jnp.float32), _bits(q, 32, (0, 2, 4, 6), 3))
-    return numbers - (m * (s >> 4).astype(jnp.float32))[:, :, None]
-
-
-def _q3_k(h: Array, q: Array, s: Array, d: Array) -> Array:
-    small = _bits(s[:, :8], 8, (0, 4), 15) | (_bits(s[:, 8:], 4, (0, 2, 4, 6), 3) << 4)
-    q = _bits(q, 32, (0, 2, 4, 6), 3).astype(jnp.float32) - 4 * (1 - _bits(h, 32, range(8), 1).astype(jnp.float32))
-    return _scaled(d * (small.astype(jnp.float32) - 32), q)
 
 
 def _q6_k(q: Array, h: Array, s: Array, d: Array) -> Array:
@@ -105,8 +95,6 @@ _KINDS: dict[str, _Kind] = {
     "Q5_0": _blocks("d2 h4 q16", lambda d, h, q: d * (_five_bits(h, q) - 16)),
     "Q5_1": _blocks("d2 m2 h4 q16", lambda d, m, h, q: d * _five_bits(h, q) + m),
     "Q8_0": _blocks("d2 q32", lambda d, q: d * _signed(q)),
-    "Q2_K": _blocks("s16 q64 d2 m2", _q2_k),
-    "Q3_K": _blocks("h32 q64 s12 d2", _q3_k),
     "Q4_K": _blocks("d2 m2 s12 q128", lambda d, m, s, q: _with_mins(d, m, s, _bits(q, 32, (0, 4), 15))),
     "Q5_K": _blocks("d2 m2 s12 h32 q128", _q5_k),
     "Q6_K": _blocks("q128 h64 s16 d2", _q6_k),
