@@ -136,21 +136,20 @@ def test_masked_tokens_and_other_cotangents() -> None:
     y, want, backend = jnp.asarray(case.targets), Wanted(hidden=True, weight=True), PallasTpu()
     g = tuple(np.where(live, x, 0).astype(np.float32) for x in cotangents(rng, (n,)))
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def gradients(kept: int, only_logp: bool, h: Any, w: Any, g: Any) -> Any:
-        p = dataclasses.replace(
-            head_problem(h, w, y, transform=LogitTransform(), interpret=True), live=jnp.asarray(live)
-        ).calling(kept=kept)
+    alone = (g[0], np.zeros_like(g[0]), np.zeros_like(g[0]))
+
+    @jax.jit
+    def gradients(h: Any, w: Any) -> Any:
+        p = head_problem(h, w, y, transform=LogitTransform(), interpret=True)
+        p = dataclasses.replace(p, live=jnp.asarray(live)).calling(kept=256)
         out, _, residual = backend.forward(p, want)
-        assert residual is not None and (residual.kept is not None) == (kept > 0)
-        zero = jnp.zeros_like(g[0])
-        of = StatCotangents(g[0], zero, zero) if only_logp else StatCotangents(*g)
-        found = backend.backward(p, want, out, of, residual, only_logp)
-        return found.hidden, found.head.weight
+        assert residual is not None and residual.kept is not None
+        both = (StatCotangents(*map(jnp.asarray, of)) for of in (alone, g))
+        found = [backend.backward(p, want, out, of, residual, k == 0) for k, of in enumerate(both)]
+        return [(f.hidden, f.head.weight) for f in found]
 
     plain = HeadStatics("plain", "vh", None, None, "float32")
-    for only_logp, of in ((True, (g[0], np.zeros_like(g[0]), np.zeros_like(g[0]))), (False, g)):
-        dh, dw = gradients(256, only_logp, h, w, g)
+    for (dh, dw), of in zip(gradients(h, w), (alone, g), strict=True):
         _, (plain_dh, plain_dw) = run_head(plain, (h, w), y, of, {"mask": live})
         _, (true_dh, true_dw, _) = head_truth(case, of, layout="vh", mask=live)
         assert_contract("dH", dh, plain_dh, true_dh)
