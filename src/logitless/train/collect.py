@@ -118,11 +118,8 @@ def _from_the_policy(t: Trainer, params: Any, lora: Any, prompts: Prompts, step:
 
 
 def random_rollouts(config: TrainConfig, vocab: int, step: int) -> Rollouts:
-    """A step's completions, a function of seed and step alone.
-
-    Random rollouts with RL's statistics (``lab.tools.shapes.rl_batch``): lognormal lengths, equal rewards in every third
-    group.
-    """
+    """A step's completions with RL's statistics (``lab.tools.shapes.rl_batch``), a function of seed and step alone:
+    lognormal lengths, equal rewards in every third group."""
     c, rng = config, np.random.default_rng((config.seed, step))
     rows, width = c.train.prompts_per_step * c.train.group_size, c.rollout.max_completion_tokens
     prompt = rng.integers(0, vocab, (rows // c.train.group_size, c.rollout.max_prompt_tokens), dtype=np.int32)
