@@ -3,6 +3,7 @@ CPU: against float64, with several chunks of tokens and slabs, and a ragged end 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import logitless as L
 from ahead_of_time import ROOT, answer_of, needs_libtpu
@@ -164,6 +166,26 @@ def test_a_loss_with_a_frozen_head_and_only_its_bias() -> None:
         np.testing.assert_array_equal(jax.jit(jax.grad(loss, wrt))(*args), everything[wrt])
 
 
+@pytest.mark.parametrize("head", [None, PartitionSpec("x", None)], ids=["tokens", "FSDP"])
+def test_over_a_mesh(head: PartitionSpec | None) -> None:
+    """Every device sweeps its own tokens, over a gathered head or its own; dW is summed over devices."""
+    (h, w), (th, tw) = states(8, H, vocab=212, n=320), states(9, H2, vocab=212, n=320)
+    h, th, mask = h.reshape(4, 80, H), th.reshape(4, 80, H2), np.random.default_rng(1).random((4, 80)) < 0.7
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    over = L.Sharding(mesh, tokens=PartitionSpec("x"), **({} if head is None else dict(head=head)))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(h: Any, w: Any, sharding: L.Sharding | None) -> Any:
+        def loss(h: Any, w: Any) -> Any:
+            return L.linear_distillation_loss(h, L.Head(w), th, L.Head(tw), mask=mask, sharding=sharding)[0]
+
+        return jax.value_and_grad(loss, (0, 1))(h, w)
+
+    assert "slabs" in L.explain(L.linear_distillation_loss, h, L.Head(w), th, L.Head(tw), sharding=over).way
+    for got, want in zip(jax.tree.leaves(run(h, w, over)), jax.tree.leaves(run(h, w, None)), strict=True):
+        assert_near(got, f64(want), "over a mesh", 2e-6)
+
+
 def test_sixteen_bits_are_as_good_as_whole_rows() -> None:
     """bfloat16 models: errors at most 1.5 times those of the chunks that hold whole rows."""
     (h, w), (th, tw) = states(5, H), states(6, H2)
@@ -192,9 +214,10 @@ def test_explain_says_what_serves_a_call() -> None:
     assert "slabs of columns: a head has LoRA" in L.explain(L.linear_distillation_loss, h, lora, h, w).way
     rows = L.explain(L.linear_distillation_loss, h, w, h, w, options=L.Options(chunk_size=16))
     assert rows.tiles["chunk"] == 16 and "slabs of columns: chunk_size= cuts tokens" in rows.way
-    small = L.Options(memory_budget=40_000)
     with mock.patch.object(column_slabs, "COLUMNS", 1024):
-        assert L.explain(L.linear_distillation_loss, h, w, h, w, options=small).tiles["slab"] == 128
+        cut, less = (L.explain(L.linear_distillation_loss, h, w, h, w, options=L.Options(memory_budget=b))
+                     for b in (110_000, 90_000))  # fmt: skip
+    assert cut.tiles["slab"] == 128 and "more than memory_budget=90,000" in less.way
     with mock.patch.object(chunk_size, "platform", return_value="gpu"):
         assert L.explain(L.linear_divergence, h, w, h, w, options=L.Options(backend="chunked")).tiles["chunk"]
 

@@ -67,9 +67,11 @@ def tiles_of(p: Problem[Linear]) -> tuple[int, int]:
 
 
 def bytes_of(p: Problem[Linear], chunk: int, slab: int) -> int:
-    """Beside inputs and outputs, without a mask."""
+    """Beside inputs and outputs."""
     width, logit, own = p.h.shape[1], jnp.dtype(p.call.logits_dtype).itemsize, jnp.dtype(p.h.dtype).itemsize
-    return (2 * logit + own) * chunk * slab + 4 * p.n * width + (4 * slab * width if chunk < p.n else 0)
+    assert p.teacher is not None and isinstance(p.teacher.source, Linear)
+    in_order = 0 if p.live is None else p.n * (width + p.teacher.source.hidden.shape[1]) * own
+    return (2 * logit + own) * chunk * slab + 4 * p.n * width + (4 * slab * width if chunk < p.n else 0) + in_order
 
 
 def some_columns(head: HeadArrays, start: Array | int, size: int) -> HeadArrays:
@@ -292,16 +294,19 @@ class ColumnSlabs(PlainJax):
         """Why whole rows of a chunk serve a call instead."""
         if p.teacher is None:
             return "there is no teacher"
+        if not isinstance(p.teacher.source, Linear):
+            return "the teacher's logits are given"
         if p.teacher.divergence == "jsd":
             return "JSD needs both logsumexps first"
         if p.more_ids is not None:
             return f"they have no {p.more_ids}"
         if p.call.chunk_size is not None:
             return "chunk_size= cuts tokens, and asks for whole rows of them"
+        budget, least = p.call.memory_budget, bytes_of(p, *tiles_of(p))
+        if budget is not None and least > budget:
+            return f"dH in float32 and a narrow slab take {least:,} bytes, more than memory_budget={budget:,}"
         if split.vocabulary > 1:
             return "a device has a part of the vocabulary only"
-        if not isinstance(p.teacher.source, Linear):
-            return "the teacher's logits are given"
         if p.head.lora_a is not None or p.teacher.source.head.lora_a is not None:
             return "a head has LoRA"
         return None
