@@ -136,22 +136,14 @@ def gpu_sparse() -> list[Case]:
 def gpu_distill() -> list[Case]:
     """Distillation losses and the exact KL to a reference: dense forms, the library's own, few live tokens; on data of
     a trained policy's kind the sparse backward beside them."""
-    row_kernels = dict(backend="mosaic_gpu", head_grad_dtype="param")
-    arms: dict[str, Any] = {
-        "row kernels": dict(of="default", options=row_kernels, against="strong/f32"),
-        "row kernels, forward_kl": dict(
-            of="default", options=row_kernels, objective=dict(divergence="forward_kl"),
-            against="strong/f32, forward_kl"),
-        "default, a quarter live": dict(of="default", batch=dict(live=0.25), against="strong/f32"),
-    }  # fmt: skip
+    arms: dict[str, Any] = {"default, a quarter live": dict(of="default", batch=dict(live=0.25), against="strong/f32")}
     for kind in ("forward_kl", "jsd"):
         for base in ("strong", "strong/f32", "default"):
             against = {} if base != "default" else dict(against=f"strong/f32, {kind}")
             arms[f"{base}, {kind}"] = dict(of=base, objective=dict(divergence=kind), **against)
     gates: dict[str, Any] = {
         "reverse KL: time / strong, f32": ("time", "default", "strong/f32", 0.95),
-        "reverse KL by row kernels: time / strong, f32": ("time", "row kernels", "strong/f32", 0.95),
-        "reverse KL by row kernels: memory / strong, f32": ("memory", "row kernels", "strong/f32", 0.15),
+        "reverse KL: memory / strong, f32": ("memory", "default", "strong/f32", 0.15),
         "forward KL: time / strong, f32": ("time", "default, forward_kl", "strong/f32, forward_kl", 0.95),
         "JSD: time / strong, f32": ("time", "default, jsd", "strong/f32, jsd", 0.95),
         "reverse KL: time / TRL": ("time", "default", f"{PEERS}trl, reverse_kl", 0.65),
@@ -163,8 +155,6 @@ def gpu_distill() -> list[Case]:
     few = dict(sparse_backward="auto", chunk_size=256)  # few rows of logits
     sparse: dict[str, Any] = {
         "kernel, sparse backward": dict(asked, against="strong/f32"),
-        "row kernels, sparse backward": dict(
-            of="default", options=dict(row_kernels, sparse_backward="auto"), against="strong/f32"),
         "default, sparse backward": dict(of="default", options=dict(sparse_backward="auto"), against="strong/f32"),
         "default, sparse backward, 256 tokens": dict(of="default", options=few, against="strong/f32"),
         "kernel, sparse backward, forward_kl": dict(
