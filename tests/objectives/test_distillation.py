@@ -29,12 +29,13 @@ def test_choices_are_structure_and_numbers_are_leaves() -> None:
     for change in (
         {"divergence": "reverse_kl", "mix": None},
         {"temperature_squared": True},
+        {"overlap": True},
         {"hard_weight": 0.1},
         {"aggregation": "grpo"},
         {"outside": "renormalised"},
     ):
         assert jax.tree.structure(o.replace(**change)) != tree
-    assert {"divergence", "outside", "temperature_squared", "aggregation", "count_rows"} == STATIC
+    assert {"divergence", "outside", "temperature_squared", "overlap", "aggregation", "count_rows"} == STATIC
 
 
 def test_it_is_frozen_hashable_and_pickles_and_shows_what_differs() -> None:
