@@ -347,6 +347,11 @@ def _columns(name: str, given: Arguments, width: int, of: str) -> int:
     return columns
 
 
+def _asked(given: Arguments) -> Arguments:
+    """Options that a :class:`Call` has by the same names, as far as the call's level has them."""
+    return {k: given[k] for k in ("backend", "chunk_size", "memory_budget", "interpret") if k in given}
+
+
 def _head_problem(name: str, given: Arguments, is_loss: bool) -> Problem:
     hidden = validation.float_array(name, "hidden", given["hidden"])
     weight = validation.float_array(name, "lm_head", given["lm_head"])
@@ -370,17 +375,8 @@ def _head_problem(name: str, given: Arguments, is_loss: bool) -> Problem:
     if given["head_grad_dtype"] not in ("float32", "param"):
         raise ValueError(f"{name}: head_grad_dtype={shown(given['head_grad_dtype'])}, expected 'float32' or 'param'.")
     tolerance, mass = tolerance_of(name, given["sparse_backward"], hidden.dtype)
-    call = Call(
-        name,
-        columns,
-        backend=given["backend"],
-        chunk_size=given["chunk_size"],
-        memory_budget=given["memory_budget"],
-        mass=mass,
-        logits_dtype=logits_dtype_of(name, given["logits_dtype"]),
-        sum_head_grad_in=given["head_grad_dtype"],
-        interpret=given["interpret"],
-    )
+    dtype, sum_in = logits_dtype_of(name, given["logits_dtype"]), given["head_grad_dtype"]
+    call = Call(name, columns, mass=mass, logits_dtype=dtype, sum_head_grad_in=sum_in, **_asked(given))
     return Problem(Linear(hidden, head), targets, transform, live, tolerance, call=call)
 
 
@@ -393,14 +389,7 @@ def _logits_problem(name: str, given: Arguments, is_loss: bool) -> Problem[Given
     transform = _transform(name, given, shape)
     if given["bwd_impl"] not in ("pallas", "jax"):
         raise ValueError(f"{name}: bwd_impl={shown(given['bwd_impl'])}, expected 'pallas' or 'jax'.")
-    call = Call(
-        name,
-        columns,
-        backend=given["backend"],
-        interpret=given["interpret"],
-        donate=given["donate_logits"],
-        bwd_impl=given["bwd_impl"],
-    )
+    call = Call(name, columns, donate=given["donate_logits"], bwd_impl=given["bwd_impl"], **_asked(given))
     return Problem(Given(logits), targets, transform, live, call=call)
 
 
