@@ -40,6 +40,13 @@ def _place(path: str | Path) -> Path:
     return Path(path) if len(Path(path).parts) > 1 else RESULTS / path
 
 
+def wait_for(path: str) -> None:
+    """Everything is compiled: wait for the file, if one is named, that is there when the device is free to be timed."""
+    say("timing")
+    while path and not Path(path).exists():
+        time.sleep(0.5)
+
+
 def read(path: str | Path) -> dict[str, Any]:
     """The record of a file; empty if there is none."""
     path = _place(path)
