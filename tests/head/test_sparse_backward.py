@@ -26,6 +26,7 @@ from logitless.core.stats import LogitTransform, StatCotangents
 from logitless.head.chunked import Chunked
 from logitless.head.sparse import active_columns as columns
 from logitless.head.sparse import gather
+from logitless.head.sparse.backend import Sparse
 from loss_cases import token_stats
 from numerics import HeadCase as Case
 from numerics import HeadStatics, assert_same_bits, cotangents, f64, head_truth, run_head, three
@@ -454,7 +455,7 @@ def test_the_only_shard_of_a_vocabulary_finds_the_columns_of_a_whole() -> None:
     """From known statistics, its logits made again; which rows are hard is left to the caller."""
     case = calibrated(jnp.float32)
     h, w = case.parameters()
-    own, want = backend.Sparse(Chunked()), Wanted(hidden=True, weight=True)
+    own, want = Sparse(Chunked()), Wanted(hidden=True, weight=True)
 
     @jax.jit
     def both(h: Any, w: Any, y: Any) -> Any:
