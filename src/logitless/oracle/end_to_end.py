@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from logitless.oracle.linear import HeadLayout, linear_token_stats, linear_token_stats_vjp
+from logitless.oracle.linear import linear_token_stats, linear_token_stats_vjp
 from logitless.oracle.losses import policy_loss_grad
+from logitless.oracle.rows import HeadLayout
 from logitless.oracle.token_stats import Floats, token_stats, token_stats_vjp
 
 if TYPE_CHECKING:

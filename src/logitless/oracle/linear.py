@@ -11,36 +11,11 @@ does not reach the head's gradient.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from logitless.oracle.token_stats import (
-    Floats,
-    TokenStats,
-    live_tokens,
-    no_stats,
-    per_token,
-    row_blocks,
-    to_float64,
-    token_stats,
-    token_stats_vjp,
-)
-
-HeadLayout = Literal["vh", "hv"]
-
-
-def head_matrix(
-    lm_head: ArrayLike, bias: ArrayLike | None, head_layout: HeadLayout, vocab_size: int | None
-) -> tuple[Floats, Floats]:
-    """The head as ``W [V, H]`` and its bias ``[V]`` (zeros for none), cut to the first ``vocab_size`` columns."""
-    if head_layout not in ("vh", "hv"):
-        raise ValueError(f"head_layout={head_layout!r} is not known; expected 'vh' or 'hv'.")
-    raw = np.asarray(lm_head)
-    w = to_float64((raw if head_layout == "vh" else raw.T)[:vocab_size])
-    b = np.zeros(len(w)) if bias is None else to_float64(np.asarray(bias)[:vocab_size])
-    return w, b
+from logitless.oracle.rows import HeadLayout, linear_rows
+from logitless.oracle.token_stats import Floats, Ints, TokenStats, no_stats, per_token, token_stats, token_stats_vjp
 
 
 def linear_token_stats(
@@ -57,16 +32,15 @@ def linear_token_stats(
     head_layout: HeadLayout = "vh",
 ) -> TokenStats:
     """Statistics of ``hidden [..., H]`` under the head at ``targets [...]``; options as :func:`token_stats`."""
-    y = np.asarray(targets).astype(np.int64)
-    h, flat_y = np.asarray(hidden), y.reshape(-1)
-    h = h.reshape(-1, h.shape[-1])
-    w, b = head_matrix(lm_head, bias, head_layout, vocab_size)
-    tau = per_token(temperature, y.shape, 1.0)
-
-    fields = no_stats(flat_y.size)
-    for i in row_blocks(live_tokens(mask, y.shape), len(w)):
-        logits = to_float64(h[i]) @ w.T + b
-        stats = token_stats(logits, flat_y[i], temperature=tau[i], softcap=softcap, scale=scale)
+    y, rows = (
+        np.asarray(targets).astype(np.int64),
+        linear_rows(
+            hidden, lm_head, bias=bias, head_layout=head_layout, scale=scale, softcap=softcap, vocab_size=vocab_size
+        ),
+    )
+    flat_y, tau, fields = y.reshape(-1), rows.temperatures(temperature), no_stats(y.size)
+    for i in rows.blocks(rows.live(mask)):
+        stats = token_stats(rows.raw(i), flat_y[i], temperature=tau[i], softcap=softcap, scale=scale)
         for name, values in fields.items():
             values[i] = getattr(stats, name)
     return TokenStats(**{name: values.reshape(y.shape) for name, values in fields.items()})
@@ -89,23 +63,18 @@ def linear_token_stats_vjp(
     head_layout: HeadLayout = "vh",
 ) -> tuple[Floats, Floats, Floats | None]:
     """``(dhidden, dlm_head, dbias)`` in the shapes of the inputs; ``dbias`` is ``None`` without a bias."""
-    y = np.asarray(targets).astype(np.int64)
-    raw_h, flat_y = np.asarray(hidden), y.reshape(-1)
-    h = raw_h.reshape(-1, raw_h.shape[-1])
-    w, b = head_matrix(lm_head, bias, head_layout, vocab_size)
-    tau = per_token(temperature, y.shape, 1.0)
-    gl, gh, gz = (per_token(g, y.shape, 0.0) for g in (g_logp, g_entropy, g_lse))
+    flat_y, rows = (
+        np.asarray(targets).astype(np.int64).reshape(-1),
+        linear_rows(
+            hidden, lm_head, bias=bias, head_layout=head_layout, scale=scale, softcap=softcap, vocab_size=vocab_size
+        ),
+    )
+    tau = rows.temperatures(temperature)
+    gl, gh, gz = (per_token(g, rows.shape, 0.0) for g in (g_logp, g_entropy, g_lse))
 
-    dhidden = np.zeros(h.shape)
-    columns = np.asarray(lm_head).shape[0 if head_layout == "vh" else 1]
-    dw, db = np.zeros((columns, h.shape[1])), np.zeros(columns)
-    live = live_tokens(mask, y.shape)
-    for i in row_blocks(live & ((gl != 0) | (gh != 0) | (gz != 0)), len(w)):
-        block = to_float64(h[i])
-        dx = token_stats_vjp(
-            block @ w.T + b, flat_y[i], gl[i], gh[i], gz[i], temperature=tau[i], softcap=softcap, scale=scale
-        )
-        dhidden[i] = dx @ w
-        dw[: len(w)] += dx.T @ block
-        db[: len(w)] += dx.sum(axis=0)
-    return dhidden.reshape(raw_h.shape), dw if head_layout == "vh" else dw.T, None if bias is None else db
+    def dz(i: Ints) -> Floats:
+        return token_stats_vjp(rows.transformed(i, tau[i]), flat_y[i], gl[i], gh[i], gz[i])
+
+    found = rows.pull_back(temperature, rows.live(mask) & ((gl != 0) | (gh != 0) | (gz != 0)), dz)
+    assert found.head is not None
+    return found.inputs, found.head, found.bias

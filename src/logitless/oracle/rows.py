@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitless.oracle.linear import HeadLayout, head_matrix
 from logitless.oracle.token_stats import (
     Bools,
     Floats,
@@ -29,6 +28,8 @@ from logitless.oracle.token_stats import (
     to_float64,
     transformed,
 )
+
+HeadLayout = Literal["vh", "hv"]
 
 
 class Gradients(NamedTuple):
@@ -148,7 +149,9 @@ def linear_rows(
     vocab_size: int | None = None,
 ) -> Rows:
     """Rows of ``hidden [..., H]`` under the head ``[V, H]`` (``"vh"``) or ``[H, V]`` (``"hv"``)."""
-    weight, _ = head_matrix(lm_head, None, head_layout, None)
+    if head_layout not in ("vh", "hv"):
+        raise ValueError(f"head_layout={head_layout!r} is not known; expected 'vh' or 'hv'.")
+    weight = to_float64(lm_head if head_layout == "vh" else np.asarray(lm_head).T)
     there = len(weight)
     rows = Rows(
         np.asarray(hidden),
