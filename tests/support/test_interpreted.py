@@ -25,6 +25,7 @@ def program(x: jax.Array, steps: jax.Array, at: jax.Array, key: jax.Array) -> di
         "towards zero": (jax.lax.div(whole, jnp.full_like(whole, 3)), jax.lax.rem(whole, jnp.full_like(whole, 3))),
         "scanned backwards": jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x, reverse=True),
         "branches": [jax.lax.switch(at - i, [jnp.sin, jnp.cos, jnp.tanh], x) for i in range(5, 10)],
+        "two sums at once": jax.lax.reduce((x, x * x), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,)),
         "random": jax.random.normal(jax.random.split(key)[1], (3,)),
         "rounded": jnp.dot(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
     }
