@@ -34,7 +34,15 @@ from logitless.head.mosaic_gpu.backend import MosaicGpu
 from logitless.head.mosaic_gpu.column_screen import Screened, slab_rule
 from logitless.head.mosaic_gpu.kernels import stats_matmul
 from logitless.head.mosaic_gpu.stored_dx import exact_form
-from logitless.head.sparse.active_columns import Columns, Rule, SparseReport, blank_report, chunk_report, in_words
+from logitless.head.sparse.active_columns import (
+    Columns,
+    Rule,
+    SparseReport,
+    blank_report,
+    chunk_report,
+    dense_report,
+    in_words,
+)
 from logitless.head.sparse.gather import Known, Ordered, head_columns, in_order, mass_beside, misses, some, without
 
 _LEAST_TOLERANCE = 2.0**-12
@@ -124,9 +132,7 @@ class ScreenedSparse(Around[Problem, Wanted]):
 
         def exact() -> tuple[TokenStats, SparseReport, Gradients]:
             out, _, total = exact_form(p).gradients_in_forward(p, want, loss)
-            g, nothing = loss.cotangents(out), jnp.zeros((p.n,), jnp.float32)
-            none = Columns(jnp.zeros((0,), jnp.int32), jnp.int32(0), jnp.asarray(True), nothing)
-            return out, _report(p, want, out, g, none, g.any_nonzero()), total
+            return out, dense_report(p.head, loss.cotangents(out).any_nonzero()), total
 
         if p.call.memory_budget is None:  # no room for the logits that the exact path keeps
             return sparse()

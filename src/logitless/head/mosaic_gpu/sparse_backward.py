@@ -33,9 +33,6 @@ sparse at all, all tokens go through all columns, in the order of the vocabulary
     dH      in float32, added up in two numbers of its own dtype, the sum and what it lacks             M c / V
     dW      of these columns, over all tokens: summed in float32, and rounded once                      M c / V
 
-A policy that is not sparse costs four matmuls, with that of the statistics, where the exact path, which keeps logits,
-takes three.
-
     bytes   At T = 8192, H = 4096, V = 151936: first h in order (64 MiB; the screen's bits are in the dW buffer). Then h
             and the gathered columns of the head (64 + 68). Then these and dH in float32 (68 + 152), h and dW_K
             (76 + 68), dW_K and the dx of hard rows with their dH in parts (68 + 111 + 16). h is gathered twice, before

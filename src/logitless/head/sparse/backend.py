@@ -152,67 +152,58 @@ class Sparse(Around[Problem, Wanted]):
 
     def gradients_in_forward(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
         """:meth:`Chunked.gradients_in_forward` within the tolerance."""
-        if p.teacher is not None:
-            return self._beside_a_teacher(p, want, loss)
-        rule = chunk_rule(p.head.vocab, want.matmuls)
-        moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
-        common = mean_row(rule, p) if want.hidden else None
-
-        def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> PyTree:
-            out, total, report = carry
-            part, x = chunk_of(visit, p)
-            own = visit.loss(loss, p.n)
-            part = part.counting(own)
-
-            def look(_: None) -> tuple[TokenStats, StatCotangents, Columns]:
-                stats = self.own.row_statistics(x, part)
-                g = own.cotangents(stats)
-                miss = misses(p.tolerance, stats, g, p.call.vocab_size)
-                return stats, g, columns_of.find(rule, x, part, stats, g.any_nonzero(), miss)
-
-            stats, g, found = once(~self._flat(rule, x, part, own), look, _unseen(rule, part))
-            miss = misses(p.tolerance, stats, g, p.call.vocab_size)
-            hard = g.any_nonzero() & miss(found.left_out) & ~found.dense
-            easy = Known(stats, without(g, hard))
-            start = None if common is None else in_their_place(common, found.left_out, easy.g, part.transform)
-            chunk = add_slabs(
-                rule, rule.slabs(found.count), found.index, lambda index, _: take_logits(x, index), part,
-                easy, Gradients(start, total.head),
-            )  # fmt: skip
-            total = _put(visit, total, chunk)
-            stats, g, total = once_dense(self.own, found.dense, visit, x, part, own, (stats, g, total))
-            report = noted(visit, report, chunk_report(rule, p.head, found, g.any_nonzero(), hard))
-            return visit.put_all(out, stats), total, report
-
-        start = (blank_stats(p.n), no_gradients(p, want), blank_report(p.n))
-        out, total, report = moving.run(body, start)
-        out = self.own.sweep_statistics(p, rest, out)
-        return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))
-
-    def _beside_a_teacher(self, p: Problem, want: Wanted, loss: Loss) -> tuple[TokenStats, SparseReport, Gradients]:
-        """:meth:`gradients_in_forward` for a call with a teacher: dx for all columns, matmuls over the active columns
-        (``dx_columns.py``)."""
         rule = chunk_rule(p.head.vocab, want.matmuls, p.stages)
         moving, rest = split_sweep(loss.inputs.mask, loss.may_move(), p.call.chunk)
         common = mean_row(rule, p) if want.hidden else None
+        add = self._add_chunk if p.teacher is None else self._add_chunk_beside_a_teacher
 
         def body(visit: Visit, carry: tuple[TokenStats, Gradients, SparseReport]) -> PyTree:
             out, total, report = carry
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
-            part = part.counting(own)
-            stats, dx = self.own.row_statistics_and_dx(x, part, own, dx_dtype_of(x, p, total))
-            rows = own.cotangents(stats).any_nonzero()
-            found = dx_columns.find(rule, dx, part, rows)
-            total = _put(visit, total, dx_columns.add_columns(rule, found, dx, part, common, total))
-            total = once(found.columns.dense, lambda state: add_chunk(visit, state, dx, part), total)
-            report = noted(visit, report, chunk_report(rule, p.head, found.columns, rows, found.hard))
-            return visit.put_all(out, stats), total, report
+            stats, total, more = add(rule, common, visit, part.counting(own), x, own, total)
+            return visit.put_all(out, stats), total, noted(visit, report, more)
 
         start = (p.blank_stats(), no_gradients(p, want), blank_report(p.n))
         out, total, report = moving.run(body, start)
         out = self.own.sweep_statistics(p, rest, out)
         return out, report, finished(p, self._add_hard(p, report.hard, out, loss.cotangents(out), total))
+
+    def _add_chunk(
+        self, rule: Rule, common: Array | None, visit: Visit, p: Problem, x: Array, loss: Loss, total: Gradients
+    ) -> tuple[TokenStats, Gradients, SparseReport]:
+        """``(statistics, total with the gradients, report)`` of a chunk ``p`` with logits ``x``, but for its hard
+        rows."""
+
+        def look(_: None) -> tuple[TokenStats, StatCotangents, Columns]:
+            stats = self.own.row_statistics(x, p)
+            g = loss.cotangents(stats)
+            miss = misses(p.tolerance, stats, g, p.call.vocab_size)
+            return stats, g, columns_of.find(rule, x, p, stats, g.any_nonzero(), miss)
+
+        stats, g, found = once(~self._flat(rule, x, p, loss), look, _unseen(rule, p))
+        miss = misses(p.tolerance, stats, g, p.call.vocab_size)
+        hard = g.any_nonzero() & miss(found.left_out) & ~found.dense
+        easy = Known(stats, without(g, hard))
+        start = None if common is None else in_their_place(common, found.left_out, easy.g, p.transform)
+        chunk = add_slabs(
+            rule, rule.slabs(found.count), found.index, lambda index, _: take_logits(x, index), p,
+            easy, Gradients(start, total.head),
+        )  # fmt: skip
+        total = _put(visit, total, chunk)
+        stats, g, total = once_dense(self.own, found.dense, visit, x, p, loss, (stats, g, total))
+        return stats, total, chunk_report(rule, p.head, found, g.any_nonzero(), hard)
+
+    def _add_chunk_beside_a_teacher(
+        self, rule: Rule, common: Array | None, visit: Visit, p: Problem, x: Array, loss: Loss, total: Gradients
+    ) -> tuple[TokenStats, Gradients, SparseReport]:
+        """The same with a teacher: dx for all columns, matmuls over the active columns (``dx_columns.py``)."""
+        stats, dx = self.own.row_statistics_and_dx(x, p, loss, dx_dtype_of(x, p, total))
+        rows = loss.cotangents(stats).any_nonzero()
+        found = dx_columns.find(rule, dx, p, rows)
+        total = _put(visit, total, dx_columns.add_columns(rule, found, dx, p, common, total))
+        total = once(found.columns.dense, lambda state: add_chunk(visit, state, dx, p), total)
+        return stats, total, chunk_report(rule, p.head, found.columns, rows, found.hard)
 
     def _flat(self, rule: Rule, x: Array, p: Problem, loss: Loss) -> Array:
         """Whether a few of the chunk's rows show that it is dense, cotangents known."""

@@ -221,6 +221,14 @@ def _drain(lag: int, last: Array, refill: Callable[[Array], None]) -> None:
         pl.when(q >= 0)(functools.partial(refill, q))
 
 
+def _load_further(sweep: Sweep, row: Array, after: Array, tile: Array, slot: Array) -> None:
+    """Start copying a ``tile`` of ``row`` into ``slot``; behind the row's last tile, one of the row ``after``."""
+    inside = tile < sweep.count
+    pl.when(inside)(lambda: sweep.load(row, tile, slot))
+    another = jnp.logical_and(jnp.logical_not(inside), after < sweep.shape.rows)
+    pl.when(another)(lambda: sweep.load(after, tile - sweep.count, slot))
+
+
 def statistics(o: Operands, sm: Shared) -> None:
     """One sweep over a plain ring of slots that runs on across rows."""
     shape, t = o.shape, o.tiles
@@ -241,12 +249,7 @@ def statistics(o: Operands, sm: Shared) -> None:
             sweep.hide_target(j, slot, target.hide)
             sums = sweep.accumulate(j, slot, Lanes(*leaves), target.hide)
             plgpu.commit_smem()  # everybody has read the slot
-            further = j + slots
-            inside = further < sweep.count
-            pl.when(inside)(lambda: sweep.load(r, further, slot))
-            pl.when(jnp.logical_and(jnp.logical_not(inside), after < shape.rows))(
-                lambda: sweep.load(after, further - sweep.count, slot)
-            )
+            _load_further(sweep, r, after, j + slots, slot)
             return sums.leaves()
 
         sums = lax.fori_loop(jnp.int32(0), sweep.count, tile, Lanes.empty(t.lanes, sweep.layout).leaves())
@@ -274,12 +277,7 @@ def gradient(o: Operands, sm: Shared) -> None:
 
         def refill(j: Array) -> None:
             slot = lax.rem(base + j, slots)
-            further = j + slots
-            inside = further < sweep.count
-            pl.when(inside)(lambda: sweep.load(r, further, slot))
-            pl.when(jnp.logical_and(jnp.logical_not(inside), after < shape.rows))(
-                lambda: sweep.load(after, further - sweep.count, slot)
-            )
+            _load_further(sweep, r, after, j + slots, slot)
 
         def tile(j: Array) -> None:
             slot = lax.rem(base + j, slots)
