@@ -22,7 +22,7 @@ from logitless.core.problem import Gradients, HeadArrays, HeadGrads, Linear, Pro
 from logitless.core.pytree import register, static
 from logitless.core.row_passes import Visit, order_by_rank
 from logitless.head.mosaic_gpu.kernels import dynamic_matmul
-from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Rows, columns_dx
+from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Region, Rows, columns_dx
 from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TILE_K, TOKENS, Slots, Visits, all_of, tile_count
 from logitless.head.sparse.active_columns import Rule
 from logitless.head.sparse.gather import Ordered
@@ -360,4 +360,4 @@ def _dlogits_elsewhere(p: Problem, h: Array, rows: Rows, active: Array, here: Ar
     across = tile_count(vocab, COLUMNS)
     place = Slots(lax.empty((tile_count(len(h), TOKENS) * across * TOKENS, COLUMNS), h.dtype), 0, across)
     visits = all_of(len(h), vocab, here, vocab)
-    return place.of(columns_dx(p, place, h, rows, target, p.head, others, visits)[0])
+    return place.of(columns_dx(p, place, h, rows, target, Region(p.head, others, visits))[0])

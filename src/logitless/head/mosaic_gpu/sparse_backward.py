@@ -55,7 +55,7 @@ from logitless.core.shapes import PyTree
 from logitless.head.mosaic_gpu import column_screen, dweight_buffer
 from logitless.head.mosaic_gpu.column_screen import Screened
 from logitless.head.mosaic_gpu.dweight_buffer import DweightBuffer, Hard, Live, Sizes, can_add, hard_rows
-from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Rows, columns_dx_of, rows_of
+from logitless.head.mosaic_gpu.kernels.dlogits_matmul import Region, Rows, columns_dx_of, rows_of
 from logitless.head.mosaic_gpu.kernels.schedule import COLUMNS, TOKENS, Slots, Visits, all_of, tile_count
 from logitless.head.sparse.active_columns import Rule
 from logitless.head.sparse.gather import (
@@ -194,7 +194,7 @@ def _dlogits(task: Task, active: Active, place: Slots, h: Array, rows: Rows, vis
     columns."""
     at = jnp.arange(active.index.size, dtype=jnp.int32)
     counts = (at > 0) & (at < active.live.columns)
-    return columns_dx_of(task.p, place, h, rows, active.index, active.part, counts, visits)
+    return columns_dx_of(task.p, place, h, rows, active.index, Region(active.part, counts, visits))
 
 
 def _dlogits_of_hard(task: Task, active: Active, buffer: DweightBuffer, hard: Hard, rows: Rows) -> Array:
@@ -394,7 +394,7 @@ def _chunk_gradients(
     visits = live.visits(sizes)
     counts = chunk.there & (chunk.columns < p.call.vocab_size)
     slots = state.buffer.holding(dx).chunk(chunk.slot, chunk.tiles)
-    dx, mass = columns_dx_of(p, slots, f.hidden_of(every), rows, chunk.columns, part, counts, visits)
+    dx, mass = columns_dx_of(p, slots, f.hidden_of(every), rows, chunk.columns, Region(part, counts, visits))
     both = live.with_hard(sizes, visits)
     if hidden is not None:
         half = dweight_buffer.dhidden(f, slots.of(dx), part, live, both, sizes, f.place)

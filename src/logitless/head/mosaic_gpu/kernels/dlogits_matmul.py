@@ -134,35 +134,39 @@ def _compute(m: Running, refs: _Refs) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def columns_dx(
-    p: Problem, place: Slots, h: Array, rows: Rows, target: Array, part: HeadArrays, counts: Array, visits: Visits
-) -> tuple[Array, Array]:
-    """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of the tokens of ``rows``,
-    whose hidden states are the first of ``h``, in the columns of ``part`` that ``counts [K]`` (bool); zero in the
-    others. ``p`` holds the values shared by all tokens.
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Where dx is computed."""
 
-    ``target [N]``: the column of each row's target in ``part``, -1 where that is none which counts. Only ``visits``
-    are computed: the mass is that of the columns that a row's tile visits. However many tokens they are, it is one
-    kernel for all calls with the same ``h``, ``part`` and array.
+    part: HeadArrays  # of the head: K columns
+    counts: Array  # [K] bool; dx is zero in the other columns
+    visits: Visits  # tiles of tokens and columns
+
+
+def columns_dx(p: Problem, place: Slots, h: Array, rows: Rows, target: Array, region: Region) -> tuple[Array, Array]:
+    """``(dx in the operands' dtype, in the array of place; mass that each row has [N])`` of the tokens of ``rows``,
+    whose hidden states are the first of ``h``, in the columns of a region. ``p`` holds the values shared by all tokens.
+
+    ``target [N]``: the column of each row's target in the region's part, -1 where that is none which counts. Only
+    visited tiles are computed: the mass is that of the columns that a row's tile visits. However many tokens they are,
+    it is one kernel for all calls with the same ``h``, part and array.
     """
+    part, visits = region.part, region.visits
     n = target.size
     transform = dataclasses.replace(p.transform, temperature=None)  # the rows have it
     fixed = Problem(Linear(h, p.head), jnp.zeros((len(h),), jnp.int32), transform, call=p.call)
     listed = visits.listed(tiles_of(fixed, part).group, place.numbers())
     numbers = jnp.pad(rows.at(target), ((0, 0), (0, len(h) - n)))
-    dx, mass = _columns_dx(fixed, numbers, counts, part, visits.tiles, listed, place.array)
+    dx, mass = _columns_dx(fixed, numbers, region.counts, part, visits.tiles, listed, place.array)
     return dx, mass[:n] * rows.numbers[6]
 
 
-def columns_dx_of(
-    p: Problem, place: Slots, h: Array, rows: Rows, index: Array, part: HeadArrays, counts: Array, visits: Visits
-) -> tuple[Array, Array]:
-    """:func:`columns_dx` for a ``part`` with the head's columns ``index [K]``; columns beyond the head must not
-    count."""
+def columns_dx_of(p: Problem, place: Slots, h: Array, rows: Rows, index: Array, region: Region) -> tuple[Array, Array]:
+    """:func:`columns_dx` for a region of the head's columns ``index [K]``; columns beyond the head must not count."""
     at = jnp.arange(index.size, dtype=jnp.int32)
     where = jnp.full((p.head.vocab,), -1, jnp.int32).at[index].set(at, mode="drop", unique_indices=True)
     target = where.at[rows.targets].get(mode="fill", fill_value=-1)
-    return columns_dx(p, place, h, rows, target, part, counts, visits)
+    return columns_dx(p, place, h, rows, target, region)
 
 
 def tiles_of(p: Problem, part: HeadArrays) -> Tiles:
