@@ -162,7 +162,8 @@ class Sparse(Around[Problem, Wanted]):
             part, x = chunk_of(visit, p)
             own = visit.loss(loss, p.n)
             stats, total, more = add(rule, common, visit, part.counting(own), x, own, total)
-            return visit.put_all(out, stats), total, noted(visit, report, more)
+            report = noted(visit, report, more)
+            return visit.put_all(out, stats), total, report
 
         start = (p.blank_stats(), no_gradients(p, want), blank_report(p.n))
         out, total, report = moving.run(body, start)
