@@ -3,6 +3,8 @@ plots, from benchmarks/results: ``python benchmarks/tables.py``."""
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ README = harness.ROOT / "README.md"
 BEGIN, END = "<!-- from the suites: begin -->\n", "<!-- end -->\n"
 LEARN, SAME = "train_gsm8k_learn.json", "train_gsm8k_same.json"
 LEARN_BEGIN, LEARN_END = f"<!-- from {LEARN}: begin -->\n", f"<!-- from {LEARN}: end -->\n"
+LIVE_VERSIONS = "before", "after"
 Record = dict[str, Any]
 README_ROWS = (
     ("an RL batch of Qwen2.5-7B, {live:.0f} % of {tokens:,} tokens live", "h200", "qwen2.5-7b, RL batch", "default"),
@@ -47,8 +50,19 @@ makes its file. `logitless report benchmarks/results` shows every number of ever
 How to read a suite: arms of a case alternate in one process. A ratio compares paired rounds with the dense form of
 the same logits dtype, with a 95 % interval; "none" marks an interval within 0.9 and 1.1 around one, "cannot tell" a
 wider interval around one. Milliseconds are medians by the device's clock, by the host's on a CPU. MiB are the
-compiler's plan for temporaries, without inputs and outputs. `default` is the call without options, `kernel` the call
-with the options of its case. A file's `note` names the commits and calls where its cases come from several."""
+compiler's plan for temporaries, without inputs and outputs. A file's `note` names the commits and calls where its cases
+come from several.
+
+| arm | |
+|---|---|
+| `naive` | `log_softmax` over all logits and a gather, differentiated by JAX |
+| `strong`, `strong/f32` | the strongest dense form: logits are kept, their gradient is written by hand; `/f32`: float32 logits |
+| `packed/f32` | `strong/f32` over packed rows, without prompts and padding |
+| `default` | the call without options |
+| `kernel` | the call with the options of its case, mostly bfloat16 logits and dW |
+
+Compare ratios, not milliseconds: a call takes longer or shorter beside other arms. In the RL batch `default` and
+`default, to packed` are the same call, once in turn with `strong/f32` and once with `packed/f32`."""
 
 
 def mib(n: float) -> str:
@@ -88,10 +102,17 @@ def suite_tables() -> list[str]:
         where = next((row["environment"] for _, _, row in rows if "error" not in row), None)
         if where is None:
             continue
-        out += [f"## {title}", "", f"{where['device']}, jax {where['jax']}.", ""]
-        out += [f"    logitless bench --suite {suite} --out benchmarks/results/{file_of(suite)}", ""]
+        out += [f"## {title}", "", f"{where['device']}, jax {where['jax']}{_when(records)}.", ""]
+        peers = " --peers" if any(arm.startswith("peer: ") for _, arm, _ in rows) else ""
+        out += [f"    logitless bench --suite {suite}{peers} --out benchmarks/results/{file_of(suite)}", ""]
         out += [*_ratio_table(rows), *_gates(records), *_checks(records)]
     return out
+
+
+def _when(records: list[dict[str, Any]]) -> str:
+    """The days on which the cases were measured, as the end of a sentence."""
+    days = sorted({r["made"]["date"].split()[0] for r in records if r.get("made")})
+    return "".join([", measured ", " to ".join(dict.fromkeys([days[0], days[-1]]))]) if days else ""
 
 
 def _ratio_table(rows: list[Any]) -> list[str]:
@@ -185,14 +206,42 @@ def recorded_ratios() -> list[tuple[float, float, float]]:
 
 
 def live_ratios() -> dict[str, tuple[float, float, float]]:
-    """Times of ``h200_live.py`` over those of the strong dense form in float32: the median, least and largest seed."""
-    record = harness.read("h200_live.json")
+    """Times of ``h200_live.py`` over those of the strong dense form in float32: the median, least and largest seed; of
+    an arm that the newest version did not run, those of the version before."""
+    found = {}
+    for version in LIVE_VERSIONS:
+        ms = harness.read("h200_live.json").get(version, {}).get("ms", {})
+        for name, times in ms.items():
+            x = sorted(a / b for a, b in zip(times, ms["flat: strong/f32"], strict=True))
+            found[name.removeprefix("flat: ")] = (x[len(x) // 2], x[0], x[-1])
+    return found
+
+
+def live_tables() -> list[str]:
+    """The arms of ``h200_live.py`` that have every token live or a given number, and those of a policy's own tokens."""
+    record, cells = harness.read("h200_live.json"), []
+    for name, (ratio, low, high) in live_ratios().items():
+        key = name if ": " in name else f"flat: {name}"
+        version = next(v for v in reversed(LIVE_VERSIONS) if key in record[v]["ms"])
+        arm = re.sub(r", \d+ live$", "", name.split(": ")[-1])
+        ms = statistics.median(record[version]["ms"][key])
+        memory = mib(record[version]["compile"][arm]["temporaries"])
+        cells.append([name, f"{ratio:.3f} [{low:.3f}, {high:.3f}]", f"{ms:.{2 if ms < 10 else 1}f}", memory, version])
     if not record:
-        return {}
-    ms = record["after"]["ms"]
-    dense = ms["flat: strong/f32"]
-    by_arm = {name: sorted(a / b for a, b in zip(x, dense, strict=True)) for name, x in ms.items()}
-    return {name.removeprefix("flat: "): (x[len(x) // 2], x[0], x[-1]) for name, x in by_arm.items()}
+        return []
+    tokens, hidden, vocab = record["after"]["shape"]
+    return [
+        "## H200: live tokens",
+        "",
+        f"{record['after']['device']}, jax {record['after']['jax']}; T={tokens} H={hidden} V={vocab}, bfloat16 weights. "
+        "Ratios are to `strong/f32`, back to back: the median, least and largest of three seeds. `after` is the newer "
+        "version, whose row kernel writes a chunk's dx in place; `before` is the version that copied it. The suite's "
+        "case of this shape is of an earlier version, which planned more memory.",
+        "",
+        f"    {record['command']}",
+        "",
+        *harness.table(["arm", "ratio", "ms", "MiB", "version"], cells),
+    ]
 
 
 def readme_table() -> str:
@@ -311,7 +360,7 @@ def gsm8k(plots_at: str, whole: bool) -> str:
 
 
 def render() -> str:
-    tables = [suite_tables(), sharded_tables()]
+    tables = [suite_tables(), live_tables(), sharded_tables()]
     return "\n".join(["# Benchmarks", "", HOW, "", *(line for table in tables for line in table)]).rstrip() + "\n"
 
 

@@ -61,8 +61,8 @@ class Distillation:
     Distillation(divergence='jsd', mix=0.1, temperature=2.0)
     >>> Distillation(divergence="jsd", mix=1.0)
     Traceback (most recent call last):
-    ValueError: Distillation: mix=1.0 lies within 0.001 of 1, where JSD tends to 0 and trains nothing; say \
-divergence='reverse_kl' if that is meant.
+    ValueError: Distillation: mix=1.0 lies within 0.001 of 1, where JSD tends to 0 and
+    trains nothing; say divergence='reverse_kl' if that is meant.
     """
 
     # -- choices (static) -------------------------------------------------------------------------------------------

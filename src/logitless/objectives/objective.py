@@ -72,8 +72,8 @@ class Objective:
     Objective(aggregation='dapo', eps_high=0.28, beta=0.04)
     >>> Objective(policy="clpi")
     Traceback (most recent call last):
-    ValueError: Objective: policy='clpi' is not known; expected one of 'clip', 'cispo', 'sapo', 'vespo', 'gmpo', \
-'reinforce', 'dppo_tv', 'dppo_kl'. Did you mean 'clip'?
+    ValueError: Objective: policy='clpi' is not known; expected one of 'clip', 'cispo',
+    'sapo', 'vespo', 'gmpo', 'reinforce', 'dppo_tv', 'dppo_kl'. Did you mean 'clip'?
     """
 
     # -- choices (static) -------------------------------------------------------------------------------------------
