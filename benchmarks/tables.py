@@ -56,7 +56,7 @@ come from several.
 | arm | |
 |---|---|
 | `naive` | `log_softmax` over all logits and a gather, differentiated by JAX |
-| `strong`, `strong/f32` | the strongest dense form: logits are kept, their gradient is written by hand; `/f32`: float32 logits |
+| `strong`, `strong/f32` | strongest dense form: keeps logits, gradient written by hand; `/f32`: float32 logits |
 | `packed/f32` | `strong/f32` over packed rows, without prompts and padding |
 | `default` | the call without options |
 | `kernel` | the call with the options of its case, mostly bfloat16 logits and dW |
@@ -233,8 +233,8 @@ def live_tables() -> list[str]:
     return [
         "## H200: live tokens",
         "",
-        f"{record['after']['device']}, jax {record['after']['jax']}; T={tokens} H={hidden} V={vocab}, bfloat16 weights. "
-        "Ratios are to `strong/f32`, back to back: the median, least and largest of three seeds. `after` is the newer "
+        f"{record['after']['device']}, jax {record['after']['jax']}. T={tokens} H={hidden} V={vocab}, bfloat16 weights."
+        " Ratios are to `strong/f32`, back to back: the median, least and largest of three seeds. `after` is the newer "
         "version, whose row kernel writes a chunk's dx in place; `before` is the version that copied it. The suite's "
         "case of this shape is of an earlier version, which planned more memory.",
         "",
