@@ -331,7 +331,7 @@ def reward_curve(result: Record, block: int = 5) -> Lines:
         steps = [(r["step"], r["train/reward"]) for r in run["metrics"] if r["step"] > 0 and "train/reward" in r]
         blocks = [steps[j : j + block] for j in range(0, len(steps), block)]
         points = tuple((sum(s for s, _ in b) / len(b), sum(v for _, v in b) / len(b)) for b in blocks)
-        series.append(Series(arm, points, tone_of(arm, (s.tone for s in series))))
+        series.append(Series(arm, points, tone_of(arm, [s.tone for s in series])))
     title = "Sampled reward on GSM8K, Qwen2.5-1.5B"
     return Lines("gsm8k-reward", title, "step", "mean reward", tuple(series), note=f"means of {block} steps")
 
