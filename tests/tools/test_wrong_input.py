@@ -186,7 +186,7 @@ WRONG = {
         model.architecture=nope                 -> model.architecture: 'nope', expected one of
         model.tokenizer=nope                    -> no model at nope
         model.cache_dir=FILE model.weights=smollm2-135m -> no model at smollm2-135m
-        model.lora.targets=[foo]                -> model.lora.targets: 'foo', expected some of q, k, v
+        model.lora.targets=[foo]                -> model.lora.targets: ['foo'], expected some of q, k, v
         data.kind=gsm8k data.path=nope          -> nope: no such file; expected GSM8K as JSONL
         data.kind=gsm8k data.path=HALF          -> HALF, line 1: not JSON
         data.limit=1000                         -> rollout.max_prompt_tokens: 6, but

@@ -88,7 +88,8 @@ def tone_of(arm: str, taken: Iterable[str] = ()) -> str:
     """The colour of an arm: the accent for ours, that of a dense form, else the next one that is not taken."""
     ours = arm.startswith(_OURS) and not arm.endswith("(other tree)")
     wanted = (TONES[0], *TONES[:0:-1]) if ours else (_KNOWN.get(arm.partition(" (")[0], TONES[1]), *TONES[1:])
-    return next((t for t in wanted if t not in set(taken)), TONES[-1])
+    used = set(taken)
+    return next((t for t in wanted if t not in used), TONES[-1])
 
 
 def _lines(points: Points) -> tuple[Series, ...]:
