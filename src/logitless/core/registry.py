@@ -28,7 +28,7 @@ class Candidate:
     name: str  # as users call it; a sparse backward has the name of the exact backend within
     where: str  # its module and class
     around: str | None = None  # module and class of the exact backend within a sparse backward
-    form: str | None = None  # what a call misses that another candidate of this name serves
+    form: str | None = None  # the feature that only this candidate of the name has
     ids: bool = False  # kernels that serve more than one id for each token: ids=, not support=
     teacher_on: str | None = None  # serves calls with a teacher alone, on this platform
 

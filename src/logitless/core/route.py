@@ -42,7 +42,7 @@ class Route:
     cost: Cost | None = None
     reference: Route | None = None  # for the reference's log-probabilities, if the call computes them
     exact_because: str | None = None  # why a call with sparse_backward= takes the exact path; None: it need not
-    without: tuple[str, ...] = ()  # forms of this backend that do not serve the call, and why
+    without: tuple[str, ...] = ()  # why other forms of this backend do not serve the call
 
     @property
     def backend(self) -> str:
@@ -225,7 +225,7 @@ def _split(p: Problem[Source], place: Placement | None, late: bool) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The candidate that serves a call, and what there is to say about those before it."""
+    """The candidate that serves a call, and why earlier candidates do not."""
 
     backend: Backend
     because: str

@@ -106,7 +106,7 @@ class _Groups(NamedTuple):
 
     first: Columns
     total: Array | None
-    """Sum of the exponentials of a group relative to its largest logit."""
+    """Sum of exponentials in a group, relative to its largest logit."""
 
 
 def _groups(x: Array, t: LogitTransform | None, vocab_size: int, stride: int) -> _Groups:
@@ -139,7 +139,7 @@ class _Rest(NamedTuple):
     value: Array
     counts: Array
     total: Array | float
-    """Sum of the exponentials of a group relative to its ``value``."""
+    """Sum of exponentials in a group, relative to its ``value``."""
 
 
 def largest(x: Array, k: int) -> Array:

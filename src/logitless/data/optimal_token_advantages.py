@@ -33,8 +33,9 @@ def optimal_token_advantages(
     policy that drew the tokens, as from :func:`logitless.linear_logprobs`. ``token_weights``, importance ratios of the
     tokens, enter squared. Completions begin in one column; masked tokens have advantages of 0.
 
-    A group of one has no baseline. Where one completion of a group is longer than all others, its tail has itself as
-    the baseline, and advantages of 0; with ``zero_tail=True`` the tail has no baseline (veRL's ``handle_zero_tail``).
+    Groups with a single row have no baseline. Where one completion is longer than all others of its group, the tail has
+    itself as the baseline, and advantages of 0; with ``zero_tail=True`` the tail has no baseline (veRL's
+    ``handle_zero_tail``).
 
     >>> import jax.numpy as jnp
     >>> from logitless import TokenStats, optimal_token_advantages

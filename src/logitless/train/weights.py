@@ -79,13 +79,13 @@ def _put_layer(stack: Array, i: Array, tensor: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """An open file (or folder of files) of weights; its tensors have the names of its format."""
+    """An open file (or folder of files) of weights; tensor names follow the file format."""
 
     source: str
     config: ModelConfig
     names: TensorNames
     shapes: Mapping[str, tuple[int, ...]]
-    """Of every tensor in the file."""
+    """Shapes of all tensors in the file."""
     read: Callable[[str, Any], Any]
     """A tensor by its name, in or to be cast to a dtype."""
 

@@ -3,7 +3,7 @@
     chunked    one matmul per live token, ``[chunk, V]`` logits; the row kernel reads them once and writes dx over them,
                or, 16-bit dx of float32 logits, beside them
     pair       with a teacher: two matmuls, then the row kernels for two distributions (forward and reverse KL)
-    fused      statistics alone: one matmul per live token, no logits in memory, a few MiB of partial sums
+    fused      statistics alone, one matmul per live token: no logits, a few MiB of partial sums
     ids        the row kernel sums what is outside the ids (without a softcap); the rest is ``chunked``
 
 The fused matmul adds up in another order than the platform's, which recomputes the logits for the gradient. For float32

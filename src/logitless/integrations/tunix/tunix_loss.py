@@ -86,7 +86,7 @@ def _loss(
 
 
 _DONE_HERE = {"overlong_loss_masking": False}
-"""Settings that are of the batch."""
+"""Settings about the batch, not about the loss."""
 
 
 def _trained(example: Peer, algo_config: Peer, segments: Array | None) -> Array:

@@ -52,8 +52,8 @@ def distillation_of(c: GradcheckConfig) -> Distillation:
 
 
 def weights_of(c: GradcheckConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """Random weights of each statistic of each live token, for ``call: logprobs``: the statistics to compare, of one
-    distribution, or of a student with its teacher."""
+    """Random weights for the statistics compared under ``call: logprobs``, per live token: a single distribution, or a
+    student with its teacher."""
     rng = np.random.default_rng(c.seed + 1)
     names = ("logp", "entropy", "lse") if c.divergence == "off" else ("divergence", "entropy", "logp")
     return {k: (rng.standard_normal(mask.shape) * mask).astype(np.float32) for k in names}

@@ -29,7 +29,7 @@ from logitless.lab.tools import child
 from logitless.lab.tpu import aot
 
 TOPOLOGY, CLOCK_HZ = "v6e:2x4", 1.75e9
-"""The one chip whose clock is known."""
+"""The chip with a known clock."""
 MEMORY_BYTES = 16_000_000_000
 TIMEOUT_S = 600
 

@@ -27,7 +27,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}]')
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One line of HLO: ``name = shape opcode(inside)settings``, in the computation ``home``."""
+    """An instruction ``name = shape opcode(inside)settings`` of the HLO computation ``home``."""
 
     name: str
     home: str
@@ -43,7 +43,7 @@ class Instruction:
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """``(how, computation)`` of each computation that it calls."""
+        """``(how, computation)`` for every called computation."""
         return [(how, name) for how, names in _CALLED.findall(self.settings) for name in NAME.findall(names)]
 
 

@@ -62,7 +62,7 @@ class Operands:
     live: Ref | None
     transform: LogitTransform
     out: Any  # or None
-    first: Array | None  # the row of ``out`` that row 0 goes to, where it is not row 0
+    first: Array | None  # row offset into ``out``, or None for 0
     stats: tuple[Ref, ...]  # written by the kernel, or read by ``gradient``, in the order of STAT_FIELDS
     given: tuple[Ref, ...]  # whatever else it reads
 
@@ -321,7 +321,7 @@ class _Slots:
         return j if ring == 0 else jnp.where(j < held, j, held + lax.rem(jnp.maximum(j - held, 0), jnp.int32(ring)))
 
     def streamed(self, sweep: Sweep) -> Array:
-        """Tiles beyond those that are held."""
+        """Tiles that are streamed again in sweep 2."""
         return jnp.maximum(sweep.count - self.held, 0)
 
 
@@ -387,7 +387,7 @@ class _Turn:
     row: Array
     after: Array  # its next row
     number: Array  # rows before
-    streamed: Array  # tiles beyond those that are held
+    streamed: Array  # tiles that are streamed again in sweep 2
 
 
 def _second_sweep(o: Operands, sweep: Sweep, slots: _Slots, turn: _Turn, target: Target, c: Coefficients) -> None:
