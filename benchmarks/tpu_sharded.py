@@ -31,6 +31,7 @@ TOKENS, HIDDEN, VOCAB = 8192, 4096, 151936
 FORMS: dict[str, dict[str, Any]] = {
     "fused": dict(form="fused", backend="pallas_tpu"),
     "fused, dW summed in bfloat16": dict(form="fused", backend="pallas_tpu", head_grad_dtype="param"),
+    "fused, sparse": dict(form="fused", backend="pallas_tpu", sparse_backward="auto"),
     "dense, strong": dict(form="dense"),
     "dense, naive": dict(form="naive"),
 }

@@ -120,7 +120,8 @@ def judge(c: Case, idle_tile: bool = False) -> None:
     assert out["dw"].dtype == w.dtype
     assert_contract("dW", out["dw"], dw, true_dw)
     if bias is not None:
-        assert_contract("dbias", out["db"], db[0], true_db)
+        floor = 2.0**-12 / 2.0**-23  # summed from exponentials of 16 bits, where the ordinary path sums float32
+        assert_contract("dbias", out["db"], db[0], true_db, floor_ulp=floor)
 
 
 def test_masked_tokens_and_other_cotangents() -> None:

@@ -394,7 +394,8 @@ def test_on_hopper_the_row_kernel_sums_what_is_outside_the_ids(options: str) -> 
         return
     truth = oracle.selected_logprobs(rows, ids, temperature=t)
     for name, a, b in zip(("logp", "lse", "mass", "log_rest"), made, base, strict=True):
-        assert_contract(name, a, b, getattr(truth, name))
+        floor = 30.0 if options == "softcap" else 4.0  # XLA's and NumPy's tanh differ by more than either's error
+        assert_contract(name, a, b, getattr(truth, name), floor_ulp=floor)
     want = oracle.selected_logprobs_vjp(rows, ids, *map(f64, g), temperature=t)
     assert_contract("dH", grads[0], base_grads[0], want.inputs)
     assert_contract("dW", grads[1], base_grads[1], want.head)
