@@ -95,7 +95,7 @@ class _Tokens:
 
     @staticmethod
     def of(p: Problem[Linear], chosen: Array | None) -> _Tokens:
-        """Those that are ``chosen``, or all. Others have zeros for hidden states, since a dead token may hold NaN."""
+        """The ``chosen`` tokens, or all. Other tokens get zeros for hidden states, since a dead token may hold NaN."""
         order, chunk = front(chosen, by_sort=False), tiles_of(p)[0]
         more = -p.n % chunk
 
@@ -167,7 +167,7 @@ class _Sums:
 def _peaked(u: Array, v: Array, k: Array | None, k_o: Array | None) -> PeakedSums:
     """Sums over the columns of ``u [C, S]`` in one pass behind the maxima; ``v [C, S]`` are the other distribution's.
 
-    Of columns that share the largest ``u`` the one with the largest ``v`` leads. What is not ``cross`` is 0, or one
+    Columns may share the largest ``u``: the column with the largest ``v`` leads. What is not ``cross`` is 0, or one
     apart from 1, at a leading column; ``cross`` is summed relative to the largest ``v`` and moved to the leader's
     afterwards: both steps give exactly 0 for equal rows, and neither loses a small ``rest`` beside a large peak.
     """

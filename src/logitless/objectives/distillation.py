@@ -74,8 +74,8 @@ class Distillation:
     temperature_squared: bool = static(False)
     """Multiply the divergence by the square of the temperature (Tunix, MaxText; TRL, Liger and NeMo do not)."""
     overlap: bool = static(False)
-    """Of a teacher that is given at its likeliest ids: the metric ``overlap``, the share of these ids that are among as
-    many of the student's own likeliest. One more matmul, and a top-k of its logits."""
+    """Report the metric ``overlap`` for a ``TopK`` teacher: the share of the teacher's ids among the student's K
+    likeliest ids. Costs one more matmul and a top-k of the logits."""
     aggregation: Aggregation = static("bnpo")
     """How token losses become one number; veRL's and Tunix' names are accepted and mapped."""
     count_rows: CountRows = static("all")

@@ -204,7 +204,7 @@ class DweightBuffer:
         return dataclasses.replace(self, dx=dx)
 
     def with_dweight(self, p: Problem[Linear], want: Wanted) -> DweightBuffer:
-        """From here on there is memory for dW, of its own where it is not in place."""
+        """The buffer with memory for dW: a new array unless dW is written in place."""
         apart = want.weight and not self.in_place
         return dataclasses.replace(self, weight=lax.empty(p.head.weight.shape, p.h.dtype) if apart else None)
 

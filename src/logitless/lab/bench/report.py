@@ -67,7 +67,7 @@ def _read(path: Path) -> list[tuple[Path, Record]]:
 
 
 def _fault(found: Sequence[tuple[Path, Record]], error: Exception) -> ReportError:
-    """Which record has no page of its own, and why; all of them if each one has."""
+    """An error with the first file that no page can be made of; with all files if each makes a page alone."""
     for path, record in found:
         try:
             _page([(path, record)], [])
